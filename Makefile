@@ -1,0 +1,45 @@
+# `make demo` and `make test` need nothing before them but Python 3.10+, make and a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := state checkpoint strategies callbacks
+
+.PHONY: help setup demo test check lint mypy format bench clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## Create .venv and install everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "accelight needs Python 3.10 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes, merge its checkpoint, use it again
+	$(BIN)/python examples/train_gpt.py
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest -q
+
+check: lint mypy  ## Lint, format check and types
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+mypy: $(STAMP)
+	$(BIN)/mypy $(PACKAGES:%=-p accelight.%)
+	$(BIN)/mypy tests examples benchmarks
+
+format: $(STAMP)  ## Format the code and apply safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## Measure against the peers (see benchmarks/)
+	$(BIN)/python -m benchmarks
+
+clean:  ## Remove what the other targets made
+	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,313 @@
+"""Functions on real gloo processes: a pool forked from one preloaded server and reused over the tests.
+
+Starting a process with torch and Lightning costs 4 to 5 s by ``spawn``; a fork server that has them imported forks one
+in a fraction of that, and a process kept for the next test costs nothing. What a test may have left behind (process
+group, singletons, environment, seeds) is put back before the next one; after a failure the processes are thrown away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "lightning.pytorch",
+    "lightning.pytorch.strategies",
+    "accelight.state",
+]
+_GRACE_S = 10.0  # what the other ranks get to finish (or fail on their own) after the first one has failed
+
+
+@dataclass
+class _Task:
+    """What a worker is told to do, pickled as a whole so that a bad pickle is the task's failure and not the pool's."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass
+class _Order:
+    """The surroundings of a task: always picklable."""
+
+    task: bytes
+    env: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+    rank: int
+    world_size: int
+    folder: str
+    group_timeout_s: float | None
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: multiprocessing.connection.Connection
+    log: Path
+    stacks: Path
+
+
+@dataclass
+class _Pool:
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="accelight-ranks-")))
+    workers: dict[int, list[_Worker]] = field(default_factory=dict)
+    num_started: int = 0
+    num_runs: int = 0
+
+    def get(self, world_size: int) -> list[_Worker]:
+        """Return the live workers for ``world_size`` ranks, forking them where there are none."""
+        if world_size not in self.workers:
+            self.workers[world_size] = [self._fork() for _ in range(world_size)]
+        return self.workers[world_size]
+
+    def _fork(self) -> _Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self.num_started += 1
+        log, stacks = (self.folder / f"{self.num_started}.{kind}" for kind in ("log", "stacks"))
+        ours, theirs = context.Pipe()
+        # Not a daemon: tests start DataLoader workers, which daemonic processes may not.
+        process = context.Process(target=_serve, args=(theirs, str(log), str(stacks)))
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, log, stacks)
+
+    def discard(self, world_size: int) -> None:
+        """Kill the workers of one world size: their state can no longer be trusted."""
+        for worker in self.workers.pop(world_size, []):
+            worker.process.kill()
+            worker.process.join()
+            worker.connection.close()
+
+    def close(self) -> None:
+        """Kill every worker and remove the pool's files."""
+        for world_size in list(self.workers):
+            self.discard(world_size)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_POOL: _Pool | None = None
+
+
+def _pool() -> _Pool:
+    global _POOL
+    if _POOL is None:
+        _POOL = _Pool()
+        atexit.register(_POOL.close)
+    return _POOL
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on loopback now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_on_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60,
+    env: Mapping[str, str] | None = None,
+    init_group: bool = True,
+    group_timeout_s: float = 60,
+) -> list[Any]:
+    """Run module-level ``fn(*args)`` on ``world_size`` processes and return their results in rank order.
+
+    Args:
+        world_size: Number of processes.
+        fn: A module-level function; it and its result travel by pickle.
+        *args: Its arguments, the same on every rank (ask ``torch.distributed.get_rank()`` inside).
+        timeout_s: The watchdog: after so long the stack of every rank is printed and the processes are killed.
+        env: Environment variables beside the caller's own.
+        init_group: Whether a gloo group exists when ``fn`` starts. Without it, ``fn`` finds a complete torchrun
+            environment (``MASTER_PORT`` free) and may start the group itself.
+        group_timeout_s: Timeout of that group's collectives.
+
+    Raises:
+        AssertionError: If a rank raised, died or hung; the message holds what each rank has to say.
+    """
+    pool = _pool()
+    workers = pool.get(world_size)
+    pool.num_runs += 1
+    folder = pool.folder / f"run{pool.num_runs}"
+    folder.mkdir()
+    task = pickle.dumps(_Task(fn, args))
+    base = dict(os.environ)
+    base.update(
+        WORLD_SIZE=f"{world_size}",
+        LOCAL_WORLD_SIZE=f"{world_size}",
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=f"{free_port()}",
+        TORCHELASTIC_RUN_ID=f"run{pool.num_runs}",
+        OMP_NUM_THREADS="1",
+        **(env or {}),
+    )
+    for rank, worker in enumerate(workers):
+        worker.log.write_bytes(b"")
+        rank_env = {**base, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        timeout = group_timeout_s if init_group else None
+        worker.connection.send(_Order(task, rank_env, os.getcwd(), sys.path, rank, world_size, str(folder), timeout))
+    try:
+        reports = _collect(workers, timeout_s)
+    except BaseException:  # Ctrl-C in the middle of a run leaves the workers in an unknown state
+        pool.discard(world_size)
+        raise
+    failures = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str)]
+    if failures:
+        pool.discard(world_size)
+        raise AssertionError("\n".join([f"{len(failures)} of {world_size} ranks failed", *failures]))
+    shutil.rmtree(folder, ignore_errors=True)
+    return [pickle.loads(report) for report in reports if isinstance(report, bytes)]
+
+
+def _collect(workers: list[_Worker], timeout_s: float) -> list[bytes | str]:
+    """Wait for every worker: bytes are a pickled result, text says what went wrong."""
+    reports: dict[int, bytes | str] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(reports) < len(workers):
+        waiting = [rank for rank in range(len(workers)) if rank not in reports]
+        handles = {workers[rank].connection: rank for rank in waiting}
+        ready = multiprocessing.connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting:
+                reports[rank] = _describe_hang(workers[rank], timeout_s)
+            break
+        for connection in ready:
+            rank = handles[connection]  # type: ignore[index]
+            try:
+                reports[rank] = workers[rank].connection.recv()
+            except (EOFError, ConnectionError):
+                workers[rank].process.join()
+                reports[rank] = f"died with exit code {workers[rank].process.exitcode}\n{_tail(workers[rank].log)}"
+            if isinstance(reports[rank], str):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return [reports[rank] for rank in range(len(workers))]
+
+
+def _describe_hang(worker: _Worker, timeout_s: float) -> str:
+    worker.stacks.write_bytes(b"")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.process.pid, signal.SIGUSR1)
+    for _ in range(50):  # the dump is written within milliseconds by a signal handler in C
+        if b"File" in worker.stacks.read_bytes():
+            break
+        time.sleep(0.02)
+    stacks = worker.stacks.read_text(errors="replace")
+    return f"still running when its time was up (limit {timeout_s} s). Its stacks:\n{stacks}\n{_tail(worker.log)}"
+
+
+def _tail(path: Path, num_chars: int = 4000) -> str:
+    text = path.read_text(errors="replace")[-num_chars:]
+    return f"--- its output ---\n{text}" if text.strip() else "(it printed nothing)"
+
+
+def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: str) -> None:
+    """Body of a worker process: one order after the other, until the other side hangs up."""
+    log_file, stacks_file = (open(path, "ab", buffering=0) for path in (log, stacks))  # noqa: SIM115 (kept open)
+    os.dup2(log_file.fileno(), 1)
+    os.dup2(log_file.fileno(), 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    faulthandler.enable(log_file)
+    faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
+    import torch
+
+    torch.set_num_threads(1)
+    pristine = _Pristine()
+    while True:
+        try:
+            order: _Order = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            report: bytes | str = _obey(order)
+        except BaseException:  # noqa: BLE001 (pytest.fail and SystemExit are results of a test, too)
+            report = traceback.format_exc() + _tail(Path(log))
+        # Reported before the clean-up: a peer that leaves the group early must not hide why.
+        if isinstance(report, bytes):
+            try:
+                pristine.restore()
+            except Exception:  # noqa: BLE001 (whatever it was, it is the test's failure)
+                report = "clean-up after the test failed:\n" + traceback.format_exc()
+        connection.send(report)
+
+
+def _obey(order: _Order) -> bytes:
+    import torch.distributed as dist
+
+    os.environ.clear()
+    os.environ.update(order.env)
+    os.chdir(order.cwd)
+    sys.path[:] = order.sys_path
+    task: _Task = pickle.loads(order.task)
+    if order.group_timeout_s is not None:
+        store = dist.FileStore(f"{order.folder}/store", order.world_size)  # a file needs no free port
+        timeout = timedelta(seconds=order.group_timeout_s)
+        dist.init_process_group(
+            "gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout
+        )
+    result = task.fn(*task.args)
+    buffer = io.BytesIO()
+    pickle.dump(result, buffer)  # plain pickle: tensors go by value, not as shared memory of a process that may die
+    if dist.is_initialized():
+        dist.barrier()  # no rank leaves the group while another still talks to it
+    return buffer.getvalue()
+
+
+class _Pristine:
+    """The process-wide state before any test, to be put back after each."""
+
+    def __init__(self) -> None:
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+
+    def restore(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        reset_singletons()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for number, handler in self.handlers.items():
+            if handler is not None and number != signal.SIGUSR1:  # SIGUSR1 is the watchdog's
+                signal.signal(number, handler)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+
+
+def reset_singletons() -> None:
+    """Forget everything that accelight and Lightning remember of the last run in this process."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from accelight.state import reset_state
+
+    reset_state()
+    for function in (fabric_rank_zero_only, rank_zero_only):
+        if hasattr(function, "rank"):
+            del function.rank

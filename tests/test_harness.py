@@ -1,0 +1,86 @@
+"""The harness itself: results in rank order, every rank's traceback, a watchdog with stacks, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.scripts import run_script
+
+
+def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), os.getpid(), total.item()
+
+
+def _fail_on(ranks: list[int]) -> None:
+    if dist.get_rank() in ranks:
+        raise ValueError(f"told to fail on {dist.get_rank()}")
+
+
+def _hang() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def _die() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+
+
+def _leave_a_mess() -> None:
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+
+
+def _find_a_mess() -> tuple[str | None, torch.dtype]:
+    return os.environ.get("LEFT_BEHIND"), torch.get_default_dtype()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    results = run_on_ranks(world_size, _sum_of_ranks, 10)
+    assert [rank for rank, _, _ in results] == list(range(world_size))
+    assert {total for _, _, total in results} == {float(sum(range(world_size)) + 10 * world_size)}
+
+
+def test_processes_are_reused() -> None:
+    first, second = run_on_ranks(2, _sum_of_ranks, 0), run_on_ranks(2, _sum_of_ranks, 0)
+    assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second]
+
+
+def test_every_failing_rank_is_in_the_message() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)2 of 3 ranks.*rank 0:.*told to fail on 0.*rank 2:.*told to fail on 2"):
+        run_on_ranks(3, _fail_on, [0, 2], group_timeout_s=2)
+
+
+def test_a_hang_is_ended_with_stacks() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: still running.*in _hang"):
+        run_on_ranks(2, _hang, timeout_s=1)
+
+
+def test_a_dead_process_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"rank 1: died with exit code 7"):
+        run_on_ranks(2, _die, group_timeout_s=2, timeout_s=20)
+
+
+def test_nothing_is_left_for_the_next_test() -> None:
+    run_on_ranks(2, _leave_a_mess)
+    assert run_on_ranks(2, _find_a_mess) == [(None, torch.float32)] * 2
+
+
+def test_a_script_reports_its_output_and_status() -> None:
+    assert run_script("import sys; print('hello', sys.argv[1])", "world").lines == ["hello world"]
+    with pytest.raises(AssertionError, match=r"(?s)exit status \[3\].*bye"):
+        run_script("print('bye'); raise SystemExit(3)")
+
+
+def test_a_hanging_script_shows_its_stacks() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)still running after 1 s.*in wait_for_ever"):
+        run_script("import time\ndef wait_for_ever():\n    time.sleep(600)\nwait_for_ever()", timeout_s=1)
