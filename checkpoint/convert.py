@@ -1,0 +1,158 @@
+"""What bytes cannot be copied for, done with torch: other dtypes, other strides, compressed records, ``.bin`` files.
+
+Every function here imports torch; nothing else in this package does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from math import prod
+from typing import IO, TYPE_CHECKING, Any
+
+from .dtypes import DType
+from .errors import CheckpointError
+from .gather import BLOCK_BYTES, FilePool, TensorReader, read_exactly
+from .layout import Piece, SourceTensor
+from .plan import PlannedFile
+
+if TYPE_CHECKING:
+    import torch
+
+
+def convert_block(view: memoryview, source: DType, target: DType, what: str) -> memoryview:
+    """Return the values of a block in another dtype.
+
+    Raises:
+        CheckpointError: If a finite value is too large for the target: the file would hold an infinity instead.
+    """
+    import torch
+
+    values = torch.frombuffer(view, dtype=getattr(torch, source.name))
+    converted = values.to(getattr(torch, target.name))
+    if target.name == "float16" or source.name == "float64":
+        overflow = converted.isinf() & values.isfinite()
+        if overflow.any():
+            worst = values[overflow].abs().max().item()
+            raise CheckpointError(
+                f"{what}: the value {worst:g} does not fit into {target.name}. Use bfloat16 or float32."
+            )
+    out = bytearray(converted.numel() * target.itemsize)
+    if out:
+        torch.frombuffer(out, dtype=converted.dtype).copy_(converted)
+    return memoryview(out)
+
+
+def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
+    """Return the bytes of a piece in row-major order; the whole piece is in memory."""
+    import torch
+
+    dtype = getattr(torch, tensor.dtype.name)
+    fd = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if piece.encoding:
+            values = _decode_record(tensor, piece, fd)
+        else:
+            strides = piece.strides or ()
+            last = sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
+            stored = bytearray((last + 1) * tensor.dtype.itemsize)
+            read_exactly(fd, piece.path, [memoryview(stored)], piece.start, len(stored))
+            values = torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
+    finally:
+        os.close(fd)
+    out = bytearray(prod(piece.sizes) * tensor.dtype.itemsize)
+    if out:
+        torch.frombuffer(out, dtype=dtype).view(piece.sizes).copy_(values)
+    return memoryview(out)
+
+
+def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
+    """Undo DCP's stream transforms (compression) of one record."""
+    import torch
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    what = f"{piece.path}: tensor {tensor.fqn!r}"
+    raw = bytearray(piece.length)
+    read_exactly(fd, piece.path, [memoryview(raw)], piece.start, piece.length)
+    stream: IO[bytes] = io.BytesIO(bytes(raw))
+    try:
+        for extension in ExtensionRegistry().from_descriptor_list(piece.encoding):
+            if not isinstance(extension, StreamTransformExtension):
+                raise ValueError(f"{extension} does not transform streams")
+            stream = extension.transform_from(stream)
+        values = torch.load(io.BytesIO(stream.read(-1)), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{what}: the record is transformed by {list(piece.encoding)}: {error}") from error
+    expected = (tensor.dtype.name, piece.sizes)
+    found = (str(getattr(values, "dtype", "")).removeprefix("torch."), tuple(getattr(values, "shape", ())))
+    if found != expected:
+        raise CheckpointError(f"{what}: the record holds {found}, the metadata says {expected}.")
+    return values
+
+
+def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a planned file, in its order, each in memory as a whole."""
+    import torch
+
+    files = FilePool()
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for planned in file.tensors:
+            data = bytearray(planned.num_bytes)
+            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+                data[start : start + len(block)] = block
+            dtype = getattr(torch, planned.dtype.name)
+            shape = planned.source.shape
+            yield (
+                planned.name,
+                torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype),
+            )
+    finally:
+        files.close()
+
+
+def converted_blocks(
+    tensor: SourceTensor, target: DType, name: str, files: FilePool, buffer: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield (position in the output tensor, bytes) in the target dtype."""
+    for start, view in TensorReader(tensor, files).blocks(buffer):
+        if target is tensor.dtype:
+            yield start, view
+        else:
+            position = start // tensor.dtype.itemsize * target.itemsize
+            yield position, convert_block(view, tensor.dtype, target, f"Tensor {name!r}")
+
+
+def save_bin(file: PlannedFile, stream: IO[bytes]) -> dict[str, Any]:
+    """Write a planned file as ``torch.save`` does, tied names sharing one storage; returns the state dict."""
+    import torch
+
+    state_dict: dict[str, Any] = dict(load_tensors(file))
+    for alias, name in file.ties.items():
+        state_dict[alias] = state_dict[name]
+    torch.save(state_dict, stream)
+    return state_dict
+
+
+def compare_bin(file: PlannedFile, stream: IO[bytes]) -> None:
+    """Load a written ``.bin`` file and compare every tensor with its source, byte for byte.
+
+    Raises:
+        CheckpointError: If one is missing or differs.
+    """
+    import torch
+
+    state_dict = torch.load(stream, map_location="cpu", weights_only=True)
+    files = FilePool()
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for planned in file.tensors:
+            flat = state_dict[planned.name].reshape(-1).view(torch.uint8) if planned.num_bytes else None
+            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+                if flat is None or not torch.equal(
+                    flat[start : start + len(block)], torch.frombuffer(block, dtype=torch.uint8)
+                ):
+                    raise CheckpointError(f"{file.name}: tensor {planned.name!r} read back differs from its source.")
+    finally:
+        files.close()

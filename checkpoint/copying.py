@@ -1,0 +1,192 @@
+"""Moves the planned bytes: ranges from file to file, on one or several threads.
+
+Measured on ext4 (1 GB from two files, fsync included): ``pread`` and ``pwrite`` through 512 KB into a reserved file
+0.30 to 0.40 s, ``copy_file_range`` 0.48 to 0.80 s, ``sendfile`` 0.48 to 0.96 s, ``cat`` 0.44 s.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .errors import CheckpointError
+from .gather import BLOCK_BYTES, FilePool, Run, TensorReader, read_exactly
+from .layout import SourceTensor
+from .plan import PlannedFile, PlannedTensor
+
+_PART_BYTES = 16 * 2**20  # what a thread takes at once
+_WAIT_S = 0.1
+
+OnBytes = Callable[[int], None]
+"""Told the number of bytes written since the last call; always in the calling thread."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One thing for a thread to do: a run of bytes, or a tensor to be put together."""
+
+    tensor: PlannedTensor
+    fd: int
+    run: Run | None
+
+
+def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (position in the output tensor, its bytes) in order, as they belong into the output."""
+    if tensor.dtype is tensor.source.dtype:
+        return TensorReader(tensor.source, files).blocks(buffer)
+    from .convert import converted_blocks  # torch
+
+    return converted_blocks(tensor.source, tensor.dtype, tensor.name, files, buffer)
+
+
+def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterator[_Work]:
+    for file, fd in planned:
+        for tensor in file.tensors:
+            runs = TensorReader(tensor.source, files).runs() if tensor.dtype is tensor.source.dtype else None
+            if runs is None:
+                yield _Work(tensor, fd, None)
+                continue
+            for run in runs:
+                for start in range(0, run.num_bytes, _PART_BYTES):
+                    size = min(_PART_BYTES, run.num_bytes - start)
+                    yield _Work(tensor, fd, Run(run.path, run.source + start, run.target + start, size))
+
+
+class _Copier:
+    """Threads that take work until there is none, or one of them failed."""
+
+    def __init__(self, work: Iterator[_Work]):
+        self._work = work
+        self._lock = threading.Lock()
+        self._stop = False
+        self._num_bytes = 0
+        self.error: BaseException | None = None
+
+    def run(self, on_bytes: OnBytes | None = None) -> None:
+        files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+        try:
+            while (work := self._next()) is not None:
+                for count in self._do(work, files, buffer):
+                    if on_bytes is not None:
+                        on_bytes(count)
+                    else:
+                        with self._lock:
+                            self._num_bytes += count
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            with self._lock:
+                self.error = self.error or error
+            self.stop()
+        finally:
+            files.close()
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def take_bytes(self) -> int:
+        with self._lock:
+            count, self._num_bytes = self._num_bytes, 0
+            return count
+
+    def _next(self) -> _Work | None:
+        with self._lock:
+            return None if self._stop else next(self._work, None)
+
+    def _do(self, work: _Work, files: FilePool, buffer: memoryview) -> Iterator[int]:
+        start = work.tensor.start
+        if work.run is None:
+            for position, block in blocks_of(work.tensor, files, buffer):
+                write_exactly(work.fd, block, start + position)
+                yield len(block)
+            return
+        run = work.run
+        fd = files.fd(run.path)
+        for position in range(0, run.num_bytes, BLOCK_BYTES):
+            view = buffer[: min(BLOCK_BYTES, run.num_bytes - position)]
+            read_exactly(fd, run.path, [view], run.source + position, len(view))
+            write_exactly(work.fd, view, start + run.target + position)
+            yield len(view)
+
+
+def copy_tensors(planned: list[tuple[PlannedFile, int]], threads: int, on_bytes: OnBytes) -> None:
+    """Write the headers and tensors of planned files into their open descriptors.
+
+    Raises:
+        CheckpointError: If a source became shorter meanwhile, or a value does not fit the wanted dtype.
+        OSError: As the system says.
+    """
+    for file, fd in planned:
+        write_exactly(fd, memoryview(file.header), 0)
+        on_bytes(len(file.header))
+    files = FilePool()
+    copier = _Copier(_all_work(planned, files))
+    if threads == 1:
+        copier.run(on_bytes)
+    else:
+        _run_threads(copier, threads, on_bytes)
+    files.close()
+    if copier.error is not None:
+        raise copier.error
+
+
+def _run_threads(copier: _Copier, threads: int, on_bytes: OnBytes) -> None:
+    workers = [threading.Thread(target=copier.run, name=f"accelight-copy-{n}") for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(_WAIT_S)
+                on_bytes(copier.take_bytes())
+    finally:  # an interrupt, or an error of on_bytes: nobody may write into the file any more
+        copier.stop()
+        for worker in workers:
+            worker.join()
+    on_bytes(copier.take_bytes())
+
+
+def write_exactly(fd: int, view: memoryview, position: int) -> None:
+    """Write all of ``view``."""
+    while len(view):
+        written = os.pwrite(fd, view, position)
+        view, position = view[written:], position + written
+
+
+def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
+    """Compare what a written file holds with its sources, byte for byte.
+
+    Raises:
+        CheckpointError: If a tensor or the header differs.
+    """
+    if os.pread(fd, len(file.header), 0) != file.header:
+        raise CheckpointError(f"{file.name}: the header read back is not the one written. The disk may be failing.")
+    files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for tensor in file.tensors:
+            for position, block in blocks_of(tensor, files, buffer):
+                if os.pread(fd, len(block), tensor.start + position) != bytes(block):  # bytes: a memcmp
+                    raise CheckpointError(
+                        f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
+                        f"within {len(block)} bytes from byte {position}. The disk may be failing."
+                    )
+                on_bytes(len(block))
+    finally:
+        files.close()
+
+
+def same_bytes(first: SourceTensor, second: SourceTensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes; they may be cut differently."""
+    files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+    one, two = TensorReader(first, files), TensorReader(second, files)
+    try:
+        for start in range(0, first.num_bytes, BLOCK_BYTES):
+            view = buffer[: min(BLOCK_BYTES, first.num_bytes - start)]
+            one.read_into(start, view)
+            expected = bytes(view)
+            two.read_into(start, view)
+            if expected != bytes(view):
+                return False
+        return True
+    finally:
+        files.close()

@@ -1,0 +1,66 @@
+"""The head of a safetensors file, byte for byte as the safetensors library writes it.
+
+Source: safetensors 0.8 ``src/tensor.rs`` (``prepare``): dtypes in descending order of its enumeration, then names;
+compact JSON, padded with spaces to 8 bytes, behind its length as a little-endian 64-bit number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .dtypes import DType
+from .errors import CheckpointError
+
+_MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file to be."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """Return the header's bytes, each tensor's position in the file in file order, and the file's size.
+
+    Raises:
+        CheckpointError: If safetensors has no word for a dtype, a name is no text, or the header grows too large.
+    """
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts: dict[str, int] = {}
+    position = 0
+    for entry in sorted(entries, key=lambda one: (-one.dtype.rank, one.name)):
+        if entry.dtype.code is None:
+            raise CheckpointError(
+                f"Tensor {entry.name!r} is {entry.dtype.name}, which safetensors cannot hold. Use exclude, "
+                f"or write pytorch_model.bin with safe_serialization=False."
+            )
+        if entry.name == "__metadata__":
+            raise CheckpointError("A tensor is called '__metadata__', which safetensors keeps for itself.")
+        shape = list(entry.shape)
+        if entry.dtype.packed > 1 and shape:
+            shape[-1] *= entry.dtype.packed
+        starts[entry.name] = position
+        described[entry.name] = {
+            "dtype": entry.dtype.code,
+            "shape": shape,
+            "data_offsets": [position, position + entry.num_bytes],
+        }
+        position += entry.num_bytes
+    try:
+        text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"A tensor's name is not valid text: {error}.") from error
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"The header would have {len(text)} bytes, safetensors reads up to {_MAX_HEADER_BYTES}. Set max_shard_size."
+        )
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}, len(header) + position
