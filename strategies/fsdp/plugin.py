@@ -14,13 +14,7 @@ from torch import nn
 
 from . import environment as env
 from .environment import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-from .settings import (
-    FSDP1Settings,
-    FSDP2Settings,
-    PrecisionSettings,
-    WrapSettings,
-    as_modules,
-)
+from .settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings, as_modules
 from .settings import StateDictType as StateDictName
 from .sharding import replicated, reshard_for_fsdp2, strategy_for_fsdp1
 from .wrapping import check_policy, layer_classes
@@ -443,9 +437,7 @@ class FullyShardedDataParallelPlugin:
         plain = self._policy_class()()
         for name in ("keep_low_precision_grads", "_module_classes_to_ignore"):
             if getattr(value, name, None) not in (None, getattr(plain, name, None)):
-                raise ValueError(
-                    f"mixed_precision_policy sets {name}, which is not supported: leave it at its default."
-                )
+                raise ValueError(f"mixed_precision_policy: {name} is not supported, leave it at its default.")
 
     def _policy_class(self) -> type[MixedPrecision | MixedPrecisionPolicy]:
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
