@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,18 +17,23 @@ EXIT_OK, EXIT_BAD_CHECKPOINT, EXIT_USAGE = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 (bad checkpoint, or the system's no), 2 (usage)."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.debug:
-        return int(arguments.run(arguments))
+    arguments = _parser().parse_args(argv)
+    collects = gc.isenabled()
+    gc.disable()  # a hundred thousand tensors are many objects to go through in vain
+    try:
+        return int(arguments.run(arguments)) if arguments.debug else _run(arguments)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ModuleNotFoundError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:
         return _fail(error, EXIT_USAGE)
-    except ModuleNotFoundError as error:
-        return _fail(error, EXIT_BAD_CHECKPOINT)
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was left behind", 130)
 

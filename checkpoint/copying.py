@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .errors import CheckpointError
-from .gather import BLOCK_BYTES, FilePool, Run, TensorReader, read_exactly
+from .files import BLOCK_BYTES, FilePool, read_exactly, write_exactly
+from .gather import Run, TensorReader
 from .layout import SourceTensor
 from .plan import PlannedFile, PlannedTensor
 
@@ -23,7 +24,7 @@ OnBytes = Callable[[int], None]
 """Told the number of bytes written since the last call; always in the calling thread."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Work:
     """One thing for a thread to do: a run of bytes, or a tensor to be put together."""
 
@@ -144,13 +145,6 @@ def _run_threads(copier: _Copier, threads: int, on_bytes: OnBytes) -> None:
         for worker in workers:
             worker.join()
     on_bytes(copier.take_bytes())
-
-
-def write_exactly(fd: int, view: memoryview, position: int) -> None:
-    """Write all of ``view``."""
-    while len(view):
-        written = os.pwrite(fd, view, position)
-        view, position = view[written:], position + written
 
 
 def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:

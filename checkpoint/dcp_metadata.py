@@ -21,7 +21,7 @@ METADATA_NAME = ".metadata"
 _MAX_DIMS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredRecord:
     """Where DCP wrote one chunk: a range of a file, relative to the checkpoint's folder."""
 
@@ -31,7 +31,7 @@ class StoredRecord:
     transforms: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor as ``.metadata`` describes it; chunks are (offsets, sizes, record)."""
 

@@ -7,9 +7,7 @@ the other in its file. A tensor cut along dimension 0 is a single row, and each 
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -18,41 +16,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from .errors import CheckpointError
+from .files import FilePool, read_exactly
 from .layout import Piece, SourceTensor
 
-BLOCK_BYTES = 512 * 1024  # measured best between 256 KB and 1 MB: larger ones fall out of the cache
 _LONG_RUN = 64 * 1024  # from here on, copying run by run beats putting rows together in a buffer
 _SHORT_RUN = 64
 _MAX_VECTORS = 1024  # IOV_MAX on Linux and macOS
 _FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
-class FilePool:
-    """Files open for reading, the least recently used closed first. For one thread."""
-
-    def __init__(self, limit: int = 32):
-        self._limit = limit
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def fd(self, path: Path) -> int:
-        """Return a descriptor, valid until ``limit`` other files were asked for."""
-        fd = self._open.get(path)
-        if fd is None:
-            if len(self._open) >= self._limit:
-                os.close(self._open.popitem(last=False)[1])
-            fd = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        else:
-            self._open.move_to_end(path)
-        return fd
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """Bytes that lie together in the file and in the tensor."""
 
@@ -62,7 +35,7 @@ class Run:
     num_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """A piece as rows: (first row, number of rows, first of the piece's own rows), in order."""
 
@@ -192,7 +165,7 @@ class TensorReader:
     def _decode(self, piece: Piece) -> memoryview:
         data = self._decoded.get(piece)
         if data is None:
-            from .convert import decode_piece  # torch
+            from .decode import decode_piece  # torch
 
             data = decode_piece(self._tensor, piece)
             self._decoded[piece] = data
@@ -204,21 +177,6 @@ def _from(segments: list[tuple[int, int, int]], at: int, last: int) -> Iterator[
     while at < len(segments) and segments[at][0] < last:
         yield segments[at]
         at += 1
-
-
-def read_exactly(fd: int, path: Path, vectors: list[memoryview], position: int, num_bytes: int) -> None:
-    """Read ``num_bytes`` into ``vectors``; an end of file in between is an error, not a short result."""
-    got = os.preadv(fd, vectors, position)
-    if got == num_bytes:
-        return
-    for vector in vectors:  # rare (a signal, a network file system): vector by vector, until all is there
-        filled = 0
-        while filled < len(vector):
-            step = os.preadv(fd, [vector[filled:]], position)
-            if not step:
-                raise CheckpointError(f"{path} became shorter while it was read: nothing is left at byte {position}.")
-            filled += step
-            position += step
 
 
 def _segments(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:

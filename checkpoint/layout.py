@@ -13,7 +13,7 @@ from .errors import CheckpointError
 MAX_BYTES = 2**62  # no file or tensor is larger; sums of two such still fit the C types behind os.pread
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A rectangular part of a tensor and the place of its bytes."""
 
@@ -37,7 +37,7 @@ class Piece:
         return self.strides is None and not self.encoding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A whole tensor, cut into pieces that cover it exactly."""
 
@@ -53,7 +53,7 @@ class SourceTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a tensor before its bytes are looked for."""
 

@@ -14,7 +14,7 @@ from .safetensors_header import Entry, lay_out
 from .shards import file_names, index_bytes, split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PlannedTensor:
     """A tensor of the output."""
 

@@ -31,7 +31,7 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorRecord:
     """What a record holds, and where in the file its first element lies."""
 
@@ -41,14 +41,14 @@ class TensorRecord:
     start: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Storage:
     dtype: DType | None
     key: str
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Described:
     """Content of ``data.pkl``."""
 

@@ -16,7 +16,7 @@ from .errors import CheckpointError
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of the file to be."""
 
