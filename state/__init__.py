@@ -1,0 +1,39 @@
+"""Process, accelerator and gradient state; process control, triggers and gathering. Needs torch alone."""
+
+from .accelerator_state import AcceleratorState
+from .accumulation import GradientAccumulationPlugin
+from .distributed_type import DistributedType
+from .environment import ProcessInfo
+from .gathering import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
+from .gradient_state import GradientState
+from .kwargs import InitProcessGroupKwargs
+from .metrics import gather_for_metrics
+from .partial_state import PartialState
+from .reset import reset_state
+from .triggers import check_trigger, check_triggers, set_trigger, triggered_by
+
+__all__ = [
+    # the states
+    "PartialState",
+    "AcceleratorState",
+    "GradientState",
+    # what they are made with
+    "DistributedType",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "ProcessInfo",
+    # triggers
+    "check_trigger",
+    "check_triggers",
+    "set_trigger",
+    "triggered_by",
+    # gathering
+    "broadcast_object_list",
+    "gather",
+    "gather_for_metrics",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    # for tests
+    "reset_state",
+]

@@ -1,0 +1,361 @@
+"""``GradientState``: whether gradients synchronise now, and where in its data the running loop is.
+
+Its methods that begin with an underscore are for those who drive it: the strategies, or a loop of one's own.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from .accumulation import GradientAccumulationPlugin, size_of_window
+from .distributed_type import DistributedType
+from .facts import flag_from_env, shared
+from .partial_state import ReadOnlyState
+from .process_group import live_group
+from .sample_layout import SampleLayout, layout_of
+
+T = TypeVar("T")
+
+
+class _Entry:
+    """A dataloader being iterated. Loaders are held weakly; what cannot be (a list, say), by itself."""
+
+    def __init__(self, dataloader: Any, remainder: int) -> None:
+        try:
+            self.dataloader: Callable[[], Any] = weakref.ref(dataloader)
+        except TypeError:
+            self.dataloader = lambda: dataloader
+        self._told_remainder = remainder
+        self._told_end: bool | None = None
+
+    def tell_end(self, value: bool) -> None:
+        self._told_end = value
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        if self._told_end is not None:
+            return self._told_end
+        return bool(getattr(self.dataloader(), "end_of_dataloader", False))
+
+    @property
+    def remainder(self) -> int:
+        """Samples that padding added to the last global batch."""
+        if self._told_remainder != -1:
+            return self._told_remainder
+        dataloader = self.dataloader()
+        own = getattr(dataloader, "remainder", None)
+        if own is None:
+            return self.layout.remainder
+        real = self.num_real_in_last_batch
+        return int(own) if real is None else int(dataloader.total_batch_size) - real if real else 0
+
+    @property
+    def num_real_in_last_batch(self) -> int | None:
+        """For Accelerate's own loaders, whose ``remainder`` counts real samples (0 for all, -1 unknown); else None."""
+        dataloader = self.dataloader()
+        own = getattr(dataloader, "remainder", None)
+        if own is None or own < 0 or getattr(dataloader, "total_batch_size", None) is None:
+            return None
+        return int(own)
+
+    @cached_property
+    def layout(self) -> SampleLayout:
+        """What the samplers tell; nothing once the loader is gone."""
+        return layout_of(self.dataloader(), _num_processes())
+
+
+@dataclass
+class _Shared:
+    """What all ``GradientState`` instances share."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.plugin: GradientAccumulationPlugin | None = None
+        self.default_num_steps = 1
+        self.sync_gradients = True
+        self.is_xla_gradients_synced = False
+        self.step = 0
+        self.entries: list[_Entry] = []
+
+
+_shared = _Shared()
+
+
+class GradientState(ReadOnlyState):
+    """Facts about gradient accumulation and the data under it. All instances share one state.
+
+    A strategy drives it under a Trainer. In a loop of one's own, :meth:`track` and :meth:`accumulate` do::
+
+        gradients = GradientState(GradientAccumulationPlugin(num_steps=4))
+        for batch in gradients.track(dataloader):
+            with gradients.accumulate(model):
+                (loss_of(model, batch) / gradients.num_steps).backward()
+            if gradients.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Loaders are kept as a stack: a validation loader iterated inside training has its own ``end_of_dataloader`` and
+    ``remainder``, and training's are there again when it ends.
+
+    Args:
+        gradient_accumulation_plugin: The settings. A later instance with another plugin changes them for all, as in
+            Accelerate; one without leaves them.
+
+    Source: accelerate 1.15 ``state.py`` (``GradientState``).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        if not _shared.initialized:
+            _shared.default_num_steps = _num_steps_from_env()
+            _shared.initialized = True
+        if gradient_accumulation_plugin is not None:
+            self._set_plugin(gradient_accumulation_plugin)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state exists."""
+        return _shared.initialized
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends its window: gradients are reduced over processes, and the optimizer steps."""
+        return _shared.sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        told = None if _shared.plugin is None else _shared.plugin.num_steps
+        return _shared.default_num_steps if told is None else told
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether a scheduler should count optimizer steps; False without a plugin."""
+        return _shared.plugin is not None and _shared.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the end of the dataloader ends a window early, and the count begins anew."""
+        return _shared.plugin is None or _shared.plugin.sync_with_dataloader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The plugin's settings that differ from the defaults."""
+        return {} if _shared.plugin is None else _shared.plugin.to_kwargs()
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether XLA gradients have been reduced before this step; always True with FSDP. May be assigned."""
+        sharded = shared.initialized and shared.distributed_type == DistributedType.FSDP
+        return sharded or flag_from_env(os.environ, "ACCELERATE_USE_FSDP") or _shared.is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        _shared.is_xla_gradients_synced = bool(value)
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a dataloader is being iterated."""
+        return _top() is not None
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The dataloader being iterated, the innermost one; or None."""
+        entry = _top()
+        return None if entry is None else entry.dataloader()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, then the dataloaders being iterated, the innermost one last."""
+        return [None, *(entry.dataloader() for entry in _living())]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active dataloader has given its last batch; False outside one."""
+        entry = _top()
+        return entry is not None and entry.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Number of samples that padding added to the active dataloader's last global batch.
+
+        0 when it added none, -1 when unknown or outside a dataloader. Accelerate 1.15 documents this meaning, too, but
+        returns the number of real samples in that batch.
+        """
+        entry = _top()
+        return -1 if entry is None else entry.remainder
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    def window_size(self, batch_idx: int, num_batches: float | None = None) -> int:
+        """Return how many micro-batches share the optimizer step of ``batch_idx``: what to divide its loss by.
+
+        That is ``num_steps``, and fewer in the last window of an epoch whose length does not divide by it.
+
+        Args:
+            batch_idx: Index of the micro-batch in its epoch.
+            num_batches: Micro-batches in the epoch; None or infinity where unknown.
+
+        Raises:
+            ValueError: If there is no such micro-batch.
+        """
+        size = size_of_window(batch_idx, num_batches, self.num_steps)
+        return size if self.sync_with_dataloader else self.num_steps
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Run one micro-batch's forward and backward; only the last of a window reduces gradients over processes.
+
+        Sets :attr:`sync_gradients`: True at every ``num_steps``-th micro-batch, and at the end of the active
+        dataloader. Otherwise each model keeps its gradients to itself, in its own way: ``no_sync()`` (DDP, FSDP1) or
+        ``set_requires_gradient_sync`` (FSDP2).
+
+        Args:
+            *models: The models trained here.
+        """
+        state = _shared
+        if self.sync_with_dataloader and self.end_of_dataloader:
+            state.step = 0
+            self._set_sync_gradients(True)
+        else:
+            state.step += 1
+            self._set_sync_gradients(state.step % self.num_steps == 0)
+        each_batch = state.plugin is not None and state.plugin.sync_each_batch
+        with ExitStack() as stack:
+            if not (state.sync_gradients or each_batch):
+                for model in models:
+                    stack.enter_context(_without_sync(model))
+            yield
+
+    def track(self, dataloader: Iterable[T]) -> Iterator[T]:
+        """Iterate a dataloader as the active one, and know its last batch: it is always one batch ahead.
+
+        A loop that ends early unregisters it too, at once if it iterates ``track(...)`` directly; an iterator kept in
+        a variable does when it is closed.
+
+        Args:
+            dataloader: Anything that can be iterated; :attr:`remainder` is known for torch's samplers.
+        """
+        entry = _push(dataloader, -1)
+        try:
+            entry.tell_end(False)
+            iterator = iter(dataloader)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            for following in iterator:
+                yield batch
+                batch = following
+            entry.tell_end(True)
+            yield batch
+        finally:
+            if entry in _shared.entries:
+                _shared.entries.remove(entry)
+
+    def _set_plugin(self, plugin: GradientAccumulationPlugin) -> None:
+        """Take settings from now on."""
+        _shared.plugin = plugin
+
+    def _set_sync_gradients(self, value: bool) -> None:
+        """Say whether the micro-batch that begins now ends its window."""
+        _shared.sync_gradients = bool(value)
+
+    def _add_dataloader(self, dataloader: Any, *, remainder: int = -1) -> None:
+        """Make ``dataloader`` the active one. ``remainder`` -1 lets its samplers tell."""
+        _push(dataloader, remainder)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        """Take the innermost entry of ``dataloader`` off the stack, if there is one."""
+        entry = _find(dataloader)
+        if entry is not None:
+            _shared.entries.remove(entry)
+
+    def _set_end_of_dataloader(self, dataloader: Any, value: bool) -> None:
+        """Say whether the batch that ``dataloader`` gave last is its last one.
+
+        Raises:
+            RuntimeError: If it is not being iterated.
+        """
+        entry = _find(dataloader)
+        if entry is None:
+            raise RuntimeError(f"{dataloader!r} is not being iterated. Call _add_dataloader first.")
+        entry.tell_end(value)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state, for tests."""
+        global _shared
+        _shared = _Shared()
+
+
+def active_entry() -> _Entry | None:
+    """Return what is known of the innermost dataloader being iterated."""
+    return _top()
+
+
+def _living() -> list[_Entry]:
+    # A loader that is gone cannot be iterated any more: whoever registered it was interrupted.
+    _shared.entries = [entry for entry in _shared.entries if entry.dataloader() is not None]
+    return _shared.entries
+
+
+def _top() -> _Entry | None:
+    entries = _living()
+    return entries[-1] if entries else None
+
+
+def _find(dataloader: Any) -> _Entry | None:
+    return next((entry for entry in reversed(_living()) if entry.dataloader() is dataloader), None)
+
+
+def _push(dataloader: Any, remainder: int) -> _Entry:
+    if dataloader is None:
+        raise TypeError("A dataloader is needed, got None.")
+    entry = _Entry(dataloader, remainder)
+    _shared.entries.append(entry)
+    return entry
+
+
+def _without_sync(model: Any) -> AbstractContextManager[Any]:
+    if hasattr(model, "set_requires_gradient_sync"):
+        return _fsdp2_without_sync(model)
+    if hasattr(model, "no_sync"):
+        return model.no_sync()
+    return ExitStack()
+
+
+@contextmanager
+def _fsdp2_without_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _num_processes() -> int:
+    if shared.initialized:
+        return shared.current().num_processes
+    group = live_group()
+    return 1 if group is None else group.size()
+
+
+def _num_steps_from_env() -> int:
+    text = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a whole number of at least 1.")
+    return int(text)

@@ -1,0 +1,121 @@
+"""One process first, the others after it: waiting on the store, so that no collective's timeout runs meanwhile.
+
+[Note: keys] A block's key in the store is its path of counters: the third block is ``3``, the first one nested in it
+``3.1``. All processes pass the same blocks, so they agree on the path without a word; and a block left by an exception
+before its inner ones leaves the counters of the blocks after it equal on all processes. The counters belong to the
+process group, as the store does, and not to the states: resetting a state must not make old keys look new.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from .process_group import group_store
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
+
+_DONE = "done"
+_LONGEST_WAIT = timedelta(days=7)
+_SLOWEST_POLL_S = 0.25
+
+
+@dataclass
+class _Counters:
+    """Where this process is among the blocks of one group: finished or running blocks per open level."""
+
+    levels: list[int] = field(default_factory=lambda: [0])
+
+    def enter(self) -> str:
+        self.levels[-1] += 1
+        path = ".".join(map(str, self.levels))
+        self.levels.append(0)
+        return path
+
+    def leave(self) -> None:
+        self.levels.pop()
+
+
+_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Counters] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def one_first(
+    group: dist.ProcessGroup,
+    *,
+    first: bool,
+    scope: str,
+    num_waiting: int,
+    process_index: int,
+    timeout: timedelta | float | None,
+) -> Iterator[None]:
+    """Run the block on one process of ``scope`` first, then on the ``num_waiting`` others.
+
+    Raises:
+        RuntimeError: On the others, if the first one's block raised or its process is gone.
+        TimeoutError: On the others, if the first one's block took longer than ``timeout``.
+    """
+    limit = (
+        _LONGEST_WAIT if timeout is None else timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    )
+    if limit <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout!r}. Leave it out to wait as long as it takes.")
+    counters = _counters.setdefault(group, _Counters())
+    path = counters.enter()
+    store = group_store(f"accelight/first/{scope}/{path}")
+    try:
+        if not first:
+            _wait(store, limit, num_waiting, scope, path)
+            yield
+            return
+        outcome = _DONE
+        try:
+            yield
+        except BaseException as error:
+            outcome = f"process {process_index} raised {type(error).__name__} in the block it runs first: {error}"
+            raise
+        finally:
+            if num_waiting:
+                store.set("outcome", outcome)
+    finally:
+        counters.leave()
+
+
+def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: str) -> None:
+    """Wait for the outcome by polling.
+
+    ``Store.wait`` would keep Ctrl-C waiting, lock the store's connection for other threads, and print a warning at
+    each timeout.
+    """
+    deadline = time.monotonic() + limit.total_seconds()
+    pause_s = 0.001
+    try:
+        while not store.check(["outcome"]):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError(
+                    f"The first process of {scope!r} has not left block {path} after {limit.total_seconds():g} s. "
+                    "Raise timeout=, or see what it is doing."
+                )
+            time.sleep(min(pause_s, remaining_s))
+            pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
+        outcome = store.get("outcome").decode()
+        if store.add("readers", 1) == num_waiting:  # the last one clears up
+            store.delete_key("outcome")
+            store.delete_key("readers")
+    except TimeoutError:
+        raise
+    except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
+        raise RuntimeError(
+            f"Lost the process group's store while waiting for the first process of {scope!r}: the process that holds "
+            f"it (usually process 0) has ended. ({error})"
+        ) from error
+    if outcome != _DONE:
+        raise RuntimeError(f"Cannot go on: {outcome}")

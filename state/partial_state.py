@@ -1,0 +1,340 @@
+"""``PartialState``: where this process stands among the others, and control over who does what when."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from . import triggers
+from .distributed_type import DistributedType
+from .facts import ProcessFacts, set_device, shared
+from .ordering import one_first
+from .process_group import default_accelerator, live_group, require_group
+from .running import check_index, run_where
+from .splitting import split
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ReadOnlyState:
+    """Base of the states: instances hold nothing of their own, and no attribute can be assigned."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        member = getattr(type(self), name, None)
+        if isinstance(member, property) and member.fset is not None:
+            member.fset(self, value)
+            return
+        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state tells how the processes run.")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state tells how the processes run.")
+
+
+class PartialState(ReadOnlyState):
+    """Facts about this process and its peers, and process control. All instances share one state.
+
+    The first instance makes the state: from a live process group if there is one, else from what torchrun, MPI or
+    SLURM set (then it starts the group: ``cpu:gloo`` plus the device's own backend), else for one process. A group
+    that comes alive later, as in Lightning's ``Trainer.fit``, is adopted at the next access. After a group has been
+    destroyed the facts stay as last known, and communication raises ``RuntimeError``.
+
+    In a process that Lightning's own launcher started (``LOCAL_RANK`` and ``WORLD_SIZE`` set, ``RANK`` not) the group
+    begins in ``Trainer.fit``. Until then the state knows its place and waits for nobody: the first process has passed
+    this line long ago. ``wait_for_everyone`` and ``main_process_first`` do nothing there, gathering and triggers raise.
+
+    Args:
+        cpu: Use the CPU even where there is an accelerator. ``ACCELERATE_USE_CPU=1`` does the same.
+        **kwargs: For ``torch.distributed.init_process_group``; :class:`InitProcessGroupKwargs` makes them. A plain
+            ``backend`` is for the device; an accelerator's group carries CPU tensors too.
+
+    Raises:
+        ValueError: If the state exists and an argument contradicts it.
+        TypeError: If ``init_process_group`` does not know an argument.
+        RuntimeError: If the environment is set halfway.
+
+    Source: accelerate 1.15 ``state.py`` (``PartialState``).
+    """
+
+    __slots__ = ()
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        shared.start(cpu, kwargs)
+
+    @property
+    def _facts(self) -> ProcessFacts:
+        return shared.current()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state exists."""
+        return shared.initialized
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._facts.device
+
+    @property
+    def default_device(self) -> torch.device:
+        """Device type that torch prefers on this machine, without an index."""
+        return default_accelerator()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of distributed environment; ``NO`` without a process group."""
+        return shared.distributed_type
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the group for this state's device (of ``cpu:gloo,cuda:nccl``, ``nccl``); None without a group."""
+        return self._facts.backend
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on all nodes."""
+        return self._facts.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Index of this process among all."""
+        return self._facts.process_index
+
+    @property
+    def num_local_processes(self) -> int:
+        """Number of processes on this node."""
+        return self._facts.num_local_processes
+
+    @property
+    def local_process_index(self) -> int:
+        """Index of this process on its node."""
+        return self._facts.local_process_index
+
+    @property
+    def mixed_precision(self) -> str:
+        """``no``, ``fp16``, ``bf16`` or ``fp8``: :class:`AcceleratorState`'s, else ``ACCELERATE_MIXED_PRECISION``."""
+        return shared.read_mixed_precision()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is process 0."""
+        return self._facts.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is process 0 of its node."""
+        return self._facts.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest index."""
+        facts = self._facts
+        return facts.process_index == facts.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def debug(self) -> bool:
+        """Whether ``ACCELERATE_DEBUG_MODE`` was set."""
+        return shared.debug
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether ``FORK_LAUNCHED`` was set (a notebook launcher forked this process and owns its group)."""
+        return shared.fork_launched
+
+    def __repr__(self) -> str:
+        facts = self._facts
+        backend = f"  Backend: {facts.backend}" if facts.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type!s}{backend}\n"
+            f"Num processes: {facts.num_processes}\n"
+            f"Process index: {facts.process_index}\n"
+            f"Local process index: {facts.local_process_index}\n"
+            f"Device: {facts.device}\n"
+        )
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node: on its first process."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def set_device(self) -> None:
+        """Make :attr:`device` torch's current device. The state does so itself when it starts the group."""
+        set_device(self.device)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has come here. Does nothing on one process, nor before ``Trainer.fit`` (see class).
+
+        Raises:
+            RuntimeError: If the group has been destroyed.
+        """
+        facts = self._facts
+        if facts.deferred or facts.num_processes == 1:
+            return
+        import torch.distributed as dist
+
+        group = require_group("wait_for_everyone")
+        on_accelerator = facts.device.type != "cpu" and facts.device.index is not None
+        dist.barrier(group, device_ids=[facts.device.index] if on_accelerator and facts.backend != "gloo" else None)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Destroy ``group``, or the default group; where a notebook launcher owns the default group, nothing."""
+        if self.fork_launched and group is None:
+            return
+        if live_group() is None:
+            return
+        import torch.distributed as dist
+
+        if group is None:
+            triggers.finish()
+        dist.destroy_process_group(group)
+
+    @contextmanager
+    def main_process_first(self, timeout: timedelta | float | None = None) -> Iterator[None]:
+        """Let the main process run the block first, then all others at once.
+
+        The others wait on the group's store, not in a collective: a block of an hour trips no backend's timeout. An
+        exception in the main process's block is raised there, and reaches the others at once as an error naming it.
+        Blocks nest. Before ``Trainer.fit`` in a process that Lightning's launcher started, nobody waits: the main
+        process has left the block before it started this one.
+
+        Args:
+            timeout: How long the others wait, as ``timedelta`` or seconds; None waits as long as it takes.
+
+        Raises:
+            RuntimeError: On the others, if the block failed on the main process, or that process is gone.
+            TimeoutError: On the others, after ``timeout``.
+        """
+        facts = self._facts
+        with self._first(facts, facts.process_index == 0, "all", facts.num_processes, timeout):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self, timeout: timedelta | float | None = None) -> Iterator[None]:
+        """Let the first process of each node run the block first, then the others of that node.
+
+        As :meth:`main_process_first` in everything else.
+        """
+        facts = self._facts
+        scope = f"node {facts.node}"
+        with self._first(facts, facts.local_process_index == 0, scope, facts.num_local_processes, timeout):
+            yield
+
+    @staticmethod
+    def _first(
+        facts: ProcessFacts, first: bool, scope: str, count: int, timeout: timedelta | float | None
+    ) -> AbstractContextManager[None]:
+        if facts.deferred or facts.num_processes == 1:
+            return nullcontext()
+        return one_first(
+            require_group("main_process_first"),
+            first=first,
+            scope=scope,
+            num_waiting=count - 1,
+            process_index=facts.process_index,
+            timeout=timeout,
+        )
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the main process only; elsewhere it returns None."""
+        return run_where(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the first process of each node only; elsewhere it returns None."""
+        return run_where(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function to run on the last process only; elsewhere it returns None."""
+        return run_where(lambda: self.is_last_process, function)
+
+    @overload
+    def on_process(self, function: Callable[P, R], process_index: int | None = None) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``.
+
+        Raises:
+            ValueError: At decoration, if there is no such process.
+        """
+        index = check_index("process_index", process_index, self.num_processes)
+        if function is None:
+            return lambda function: run_where(lambda: self.process_index == index, function)
+        return run_where(lambda: self.process_index == index, function)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function to run on one process of each node only.
+
+        Raises:
+            ValueError: At decoration, if this node has no such process.
+        """
+        index = check_index("local_process_index", local_process_index, self.num_local_processes)
+        if function is None:
+            return lambda function: run_where(lambda: self.local_process_index == index, function)
+        return run_where(lambda: self.local_process_index == index, function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its share of ``inputs``; the first ``len(inputs) % num_processes`` get one more.
+
+        Kinds stay: tuples are tuples, tensors keep device and dtype. The inputs themselves are never changed; on one
+        process they are handed through.
+
+        Args:
+            inputs: List, tuple, tensor, ``datasets.Dataset``, other sequence, or a (nested) dict of equally long ones.
+            apply_padding: Repeat the last element so that all processes get equally many.
+
+        Raises:
+            ValueError: If a dict's values have different lengths.
+        """
+        facts = self._facts
+        yield split(inputs, facts.process_index, facts.num_processes, apply_padding=apply_padding)
+
+    def set_trigger(self, name: str = triggers.DEFAULT) -> None:
+        """Set a trigger; see :func:`accelight.state.set_trigger`."""
+        triggers.set_trigger(name)
+
+    def check_trigger(self, name: str = triggers.DEFAULT, blocking: bool = True) -> bool:
+        """Check a trigger on all processes; see :func:`accelight.state.check_trigger`."""
+        return triggers.check_trigger(name, blocking)
+
+    def check_triggers(self, blocking: bool = True) -> dict[str, bool]:
+        """Check all triggers on all processes; see :func:`accelight.state.check_triggers`."""
+        return triggers.check_triggers(blocking)
+
+    @classmethod
+    def _refresh(
+        cls,
+        *,
+        device: torch.device | None = None,
+        local_process_index: int | None = None,
+        num_local_processes: int | None = None,
+    ) -> None:
+        """Read the live group again, and take what the strategy knows from its cluster environment."""
+        shared.refresh(device, local_process_index, num_local_processes)
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state, for tests."""
+        shared.reset()

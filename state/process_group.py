@@ -1,0 +1,120 @@
+"""The default process group and the device under it: found, started and asked. Keeps nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .environment import DEFAULT_PORT, ProcessInfo
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def live_group() -> dist.ProcessGroup | None:
+    """Return the default process group, or None while there is none."""
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def default_accelerator() -> torch.device:
+    """Return the accelerator's device type that torch finds, else CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+def device_for(device_type: str, local_process_index: int) -> torch.device:
+    """Return the device of a local process; processes beyond the number of devices share them in turn."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, local_process_index % max(1, torch.accelerator.device_count()))
+
+
+def backends_by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return for example ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    pairs = (part.split(":", 1) for part in dist.get_backend_config(group).split(","))
+    return {pair[0]: pair[-1] for pair in pairs}
+
+
+def backend_for(device_type: str, backend: str | None) -> str:
+    """Return the backend string to start a group with: composite on an accelerator, so that CPU tensors go too.
+
+    Raises:
+        ValueError: If ``backend`` needs a device that this state does not use.
+    """
+    default = dist.get_default_backend_for_device(device_type)
+    if backend is not None and ":" in backend:
+        if device_type not in {part.split(":", 1)[0] for part in backend.split(",")}:
+            raise ValueError(
+                f"backend={backend!r} says nothing for device {device_type!r}. Add {device_type}:{default}."
+            )
+        return backend
+    chosen = backend or default
+    capable = dist.Backend.backend_capability.get(chosen)
+    if chosen != default and capable is not None and device_type not in capable:
+        raise ValueError(
+            f"backend={chosen!r} works on {', '.join(capable)}, but the device here is {device_type!r}. "
+            f"Use backend={default!r}, or leave it out."
+        )
+    return chosen if device_type == "cpu" or chosen == "gloo" else f"cpu:gloo,{device_type}:{chosen}"
+
+
+def start_group(info: ProcessInfo, backend: str, arguments: Mapping[str, Any]) -> None:
+    """Start the default group of ``info.num_processes`` processes; returns when all have met.
+
+    Raises:
+        RuntimeError: If several nodes have nowhere to meet.
+    """
+    kwargs: dict[str, Any] = {
+        "rank": info.process_index,
+        "world_size": info.num_processes,
+        **arguments,
+        "backend": backend,
+    }
+    if kwargs.get("init_method") is None and kwargs.get("store") is None:
+        if info.num_processes == 1 and info.main_port is None:
+            from torch._C._distributed_c10d import HashStore
+
+            kwargs["store"] = HashStore()  # alone: no port to choose, none to collide on
+        else:
+            kwargs["init_method"] = _rendezvous(info)
+    dist.init_process_group(**kwargs)
+
+
+def _rendezvous(info: ProcessInfo) -> str:
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return "env://"  # knows of torchrun's own store, which may listen on that port already
+    if info.main_address is None:
+        raise RuntimeError(
+            f"{info.num_processes} processes with {info.num_local_processes} on this node are several nodes, but "
+            "MASTER_ADDR is not set: set it to the host name of process 0 (and MASTER_PORT to a free port there), "
+            "or pass init_method."
+        )
+    host = f"[{info.main_address}]" if ":" in info.main_address else info.main_address
+    return f"tcp://{host}:{info.main_port or DEFAULT_PORT}"
+
+
+def group_store(prefix: str) -> Store:
+    """Return the default group's key-value store, under a prefix of our own."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return PrefixStore(prefix, _get_default_store())
+
+
+def require_group(what: str) -> dist.ProcessGroup:
+    """Return the live default group.
+
+    Raises:
+        RuntimeError: If there is none; the message says what wanted it.
+    """
+    group = live_group()
+    if group is None:
+        raise RuntimeError(
+            f"{what} needs the process group, which is gone: it was destroyed after this state was made. "
+            "Communicate before destroy_process_group, or start a new group."
+        )
+    return group
