@@ -239,10 +239,11 @@ def _no_split_names(model: nn.Module, present: Container[str]) -> list[str]:
 
 
 def _candidates(model: nn.Module) -> str:
-    """List the classes of submodules: first those repeated in a ModuleList or Sequential, then the most frequent."""
+    """List the classes of submodules: first layers repeated in a ModuleList or Sequential, then the most frequent."""
     repeated: Counter[str] = Counter()
     for container in (module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)):
-        counts = Counter(type(_inside(module)).__name__ for module in container)
+        layers = (module for module in map(_inside, container) if any(module.children()))
+        counts = Counter(type(module).__name__ for module in layers)
         repeated.update({name: count for name, count in counts.items() if count > 1})
     frequent = Counter(type(module).__name__ for module in _submodules(model))
     names = list(dict.fromkeys(name for counts in (repeated, frequent) for name, _ in counts.most_common()))

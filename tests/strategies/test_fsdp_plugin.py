@@ -38,6 +38,7 @@ from accelight.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as P
 from accelight.strategies.fsdp.plugin import materialize
 from accelight.strategies.fsdp.settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings
 
+BF16 = torch.bfloat16
 DOCUMENTED = {
     "fsdp_version": None,
     "sharding_strategy": None,
@@ -163,8 +164,8 @@ FORMS: list[tuple[str, Any, Any, int]] = [
       for form in ("BACKWARD_PRE", "backward_pre", "1", 1, BackwardPrefetch.BACKWARD_PRE)),
     ("backward_prefetch", "2", BackwardPrefetch.BACKWARD_POST, 1),
     ("backward_prefetch", "NO_PREFETCH", None, 1),
-    ("mixed_precision_policy", "bf16", fsdp.MixedPrecision(*[torch.bfloat16] * 3), 1),
-    ("mixed_precision_policy", "bf16", fsdp.MixedPrecisionPolicy(*[torch.bfloat16] * 3), 2),
+    ("mixed_precision_policy", "bf16", fsdp.MixedPrecision(BF16, BF16, BF16), 1),
+    ("mixed_precision_policy", "bf16", fsdp.MixedPrecisionPolicy(BF16, BF16, BF16), 2),
     ("mixed_precision_policy", {"param_dtype": "bf16", "reduce_dtype": "float32", "buffer_dtype": torch.float16},
      fsdp.MixedPrecision(torch.bfloat16, torch.float32, torch.float16), 1),
     ("mixed_precision_policy", {"param_dtype": None, "cast_root_forward_inputs": "false"},
@@ -562,7 +563,7 @@ def test_set_auto_wrap_policy_finds_the_classes() -> None:
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {Block}}
     assert plugin.settings().wrap == WrapSettings(kind="callable", policy=plugin.auto_wrap_policy)
     with pytest.raises(ValueError, match=r"'Blok'.*Classes in the model: Block"):
-        Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Blok").set_auto_wrap_policy(
+        Plugin(auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Blok"]).set_auto_wrap_policy(
             model
         )
     with pytest.raises(ValueError, match="needs class names"):
@@ -587,12 +588,12 @@ def test_set_mixed_precision() -> None:
     plugin.set_mixed_precision("fp16", buffer_autocast=True)
     assert plugin.mixed_precision_policy == fsdp.MixedPrecision(torch.float16, torch.float16, torch.float32)
     plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy.param_dtype == torch.float16  # type: ignore[union-attr]
+    assert plugin.mixed_precision_policy.param_dtype == torch.float16
     plugin.set_mixed_precision(torch.bfloat16, override=True)
-    assert plugin.mixed_precision_policy == fsdp.MixedPrecision(*[torch.bfloat16] * 3)
+    assert plugin.mixed_precision_policy == fsdp.MixedPrecision(BF16, BF16, BF16)
     second = Plugin(fsdp_version=2)
     second.set_mixed_precision("bf16", buffer_autocast=True)
-    assert second.mixed_precision_policy == fsdp.MixedPrecisionPolicy(*[torch.bfloat16] * 3)
+    assert second.mixed_precision_policy == fsdp.MixedPrecisionPolicy(BF16, BF16, BF16)
     for wrong in ("half", torch.int32):
         with pytest.raises(ValueError, match="mixed_precision must be one of fp16"):
             plugin.set_mixed_precision(wrong)
@@ -612,8 +613,8 @@ def test_set_state_dict_type_switches_the_configs_too() -> None:
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     first = Plugin()
     first.set_state_dict_type("2")
-    assert isinstance(first.state_dict_config, fsdp.LocalStateDictConfig)
-    assert isinstance(first.optim_state_dict_config, fsdp.LocalOptimStateDictConfig)
+    assert held(first)["state_dict_config"] == fsdp.LocalStateDictConfig()
+    assert held(first)["optim_state_dict_config"] == fsdp.LocalOptimStateDictConfig()
 
 
 @pytest.mark.parametrize("version", [1, 2])
