@@ -68,6 +68,9 @@ def _select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tupl
         for fqn in [fqn for fqn, path in paths.items() if len(path) <= depth + 1 or path[depth] != chosen]:
             skipped[fqn] = f"not part of {chosen!r}, the model"
             del paths[fqn]
+        if is_optimizer_key(chosen):  # asked for: its own keys stay in the names
+            depth += 1
+            break
     else:
         depth = 0
     names: dict[str, str] = {}
