@@ -27,6 +27,7 @@ from .process_group import (
     live_group,
     require_group,
     start_group,
+    timeout_of,
 )
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class SharedFacts:
             if name == "backend":
                 return _live_backend(value, facts, backends_by_device(group))
             if name == "timeout":
-                return _timeout_of(group, facts.device.type)
+                return timeout_of(group)
             if name in ("rank", "world_size"):
                 return facts.process_index if name == "rank" else facts.num_processes
         return self._arguments.get(name)
@@ -267,13 +268,6 @@ def _live_backend(asked: str, facts: ProcessFacts, running: dict[str, str]) -> s
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     backends = backends_by_device(group)
     return backends.get(device_type) or next(iter(backends.values()))
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> Any:
-    try:
-        return group._get_backend(torch.device(device_type)).options._timeout
-    except (RuntimeError, AttributeError):  # a backend that keeps no options (fake, third-party)
-        return None
 
 
 def _node_of(info: ProcessInfo) -> str:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .process_group import group_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
 
 _DONE = "done"
 _LONGEST_WAIT = timedelta(days=7)
@@ -89,29 +91,16 @@ def one_first(
 
 
 def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: str) -> None:
-    """Wait for the outcome by polling.
-
-    ``Store.wait`` would keep Ctrl-C waiting, lock the store's connection for other threads, and print a warning at
-    each timeout.
-    """
-    deadline = time.monotonic() + limit.total_seconds()
-    pause_s = 0.001
     try:
-        while not store.check(["outcome"]):
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise TimeoutError(
-                    f"The first process of {scope!r} has not left block {path} after {limit.total_seconds():g} s. "
-                    "Raise timeout=, or see what it is doing."
-                )
-            time.sleep(min(pause_s, remaining_s))
-            pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
+        if poll(lambda: store.check(["outcome"]) or None, limit.total_seconds()) is None:
+            raise TimeoutError(
+                f"The first process of {scope!r} has not left block {path} after {limit.total_seconds():g} s. "
+                "Raise timeout=, or see what it is doing."
+            )
         outcome = store.get("outcome").decode()
         if store.add("readers", 1) == num_waiting:  # the last one clears up
             store.delete_key("outcome")
             store.delete_key("readers")
-    except TimeoutError:
-        raise
     except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
         raise RuntimeError(
             f"Lost the process group's store while waiting for the first process of {scope!r}: the process that holds "
@@ -119,3 +108,20 @@ def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: st
         ) from error
     if outcome != _DONE:
         raise RuntimeError(f"Cannot go on: {outcome}")
+
+
+def poll(ask: Callable[[], T | None], timeout_s: float) -> T | None:
+    """Ask again and again, ever more slowly, until there is an answer; None after ``timeout_s``.
+
+    ``Store.wait`` would keep Ctrl-C waiting, lock the store's connection for other threads, and print a warning at
+    each timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0001
+    while (answer := ask()) is None:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return None
+        time.sleep(min(pause_s, remaining_s))
+        pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
+    return answer

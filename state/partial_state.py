@@ -196,8 +196,6 @@ class PartialState(ReadOnlyState):
             return
         import torch.distributed as dist
 
-        if group is None:
-            triggers.finish()
         dist.destroy_process_group(group)
 
     @contextmanager

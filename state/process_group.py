@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,6 +96,18 @@ def _rendezvous(info: ProcessInfo) -> str:
         )
     host = f"[{info.main_address}]" if ":" in info.main_address else info.main_address
     return f"tcp://{host}:{info.main_port or DEFAULT_PORT}"
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the timeout of the group's collectives; torch's default where its backend does not tell."""
+    if group is None:
+        return dist.default_pg_timeout
+    for device_type in backends_by_device(group):
+        try:
+            return group._get_backend(torch.device(device_type)).options._timeout
+        except (RuntimeError, AttributeError):  # a backend without options, or not built for this device
+            continue
+    return dist.default_pg_timeout
 
 
 def group_store(prefix: str) -> Store:

@@ -1,33 +1,37 @@
 """Triggers: any process sets one, all learn of it in the same check.
 
-[Note: slots] All triggers travel in one reduction (MAX) of one small tensor that is kept: one element a name. Which
-element is whose is settled through the group's store, when a process first uses a name: whoever claims the name first
-takes the next slot and writes it down. So processes may use names in any order, and even a name that others have never
-heard of. Element 0 carries how many slots are taken, from which everybody learns the names.
+[Note: slots] In a blocking check all triggers travel in one reduction (MAX) of one small tensor that is kept: one
+element a name. Which element is whose is settled through the group's store, when a process first uses a name: whoever
+claims the name first takes the next slot and writes it down. So processes may use names in any order, and even a name
+that others have never heard of. Element 0 carries how many slots are taken, from which everybody learns the names.
 
-[Note: nonblocking] A non-blocking check starts its reduction and answers from the one that the check before started,
-which the others have had a whole step to join. What a check answers depends only on what was set before the previous
-check, never on who came when, so all processes agree. A key in the store would be cheaper still to look for, but says
-nothing about those who have looked already: without a collective between two checks, processes would disagree.
+[Note: rounds] A non-blocking check is a round in the store: it writes down what was set here, then adds itself to the
+round's counter, and answers from the round before, once that one's counter says that all have come: a whole step ago,
+so it hardly waits. An answer depends on what was set before the previous check, and never on who came when: all
+processes agree. (To look for a key without counting would be cheaper, but a process that has looked already would
+never know.) Measured on two cores, gloo, two and three processes, a step of 5 to 10 ms: a round adds 0 to 0.6 ms to
+it, a reduction started at one check and awaited at the next 1.1 to 2.6 ms, a blocking one 2.4 to 4.5 ms.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .facts import communication_group
-from .process_group import backends_by_device, group_store
+from .ordering import poll
+from .process_group import backends_by_device, group_store, require_group, timeout_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 DEFAULT = "default"
 MAX_TRIGGERS = 64
+_ONE_SETTER = 1 << 40  # a round's counter holds who has come below this bit, and how many of them set something above
 
 
 @dataclass
@@ -45,53 +49,40 @@ class _Alone:
     """Agreement with oneself: the same answers at the same checks as with others."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._sent: set[str] | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names that all processes know."""
-        return self._names
+        self.names: list[str] = []
+        self._registered: list[str] = []
+        self._sent: set[str] = set()
 
     def register(self, name: str) -> None:
         """Learn a name."""
-        if name not in self._names:
-            self._names.append(name)
+        if name not in self._registered:
+            self._registered.append(name)
 
     def exchange(self, pending: set[str], blocking: bool) -> dict[str, tuple[int, ...]]:
         """Send what is pending; return what has been agreed since the last call."""
-        agreed = set(self._sent or ())
-        self._sent = None if blocking else set(pending)
-        if blocking:
-            agreed |= pending
+        agreed, self._sent = self._sent | (pending if blocking else set()), set() if blocking else set(pending)
+        _extend(self.names, [*(self._registered if blocking else ()), *sorted(agreed)])
         return dict.fromkeys(agreed, (0,))
-
-    def finish(self) -> None:
-        """Nothing is ever under way."""
 
 
 class _Channel:
-    """Agreement with the other processes of one group."""
+    """Agreement with the other processes of one group. Lives as long as the group: its counters are in the store."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         import torch.distributed as dist
 
-        self._default = weakref.ref(group)
+        self.names: list[str] = []
+        """Names that all processes know, in the same order everywhere."""
+        self._group = weakref.ref(group)
+        self._reducing_group: dist.ProcessGroup | None = None
+        self._process_index = dist.get_rank(group)
         self._num_processes = dist.get_world_size(group)
-        self._own_group: dist.ProcessGroup | None = None
-        self._slots: dict[str, int] = {}
-        self._names: list[str] = []
-        self._num_agreed = 0
         self._store = group_store("accelight/triggers")
         self._buffer = torch.zeros(1 + MAX_TRIGGERS, dtype=torch.int32)
-        self._sent: list[int] = []
-        self._work: dist.Work | None = None
-        self._work_group: dist.ProcessGroup | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Names that all processes know, as of the last answer: the same everywhere."""
-        return self._names[: self._num_agreed]
+        self._slots: dict[str, int] = {}
+        self._slot_names: list[str] = []
+        self._round = 0
+        self._round_is_open = False
 
     def register(self, name: str) -> None:
         """Learn the slot of ``name``, or take the next one: see [Note: slots]."""
@@ -105,85 +96,112 @@ class _Channel:
             store.set(f"slot/{name}", f"{slot}")
         slot = int(store.get(f"slot/{name}"))
         if slot >= MAX_TRIGGERS:
-            raise RuntimeError(
-                f"Trigger {name!r} is one too many: a job has at most {MAX_TRIGGERS} names. Reuse names."
-            )
-        self._slots[name] = slot
-        self._learn_names(slot + 1)
+            raise RuntimeError(f"Trigger {name!r} is one too many: a job has at most {MAX_TRIGGERS} names. Reuse some.")
+        self._learn_slots(slot + 1)
 
     def exchange(self, pending: set[str], blocking: bool) -> dict[str, tuple[int, ...]]:
         """Send what is pending; return what has been agreed since the last call."""
-        agreed = self._collect()
-        self._send(pending, blocking)
-        if blocking:
-            for name, setters in self._collect().items():
-                agreed[name] = tuple(sorted({*agreed.get(name, ()), *setters}))
-        return agreed
-
-    def finish(self) -> None:
-        """Wait for a reduction under way, before the group goes."""
-        if self._work is not None:
-            with contextlib.suppress(RuntimeError):  # a peer that is gone: nobody will ask for the answer
-                self._work.wait()
-            self._work = None
-
-    def _send(self, pending: set[str], blocking: bool) -> None:
-        import torch.distributed as dist
-
         for name in sorted(pending):
             self.register(name)
-        self._sent = [1 + self._slots[name] for name in pending]
-        self._buffer.zero_()
-        self._buffer[0] = len(self._names)
-        for position in self._sent:
-            self._buffer[position] = 1
-        self._work_group = self._group_for(blocking)
-        self._work = dist.all_reduce(self._buffer, dist.ReduceOp.MAX, group=self._work_group, async_op=True)
+        previous = self._round if self._round_is_open else None
+        if not blocking:
+            self._open_round(pending)
+        self._round_is_open = not blocking
+        agreed = self._read_round(previous) if previous is not None else {}
+        if blocking:
+            _merge(agreed, self._reduce(pending))
+        _extend(self.names, sorted(agreed))
+        return agreed
 
-    def _collect(self) -> dict[str, tuple[int, ...]]:
-        """Wait for the reduction under way and read it; who set what is asked only where something was set."""
-        if self._work is None:
-            return {}
-        work, self._work = self._work, None
+    def forget(self) -> None:
+        """Drop what an open round will say."""
+        self._round_is_open = False
+
+    def _open_round(self, pending: set[str]) -> None:
+        """Begin the next round: see [Note: rounds]."""
+        self._round += 1
+        store, key = self._store, f"round/{self._round}"
+        come = 1
+        if pending:
+            number = store.add(f"{key}/setters", 1)
+            store.set(f"{key}/{number}", json.dumps([self._process_index, sorted(pending)]))
+            come += _ONE_SETTER
+        store.add(key, come)
+
+    def _read_round(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return what was set in a round, once all processes have come to it."""
+        store, key = self._store, f"round/{number}"
+        timeout_s = timeout_of(self._group()).total_seconds()
+
+        def all_have_come() -> int | None:
+            come = store.add(key, 0)
+            return come if come % _ONE_SETTER >= self._num_processes else None
+
         try:
-            work.wait()
+            come = poll(all_have_come, timeout_s)
+            if come is None:
+                raise TimeoutError(
+                    f"{store.add(key, 0) % _ONE_SETTER} of {self._num_processes} processes have come to the previous "
+                    f"check_trigger(blocking=False) after {timeout_s:g} s. Every process must check equally often."
+                )
+            messages = [json.loads(store.get(f"{key}/{n}")) for n in range(1, 1 + come // _ONE_SETTER)]
+            if self._process_index == 0 and number > 2:
+                store.delete_key(f"round/{number - 2}")  # all have come to `number`, so have read that one
+        except RuntimeError as error:  # DistNetworkError: the process that holds the store is gone
+            raise RuntimeError(
+                f"Lost the process group's store in check_trigger: a process has ended. ({error})"
+            ) from error
+        agreed: dict[str, tuple[int, ...]] = {}
+        for setter, names in messages:
+            _merge(agreed, dict.fromkeys(names, (setter,)))
+        return agreed
+
+    def _reduce(self, pending: set[str]) -> dict[str, tuple[int, ...]]:
+        """Reduce all flags over the processes; who set what is asked only where something was set."""
+        import torch.distributed as dist
+
+        buffer = self._buffer.zero_()
+        buffer[0] = len(self._slot_names)
+        for name in pending:
+            buffer[1 + self._slots[name]] = 1
+        group = self._group_for_reducing()
+        try:
+            dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"The processes could not agree on triggers: one has ended, or has not come to its check. ({error})"
             ) from error
-        num_slots, *values = self._buffer.tolist()
-        self._learn_names(num_slots)
-        self._num_agreed = num_slots
-        raised = [slot for slot, value in enumerate(values) if value]
-        return self._who(raised) if raised else {}
+        num_slots, *raised = buffer.tolist()
+        self._learn_slots(num_slots)
+        _extend(self.names, self._slot_names)
+        if not any(raised):
+            return {}
+        everyone: list[Any] = [None] * self._num_processes
+        dist.all_gather_object(everyone, sorted(pending), group)
+        agreed: dict[str, tuple[int, ...]] = {}
+        for setter, names in enumerate(everyone):
+            _merge(agreed, dict.fromkeys(names, (setter,)))
+        return agreed
 
-    def _who(self, raised: list[int]) -> dict[str, tuple[int, ...]]:
-        import torch.distributed as dist
+    def _learn_slots(self, num_slots: int) -> None:
+        for slot in range(len(self._slot_names), num_slots):
+            self._slot_names.append(self._store.get(f"name/{slot}").decode())
+            self._slots[self._slot_names[slot]] = slot
 
-        mine = torch.zeros(1 + MAX_TRIGGERS, dtype=torch.int32)
-        mine[self._sent] = 1
-        everyone = [torch.empty_like(mine) for _ in range(self._num_processes)]
-        dist.all_gather(everyone, mine, group=self._work_group)
-        return {
-            self._names[slot]: tuple(index for index, flags in enumerate(everyone) if flags[1 + slot])
-            for slot in raised
-        }
+    def _group_for_reducing(self) -> dist.ProcessGroup:
+        """Return the default group where it takes CPU tensors, else a gloo group of our own."""
+        if self._reducing_group is None:
+            import torch.distributed as dist
 
-    def _learn_names(self, num_slots: int) -> None:
-        for slot in range(len(self._names), num_slots):
-            self._names.append(self._store.get(f"name/{slot}").decode())
-            self._slots[self._names[slot]] = slot
+            group = require_group("check_trigger")
+            if "cpu" not in backends_by_device(group):
+                return self._keep(dist.new_group(backend="gloo"))  # a collective: all are in the same check
+            return group  # not kept: it may end
+        return self._reducing_group
 
-    def _group_for(self, blocking: bool) -> dist.ProcessGroup | None:
-        """Return the default group where it takes CPU tensors, else (and for work under way) our own gloo group."""
-        import torch.distributed as dist
-
-        default = self._default()
-        if blocking and default is not None and "cpu" in backends_by_device(default):
-            return default
-        if self._own_group is None:  # a collective: all processes are in the same check
-            self._own_group = dist.new_group(backend="gloo", group_desc="accelight_triggers")
-        return self._own_group
+    def _keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        self._reducing_group = group
+        return group
 
 
 _flags = _Flags()
@@ -232,7 +250,8 @@ def check_trigger(name: str = DEFAULT, blocking: bool = True) -> bool:
     """
     _check_name(name)
     channel = _channel("check_trigger")
-    channel.register(name)
+    if blocking:
+        channel.register(name)
     _exchange(channel, blocking)
     return _take(name)
 
@@ -241,11 +260,9 @@ def check_triggers(blocking: bool = True) -> dict[str, bool]:
     """Check and reset all triggers in one reduction; see :func:`check_trigger`.
 
     Returns:
-        Every name that any process has set or checked so far, in the same order on all processes.
+        Every name that all processes know of by now, in the same order on all of them.
     """
     channel = _channel("check_triggers")
-    for name in sorted(_flags.pending):
-        channel.register(name)
     _exchange(channel, blocking)
     return {name: _take(name) for name in channel.names}
 
@@ -255,24 +272,18 @@ def triggered_by(name: str = DEFAULT) -> tuple[int, ...]:
     return _flags.last_setters.get(name, ())
 
 
-def finish() -> None:
-    """Wait for reductions under way, before the default group is destroyed."""
-    for channel in list(_channels.values()):
-        channel.finish()
-
-
 def reset() -> None:
-    """Forget all triggers. A reduction under way is left to end by itself, with the tensor it writes to."""
+    """Forget all triggers. The names' slots stay: they belong to the group."""
     global _flags, _alone
     _flags = _Flags()
     _alone = _Alone()
-    _channels.clear()
+    for channel in _channels.values():
+        channel.forget()
 
 
 def _exchange(channel: _Alone | _Channel, blocking: bool) -> None:
     pending, _flags.pending = _flags.pending, set()
-    for name, setters in channel.exchange(pending, blocking).items():
-        _flags.agreed[name] = tuple(sorted({*_flags.agreed.get(name, ()), *setters}))
+    _merge(_flags.agreed, channel.exchange(pending, blocking))
 
 
 def _take(name: str) -> bool:
@@ -280,3 +291,12 @@ def _take(name: str) -> bool:
     if setters:
         _flags.last_setters[name] = setters
     return bool(setters)
+
+
+def _merge(into: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) -> None:
+    for name, setters in other.items():
+        into[name] = tuple(sorted({*into.get(name, ()), *setters}))
+
+
+def _extend(names: list[str], new: list[str]) -> None:
+    names += [name for name in new if name not in names]
