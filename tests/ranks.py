@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import io
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -150,6 +149,7 @@ def run_on_ranks(
     Raises:
         AssertionError: If a rank raised, died or hung; the message holds what each rank has to say.
     """
+    __tracebackhide__ = True  # a failure is the ranks', not this function's
     pool = _pool()
     workers = pool.get(world_size)
     pool.num_runs += 1
@@ -174,6 +174,11 @@ def run_on_ranks(
         worker.connection.send(_Order(task, rank_env, os.getcwd(), sys.path, rank, world_size, str(folder), timeout))
     try:
         reports = _collect(workers, timeout_s)
+        if not any(isinstance(report, str) for report in reports):
+            for worker in workers:
+                worker.connection.send("clean up")
+            problems = _collect(workers, timeout_s)
+            reports = [problem or report for problem, report in zip(problems, reports, strict=True)]
     except BaseException:  # Ctrl-C in the middle of a run leaves the workers in an unknown state
         pool.discard(world_size)
         raise
@@ -247,13 +252,18 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             report: bytes | str = _obey(order)
         except BaseException:  # noqa: BLE001 (pytest.fail and SystemExit are results of a test, too)
             report = traceback.format_exc() + _tail(Path(log))
-        # Reported before the clean-up: a peer that leaves the group early must not hide why.
-        if isinstance(report, bytes):
-            try:
-                pristine.restore()
-            except Exception:  # noqa: BLE001 (whatever it was, it is the test's failure)
-                report = "clean-up after the test failed:\n" + traceback.format_exc()
         connection.send(report)
+        # The caller answers when every rank has reported: none leaves the group while another still talks to it, and
+        # a peer that is gone does not hide why. No answer comes after a failure.
+        try:
+            connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            pristine.restore()
+            connection.send(b"")
+        except Exception:  # noqa: BLE001 (whatever it was, it is the test's failure)
+            connection.send("clean-up after the test failed:\n" + traceback.format_exc())
 
 
 def _obey(order: _Order) -> bytes:
@@ -267,15 +277,9 @@ def _obey(order: _Order) -> bytes:
     if order.group_timeout_s is not None:
         store = dist.FileStore(f"{order.folder}/store", order.world_size)  # a file needs no free port
         timeout = timedelta(seconds=order.group_timeout_s)
-        dist.init_process_group(
-            "gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout
-        )
+        dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout)
     result = task.fn(*task.args)
-    buffer = io.BytesIO()
-    pickle.dump(result, buffer)  # plain pickle: tensors go by value, not as shared memory of a process that may die
-    if dist.is_initialized():
-        dist.barrier()  # no rank leaves the group while another still talks to it
-    return buffer.getvalue()
+    return pickle.dumps(result)  # plain pickle: tensors go by value, not as shared memory of a process that may die
 
 
 class _Pristine:
@@ -302,12 +306,9 @@ class _Pristine:
 
 def reset_singletons() -> None:
     """Forget everything that accelight and Lightning remember of the last run in this process."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-    from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
     from accelight.state import reset_state
 
     reset_state()
-    for function in (fabric_rank_zero_only, rank_zero_only):
-        if hasattr(function, "rank"):
-            del function.rank
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        if name in sys.modules and hasattr(sys.modules[name].rank_zero_only, "rank"):
+            del sys.modules[name].rank_zero_only.rank

@@ -18,9 +18,10 @@ from tests.ranks import free_port
 Launcher = Literal["python", "torchrun", "two_nodes"]
 
 # Set by a launcher that runs the tests themselves (or left by one): a started script must not inherit them.
-_LAUNCHER_VARIABLES = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
-).split()
+_LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+}
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,7 @@ def _run(
     output_path = folder / "output"
     with output_path.open("wb") as output:
         processes = [
-            subprocess.Popen(
-                command, stdout=output, stderr=output, env=surroundings, start_new_session=True, cwd=cwd
-            )
+            subprocess.Popen(command, stdout=output, stderr=output, env=surroundings, start_new_session=True, cwd=cwd)
             for command in commands
         ]
         try:

@@ -56,7 +56,9 @@ def test_processes_are_reused() -> None:
 
 
 def test_every_failing_rank_is_in_the_message() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)2 of 3 ranks.*rank 0:.*told to fail on 0.*rank 2:.*told to fail on 2"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)2 of 3 ranks.*rank 0:.*told to fail on 0.*rank 2:.*told to fail on 2"
+    ):
         run_on_ranks(3, _fail_on, [0, 2], group_timeout_s=2)
 
 

@@ -1,0 +1,187 @@
+"""Train a small byte-level language model on Python's own standard library, merge its checkpoint, and use it again.
+
+python examples/train_gpt.py                             # two CPU processes, or every GPU
+python examples/train_gpt.py --strategy accel_fsdp1 --accumulate 4 --steps 50
+torchrun --nproc-per-node 3 examples/train_gpt.py --devices 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+CONTEXT, WIDTH, HEADS, DEPTH = 128, 128, 4, 4
+PROMPT = b"import os\nimport sys\n\n\ndef main():\n"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(DEPTH)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Logits [batch, length, 256] of each next byte after ``text`` [batch, length]."""
+        x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
+        return self.head(self.norm(self.blocks(x)))
+
+
+class LanguageModel(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT()
+        self.started, self.losses = time.monotonic(), []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        text = batch[0].long()
+        return functional.cross_entropy(self.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        tokens = (batch_idx + 1) * batch[0].shape[0] * CONTEXT * self.trainer.world_size
+        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:
+            mean, speed = torch.stack(self.losses).mean(), tokens / (time.monotonic() - self.started)
+            self.print(f"step {self.global_step + 1:5}   loss {mean:.3f}   {speed:,.0f} tokens/s")
+            self.losses.clear()
+        return loss
+
+    def on_train_start(self) -> None:
+        self.started = time.monotonic()
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor]) -> Tensor:
+        return self.model(batch[0].long())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.01)
+
+
+class StandardLibrary(LightningDataModule):
+    """Windows of CONTEXT + 1 bytes over the sources of Python's standard library."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+        windows = text[: len(text) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+        windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
+        self.train, self.val = windows[256:], windows[:256]
+
+    def unigram_loss(self) -> float:
+        """Loss of the best model that knows only how frequent each byte is."""
+        counts = torch.bincount(self.train.flatten().long(), minlength=256) + 1.0
+        return -(counts / counts.sum()).log()[self.val.flatten().long()].mean().item()
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(self.train), self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(TensorDataset(self.val), self.batch_size)
+
+
+def use_merged(weights: Path, expected: Path) -> None:
+    """In a process of its own, with torch and safetensors alone: check the logits, then write a few lines."""
+    from safetensors.torch import load_file
+
+    assert "accelight" not in sys.modules
+    model = GPT().eval()
+    model.load_state_dict(load_file(weights))
+    text, logits = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8)[None].long(), torch.load(expected)
+    with torch.no_grad():
+        difference = (model(text) - logits).abs().max().item()
+        # Not bit for bit: the sharded run computed on another batch, thread count, or in lower precision.
+        assert difference < 1e-4 * logits.abs().max() or logits.dtype != torch.float32, difference
+        print(f"logits differ by at most {difference:.1e} from the trained model's")
+        for _ in range(240):
+            probabilities = functional.softmax(model(text[:, -CONTEXT:])[:, -1] / 0.7, dim=-1)
+            text = torch.cat([text, torch.multinomial(probabilities, 1)], dim=1)
+    print("---\n" + bytes(text[0].tolist()).decode(errors="replace") + "\n---")
+
+
+def train(args: argparse.Namespace) -> None:
+    from accelight.checkpoint import merge_fsdp_weights
+    from accelight.state import PartialState
+    from accelight.strategies import AccelFSDPStrategy
+
+    strategy = AccelFSDPStrategy(
+        fsdp_version=int(args.strategy[-1]),
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="sharded_state_dict",
+    )
+    trainer = Trainer(
+        strategy=strategy, accelerator=args.accelerator, devices=args.devices, precision=args.precision,
+        max_steps=args.steps, accumulate_grad_batches=args.accumulate, gradient_clip_val=1.0, log_every_n_steps=50,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False,
+        num_sanity_val_steps=0, limit_val_batches=1.0, val_check_interval=None, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    model, data = LanguageModel(), StandardLibrary(batch_size=16)
+    trainer.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.train.numel():,} bytes of text")
+    trainer.fit(model, data)
+    [metrics] = trainer.validate(model, data, verbose=False)
+    trainer.print(f"validation loss {metrics['val_loss']:.3f}, that of a unigram model {data.unigram_loss():.3f}")
+
+    state, checkpoint, merged = PartialState(), args.output / "checkpoint", args.output / "merged"
+    trainer.save_checkpoint(checkpoint)
+    for shard in sorted(checkpoint.glob("*.distcp")):
+        state.print(f"{shard}   {shard.stat().st_size:,} bytes")
+    prompt = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8)
+    prompts = DataLoader(TensorDataset(prompt.repeat(trainer.world_size, 1)))  # one for each process
+    logits = trainer.predict(model, prompts)[0]
+    report = merge_fsdp_weights(checkpoint, merged, strip_prefix="model")
+    state.print(f"merged {report.num_tensors} tensors, {report.num_bytes:,} bytes, in {report.seconds:.2f} s")
+    if state.is_main_process:
+        torch.save(logits.cpu(), args.output / "logits.pt")
+        weights, expected = merged / "model.safetensors", args.output / "logits.pt"
+        subprocess.run([sys.executable, __file__, "--use", weights, expected], check=True)
+    assert metrics["val_loss"] < data.unigram_loss() - 0.3 or args.steps < 200, "the model has learnt too little"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", choices=["accel_fsdp1", "accel_fsdp2"], default="accel_fsdp2")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", type=int, help="processes on this machine (default: all GPUs, else 2)")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches for each optimizer step")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"))
+    parser.add_argument("--use", type=Path, nargs=2, metavar=("WEIGHTS", "LOGITS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.devices is None:
+        arguments.devices = max(torch.accelerator.device_count(), 1) if torch.accelerator.is_available() else 2
+    if arguments.use:
+        use_merged(*arguments.use)
+    else:
+        train(arguments)

@@ -1,0 +1,41 @@
+"""Fully sharded training: `AccelFSDPStrategy` and its plugin."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plugin import (
+        FullyShardedDataParallelPlugin,
+        disable_fsdp_ram_efficient_loading,
+        enable_fsdp_ram_efficient_loading,
+    )
+    from .strategy import AccelFSDPStrategy
+    from .wrapping import fsdp2_prepare_auto_wrap_policy
+
+__all__ = [
+    "AccelFSDPStrategy",
+    "FullyShardedDataParallelPlugin",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "fsdp2_prepare_auto_wrap_policy",
+]
+
+_HOMES = {  # the plugin must import without Lightning, so each name comes when it is asked for
+    "AccelFSDPStrategy": ".strategy",
+    "FullyShardedDataParallelPlugin": ".plugin",
+    "disable_fsdp_ram_efficient_loading": ".environment",
+    "enable_fsdp_ram_efficient_loading": ".environment",
+    "fsdp2_prepare_auto_wrap_policy": ".wrapping",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

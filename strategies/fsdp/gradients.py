@@ -1,0 +1,110 @@
+"""Norms and scaling of gradients that are partly sharded (DTensor) and partly whole on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor (sharing memory), any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that exist."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm over all elements of all gradients, each counted once whatever its sharding.
+
+    One reduction for each set of mesh dimensions that gradients are sharded over, whatever their number; plain FSDP2
+    has one such set.
+
+    Args:
+        gradients: DTensors (sharded or replicated, no partial sums) and whole tensors that are equal on all ranks.
+        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        Scalar float32 tensor on the gradients' device, the same on every rank.
+    """
+    by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        mesh: DeviceMesh | None = None
+        dims: tuple[int, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            dims = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+        by_sharding[(mesh if dims else None, dims)].append(local_tensor(gradient))
+    powers = [_power_over_mesh(tensors, mesh, dims, norm_type) for (mesh, dims), tensors in by_sharding.items()]
+    if not powers:
+        return torch.tensor(0.0)
+    stacked = torch.stack([power.to(powers[0].device) for power in powers])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def _power_over_mesh(
+    tensors: list[torch.Tensor], mesh: DeviceMesh | None, dims: tuple[int, ...], norm_type: float
+) -> torch.Tensor:
+    """Return norm**p (the norm itself for inf) of ``tensors`` taken together over the mesh dimensions ``dims``."""
+    # float32 whatever the gradients' dtype: a bfloat16 sum of squares loses the small ones.
+    norms = torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)))
+    power = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    for dim in dims if mesh is not None else ():
+        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=operation, group=mesh.get_group(dim))  # type: ignore[union-attr]
+    return power
+
+
+def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace the gradients of whole parameters by their mean over all ranks, as sharded ones have been already.
+
+    One reduction for each dtype. A parameter without a gradient counts as zero, so that ranks cannot disagree on what
+    is sent.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype[parameter.dtype].append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        means = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply every gradient by ``factor``, in place."""
+    tensors = [local_tensor(gradient) for gradient in gradients]
+    if not tensors:
+        return
+    if isinstance(factor, torch.Tensor):
+        for tensor in tensors:
+            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+    else:
+        torch._foreach_mul_(tensors, factor)
+
+
+def clip_to_norm(gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale gradients so that their `global_norm` is at most ``max_norm``; return the norm before.
+
+    Source: ``torch.nn.utils.clip_grad_norm_`` (same 1e-6 in the divisor, no host synchronisation).
+    """
+    total = global_norm(gradients, norm_type)
+    scale_gradients(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total

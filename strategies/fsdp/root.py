@@ -1,0 +1,62 @@
+"""The sharded root of a module, found again when the same module comes back (validate after fit, a second fit)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_ATTRIBUTE = "_accelight_sharded_form"
+
+
+class ShardedRoot(nn.Module):
+    """Calls its one child; FSDP2 hooks its root unit here.
+
+    Lightning sends ``training_step`` through ``forward`` of the outermost module. Were the LightningModule itself
+    the FSDP2 root, ``self(x)`` inside ``training_step`` would enter the root's hooks a second time.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ShardedForm:
+    """What sharding made of a module, and what it hid."""
+
+    root: nn.Module
+    """The outermost sharded module."""
+    version: int
+    """FSDP version."""
+    ties: Mapping[str, str]
+    """Tied parameters before sharding, alias to kept name."""
+    unsharded: frozenset[nn.Parameter]
+    """Parameters of ignored modules: whole on every rank, their gradients reduced by nobody but us."""
+
+
+def remember_form(module: nn.Module, form: ShardedForm) -> None:
+    """Note on ``module`` what it was sharded into."""
+    # Past nn.Module.__setattr__, which would register the root as a child of its own child.
+    module.__dict__[_ATTRIBUTE] = form
+
+
+def recall_form(module: nn.Module, version: int) -> ShardedForm | None:
+    """Return what ``module`` was sharded into, or None if it has not been sharded.
+
+    Raises:
+        RuntimeError: If it was sharded by the other FSDP version.
+    """
+    form: ShardedForm | None = module.__dict__.get(_ATTRIBUTE)
+    if form is not None and form.version != version:
+        raise RuntimeError(
+            f"{type(module).__name__} is already sharded with FSDP{form.version} and cannot be sharded again with "
+            f"FSDP{version}. Build a new module, or keep fsdp_version={form.version}."
+        )
+    return form

@@ -1,0 +1,17 @@
+"""Lightning's own launcher, telling the processes it starts how many they are on this node."""
+
+from __future__ import annotations
+
+import os
+
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+
+class SubprocessScriptLauncher(_SubprocessScriptLauncher):
+    """Sets ``LOCAL_WORLD_SIZE`` as torchrun does, so that `PartialState` knows its rank before the group exists."""
+
+    @override
+    def _call_children_scripts(self) -> None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
+        super()._call_children_scripts()

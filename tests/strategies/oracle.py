@@ -1,0 +1,205 @@
+"""The same training twice: under the Trainer on several processes, and in a plain single-process loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from accelight.strategies import AccelFSDPStrategy
+
+WIDTH = 8
+BATCH_SIZE = 2
+NUM_MICRO_BATCHES = 7
+"""Of an epoch: with accumulation 3 the last window has one."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class TinyModel(nn.Module):
+    """Odd sizes on purpose: shards of unequal length, and ranks with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid."""
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    optimizer: str = "sgd"
+    epochs: int = 2
+    precision: Any = "32-true"
+
+
+@dataclass
+class Outcome:
+    """What training left: comparable between the two ways."""
+
+    losses: list[float] = field(default_factory=list)
+    """Mean loss of each global micro-batch."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Global norm before clipping, for each optimizer step (empty without clipping by norm)."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    global_step: int = 0
+
+
+def build_model() -> TinyModel:
+    torch.manual_seed(1)
+    return TinyModel()
+
+
+def dataset(world_size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    size = NUM_MICRO_BATCHES * BATCH_SIZE * world_size
+    return TensorDataset(torch.randn(size, 5, generator=generator), torch.randn(size, 3, generator=generator))
+
+
+def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tuple[Tensor, ...]]:
+    """This rank's share of the `dataset` for ``world_size``, in order: Lightning's own sampler would shuffle it."""
+    data = dataset(world_size)
+    return DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+
+
+def build_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "sgd":  # shows a wrong gradient scale, which Adam hides
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class TinyModule(LightningModule):
+    def __init__(self, case: Case, outcome: Outcome) -> None:
+        super().__init__()
+        self.model = build_model()
+        self.case, self.outcome = case, outcome
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1])
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        self.outcome.losses.append(mean.item() / dist.get_world_size())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor]) -> Tensor:
+        return self.model(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.case.optimizer, self.parameters())
+
+
+class _Recorder(Callback):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        if len(pl_module.outcome.grad_norms) < trainer.global_step and trainer.strategy.last_grad_norm is not None:
+            pl_module.outcome.grad_norms.append(trainer.strategy.last_grad_norm.item())
+
+
+def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
+    """A Trainer for tests: CPU, nothing printed, nothing written unless asked for."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world_size,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(strategy=strategy, **{**settings, **more})
+
+
+def train_sharded(case: Case, options: dict[str, Any]) -> Outcome:
+    """Train under the Trainer, inside one of several processes."""
+    world_size, outcome = dist.get_world_size(), Outcome()
+    strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", **options)
+    trainer = quiet_trainer(
+        strategy,
+        world_size,
+        max_epochs=case.epochs,
+        precision=case.precision,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip_norm or case.clip_value,
+        gradient_clip_algorithm="norm" if case.clip_norm else "value" if case.clip_value else None,
+        callbacks=[_Recorder()],
+    )
+    module = TinyModule(case, outcome)
+    trainer.fit(module, rank_loader(world_size))
+    weights = trainer.strategy.lightning_module_state_dict()
+    outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
+    outcome.global_step = trainer.global_step
+    return outcome
+
+
+def train_plain(
+    case: Case, world_size: int, change: Callable[[nn.Module], None] | None = None, model: nn.Module | None = None
+) -> Outcome:
+    """Train over the same global batches in a plain loop."""
+    outcome, model = Outcome(), build_model() if model is None else copy.deepcopy(model)
+    if change is not None:
+        change(model)
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(case.optimizer, parameters)
+    inputs, targets = dataset(world_size).tensors
+    global_size = BATCH_SIZE * world_size
+    for _ in range(case.epochs):
+        for start in range(0, NUM_MICRO_BATCHES, case.accumulate):
+            window = range(start, min(start + case.accumulate, NUM_MICRO_BATCHES))
+            optimizer.zero_grad()
+            for index in window:
+                batch = slice(index * global_size, (index + 1) * global_size)
+                loss = functional.mse_loss(model(inputs[batch]), targets[batch])
+                (loss / len(window)).backward()
+                outcome.losses.append(loss.item())
+            if case.clip_norm:
+                outcome.grad_norms.append(nn.utils.clip_grad_norm_(parameters, case.clip_norm).item())
+            if case.clip_value:
+                nn.utils.clip_grad_value_(parameters, case.clip_value)
+            optimizer.step()
+            outcome.global_step += 1
+    outcome.weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return outcome
+
+
+def assert_same(found: Outcome, expected: Outcome, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Compare; fp32 sums in another order differ by some 1e-7 of the largest summand, hence ``atol``."""
+    close: dict[str, float] = {"rtol": rtol, "atol": atol}
+    assert found.global_step == expected.global_step
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), **close)
+    torch.testing.assert_close(torch.tensor(found.grad_norms), torch.tensor(expected.grad_norms), **close)
+    _assert_same_weights(found.weights, expected.weights, close)
+
+
+def _assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], close: dict[str, float]) -> None:
+    names: Sequence[str] = sorted(expected)
+    assert sorted(found) == names
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **close)

@@ -1,0 +1,255 @@
+"""Checkpoints of sharded models: the same training after a resume, whatever saved it and whatever loads it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accelight.checkpoint.errors import CheckpointError
+from accelight.checkpoint.manifest import read_manifest
+from accelight.strategies import AccelFSDPStrategy
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import (
+    BATCH_SIZE,
+    Case,
+    Outcome,
+    TinyModel,
+    TinyModule,
+    assert_same,
+    quiet_trainer,
+    rank_loader,
+    train_plain,
+)
+from tests.strategies.test_fsdp_training import ENGINES
+
+CASE = Case(accumulate=3, clip_norm=0.5, optimizer="adamw")
+
+
+def _trainer(engine: str, kind: str, epochs: int, **more: Any) -> Trainer:
+    strategy = AccelFSDPStrategy(state_dict_type=kind, **ENGINES[engine])
+    return quiet_trainer(
+        strategy,
+        dist.get_world_size(),
+        max_epochs=epochs,
+        accumulate_grad_batches=CASE.accumulate,
+        gradient_clip_val=CASE.clip_norm,
+        **more,
+    )
+
+
+def _loader() -> DataLoader[tuple[Tensor, ...]]:
+    return rank_loader(2, 2 * BATCH_SIZE // dist.get_world_size())  # the same global batches on 1 and 2
+
+
+def _train(engine: str, kind: str, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:
+    outcome = Outcome()
+    trainer, module = _trainer(engine, kind, epochs), TinyModule(CASE, outcome)
+    trainer.fit(module, _loader(), ckpt_path=resume_from, weights_only=True if resume_from else None)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    outcome.global_step = trainer.global_step
+    state = trainer.strategy.lightning_module_state_dict()
+    outcome.weights = {  # sharded ones are gathered here, so that both kinds can be compared
+        name.removeprefix("model."): (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in state.items()
+    }
+    return outcome
+
+
+def _expected() -> tuple[Outcome, Outcome]:
+    """What plain training leaves, and what its second epoch alone adds."""
+    whole = train_plain(CASE, 2)
+    second = Outcome(whole.losses[len(whole.losses) // 2 :], [], whole.weights, whole.global_step)
+    return whole, second
+
+
+@pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
+@pytest.mark.parametrize("saved_by", ENGINES)
+def test_resume_continues_as_if_nothing_had_happened(saved_by: str, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.ckpt")
+    run_on_ranks(2, _train, saved_by, kind, 1, path, None)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoint.ckpt"]
+    _, second = _expected()
+    for loaded_by in ENGINES:
+        found = run_on_ranks(2, _train, loaded_by, "full_state_dict", 2, None, path)[0]
+        assert_same(found, second)
+
+
+@pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
+def test_resume_on_another_number_of_processes(kind: str, tmp_path: Path) -> None:
+    two, one = str(tmp_path / "two.ckpt"), str(tmp_path / "one.ckpt")
+    run_on_ranks(2, _train, "fsdp1", kind, 1, two, None)
+    run_on_ranks(1, _train, "fsdp2", kind, 1, one, None)
+    _, second = _expected()
+    assert_same(run_on_ranks(1, _train, "fsdp2", kind, 2, None, two)[0], second)
+    assert_same(run_on_ranks(2, _train, "fsdp1", kind, 2, None, one)[0], second)
+
+
+def test_a_full_checkpoint_is_plain_lightnings_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.ckpt")
+    run_on_ranks(2, _train, "fsdp1", "full_state_dict", 1, path, None)
+    module = TinyModule.load_from_checkpoint(path, case=CASE, outcome=Outcome(), weights_only=True)
+    reference = train_plain(Case(accumulate=3, clip_norm=0.5, optimizer="adamw", epochs=1), 2)
+    for name, tensor in module.model.state_dict().items():
+        torch.testing.assert_close(tensor, reference.weights[name], rtol=1e-5, atol=1e-6)
+    stored = torch.load(path, weights_only=True)["optimizer_states"][0]
+    plain = torch.optim.AdamW(TinyModel().parameters())
+    plain.load_state_dict(stored)  # numbered parameters: what a single-device Trainer does on resume
+    assert len(plain.state) == len(list(TinyModel().parameters()))
+
+
+def _save_with_ties(path: str) -> None:
+    module = TinyModule(CASE, Outcome())
+    module.model.blocks[1].linear.weight = module.model.blocks[0].linear.weight
+    strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="sharded_state_dict")
+    trainer = quiet_trainer(strategy, 2, max_steps=1)
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(path)
+
+
+def test_ties_are_recorded_for_the_merger(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_with_ties, str(tmp_path / "tied"))
+    manifest = read_manifest(tmp_path / "tied")
+    assert manifest is not None
+    assert dict(manifest.ties) == {"model.blocks.1.linear.weight": "model.blocks.0.linear.weight"}
+    assert manifest.model_prefix == "state_dict"
+
+
+def _load_with_another_shape(path: str, strict: bool) -> tuple[str, bool]:
+    module = TinyModule(CASE, Outcome())
+    module.extra = torch.nn.Linear(2, 2)
+    del module.model.head
+    module.model.head = torch.nn.Linear(8, 3, bias=False)
+    module.strict_loading = strict
+    before = module.extra.weight.detach().clone()
+    trainer = _trainer("fsdp2", "sharded_state_dict", 1)
+    try:
+        trainer.validate(module, _loader(), ckpt_path=path, weights_only=True, verbose=False)
+    except RuntimeError as error:
+        return str(error), False
+    return "", torch.equal(module.extra.weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
+def test_strict_loading_lists_every_name(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.ckpt")
+    run_on_ranks(2, _train, "fsdp2", kind, 1, path, None)
+    for message, _ in run_on_ranks(2, _load_with_another_shape, path, True):
+        assert "missing in the checkpoint: ['extra.bias', 'extra.weight']" in message
+        assert "unexpected in the checkpoint: ['model.head.bias']" in message
+        assert "strict_loading=False" in message
+    assert run_on_ranks(2, _load_with_another_shape, path, False) == [("", True)] * 2
+
+
+def _load_error(path: str) -> tuple[str, str]:
+    try:
+        _trainer("fsdp2", "sharded_state_dict", 1).validate(
+            TinyModule(CASE, Outcome()), _loader(), ckpt_path=path, weights_only=True, verbose=False
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    [(kind, message)] = run_on_ranks(1, _load_error, str(folder))
+    assert kind == "ValueError"
+    assert "a folder without `.metadata`" in message
+    torch.save({"weights": 1}, tmp_path / "file")
+    [(kind, message)] = run_on_ranks(1, _load_error, str(tmp_path / "file"))
+    assert kind == "ValueError"
+    assert "no 'state_dict' in it" in message
+    [(kind, message)] = run_on_ranks(1, _load_error, str(tmp_path / "nothing"))
+    assert kind == "FileNotFoundError"
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("executed", "w"))
+
+
+def test_a_hostile_metadata_file_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    [(kind, message)] = run_on_ranks(1, _load_error, str(folder))
+    assert kind == CheckpointError.__name__
+    assert "is not on the list" in message
+    assert not (tmp_path / "executed").exists()
+
+
+def _save_twice(path: str) -> list[str]:
+    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    Path(f"{Path(path).parent}/.{Path(path).name}.unfinished").mkdir(exist_ok=True)  # as a killed run leaves it
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(path)
+    return sorted(item.name for item in Path(path).parent.iterdir())
+
+
+def test_a_save_replaces_the_checkpoint_of_that_name(tmp_path: Path) -> None:
+    assert run_on_ranks(2, _save_twice, str(tmp_path / "last"))[0] == ["last"]
+
+
+def _save_into_a_file(path: str) -> str:
+    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    try:
+        trainer.save_checkpoint(path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failed_save_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for message in run_on_ranks(2, _save_into_a_file, str(tmp_path / "file" / "checkpoint")):
+        assert "failed on rank 0" in message
+
+
+def _save_over_a_folder(path: str) -> str:
+    trainer, module = _trainer("fsdp2", "full_state_dict", 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    try:
+        trainer.save_checkpoint(path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    for message in run_on_ranks(2, _save_over_a_folder, str(tmp_path / "precious")):
+        assert "IsADirectoryError" in message
+    assert (tmp_path / "precious").is_dir()
+
+
+def _other_number_of_optimizers(path: str) -> str:
+    module = TinyModule(CASE, Outcome())
+    module.automatic_optimization = False
+    parameters = [list(module.model.embed.parameters()), list(module.model.blocks.parameters())]
+    module.configure_optimizers = lambda: [torch.optim.AdamW(some) for some in parameters]  # type: ignore[method-assign]
+    strategy = AccelFSDPStrategy(fsdp_version=1, use_orig_params=True, state_dict_type="sharded_state_dict")
+    try:
+        quiet_trainer(strategy, 1, max_epochs=2).fit(module, _loader(), ckpt_path=path, weights_only=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run_on_ranks(1, _train, "fsdp2", "sharded_state_dict", 1, path, None)
+    [message] = run_on_ranks(1, _other_number_of_optimizers, path)
+    assert "holds 1 optimizers, configure_optimizers returned 2" in message
