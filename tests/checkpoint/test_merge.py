@@ -177,7 +177,7 @@ def test_saved_unflattened(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(
+        dcp_save(
             {"w": torch.ones(2)},
             checkpoint_id=tmp_path / "in",
             planner=DefaultSavePlanner(flatten_state_dict=False),

@@ -1,0 +1,205 @@
+"""Pickles from strangers: none of them runs anything, all of them end in CheckpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelight.checkpoint import CheckpointError, merge_fsdp_weights
+from accelight.checkpoint.dcp_metadata import read_dcp_metadata
+from accelight.checkpoint.unpickler import SafeCall, Sealed, load_restricted
+from tests.checkpoint import damage
+
+METADATA = b"torch.distributed.checkpoint.metadata"
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+def stack_global(module: bytes, name: bytes) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+def call(function: bytes, command: bytes) -> bytes:
+    return function + text(command) + b"\x85R"
+
+
+def hostile(command: bytes) -> dict[str, bytes]:
+    """Return pickles that would run ``command`` under a careless unpickler, each in its own way."""
+    system = b"cos\nsystem\n"
+    metadata = stack_global(METADATA, b"Metadata") + b")\x81"
+    inner = b"\x80\x04" + call(system, command) + b"."
+    return {
+        "reduce": b"\x80\x02" + call(system, command) + b".",
+        "reduce by stack_global": b"\x80\x04" + call(stack_global(b"posix", b"system"), command) + b".",
+        "builtins": b"\x80\x04" + call(stack_global(b"builtins", b"eval"), b"__import__('os')") + b".",
+        "old instance": b"(" + text(command) + b"ios\nsystem\n.",
+        "object": b"(" + system + text(command) + b"o.",
+        "extension code": b"\x80\x04\x82\x01" + text(command) + b"\x85R.",
+        "newobj": b"\x80\x04" + stack_global(b"subprocess", b"Popen") + text(command) + b"\x85\x81.",
+        "newobj_ex": b"\x80\x04" + stack_global(b"subprocess", b"Popen") + text(command) + b"\x85}\x92.",
+        "deep in the metadata": b"\x80\x04" + metadata + b"}(" + text(b"storage_meta") + call(system, command) + b"ub.",
+        "disguised module": b"\x80\x04" + call(stack_global(METADATA, b"os.system"), command) + b".",
+        "dotted name": b"\x80\x04" + call(stack_global(METADATA, b"Metadata.__init__.__globals__"), command) + b".",
+        "dotted dtype": b"\x80\x04" + call(stack_global(b"torch", b"os.system"), command) + b".",
+        "getattr": b"\x80\x04" + stack_global(b"builtins", b"getattr") + metadata + text(b"__class__") + b"\x86R.",
+        "build on a class": b"\x80\x04"
+        + stack_global(METADATA, b"Metadata")
+        + b"N}("
+        + text(b"__setstate__")
+        + system
+        + b"u\x86b.",
+        "build on a function": b"\x80\x04"
+        + stack_global(b"torch.serialization", b"_get_layout")
+        + b"N}("
+        + text(b"_fn")
+        + system
+        + b"u\x86b.",
+        "build with a dict on a class": b"\x80\x04"
+        + stack_global(b"torch", b"Size")
+        + b"}("
+        + text(b"__new__")
+        + system
+        + b"ub.",
+        "nested pickle": b"\x80\x04"
+        + stack_global(b"pickle", b"loads")
+        + b"C"
+        + bytes([len(inner)])
+        + inner
+        + b"\x85R.",
+        "persistent id": b"\x80\x04" + text(command) + b"Q.",
+        "text persistent id": b"P" + command + b"\n.",
+        "memo bomb": b"\x80\x04Nr\xff\xff\xff\x7f.",
+        "size bomb": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".",
+        "string bomb": b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b".",
+        "number bomb": b"\x80\x04\x8b" + struct.pack("<I", 2**31 - 1) + b".",
+        "empty": b"",
+        "no end": b"\x80\x04N",
+        "cut name": b"cos\nsyst",
+        "no stack": b"\x80\x04R.",
+        "only an end": b".",
+        "not a pickle": command,
+        "a wrong object": pickle.dumps({"state_dict_metadata": {}}),
+        "a set": pickle.dumps({1, 2}),
+        "a byte array": pickle.dumps(bytearray(b"abc"), protocol=5),
+        "unhashable key": b"\x80\x04}]Ns.",
+    }
+
+
+NAMES = list(hostile(b""))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_metadata(tmp_path: Path, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    marker = tmp_path / "marker"
+    (tmp_path / "in/.metadata").write_bytes(hostile(f"touch {marker}".encode())[name])
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_record(tmp_path: Path, name: str) -> None:
+    folder = damage.good(tmp_path / "in")
+    marker = tmp_path / "marker"
+    pickled = hostile(f"touch {marker}".encode())[name]
+    damage.replace_record(folder, "model.a", damage.rebuild(damage.record_of(folder, "model.a"), data_pkl=pickled))
+    with pytest.raises(CheckpointError, match=r"other\.distcp: tensor 'model\.a'"):
+        merge_fsdp_weights(folder, tmp_path / "out")
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_hostile_pickles_leave_the_reader_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    for pickled in hostile(b"true").values():
+        path.write_bytes(pickled)
+        with pytest.raises(CheckpointError):
+            read_dcp_metadata(path)
+    damage.good(tmp_path / "in")
+    merge_fsdp_weights(tmp_path / "in", tmp_path / "out", verify=True)
+
+
+def test_an_extension_code_in_the_processs_cache(tmp_path: Path) -> None:
+    """The C unpickler takes cached extension codes without asking find_class; none may get that far."""
+    import copyreg
+    import os
+
+    copyreg.add_extension("os", "system", 77)
+    try:
+        pickle.loads(pickle.dumps(os.system, protocol=2))  # fills the cache
+        with pytest.raises(CheckpointError, match=r"opcode b'\\x82'"):
+            load_restricted(b"\x80\x02\x82\x4d.", {}, "it")
+    finally:
+        copyreg.remove_extension("os", "system", 77)
+        copyreg.clear_extension_cache()
+
+
+@pytest.mark.parametrize("num_levels", [10_000, 1_000_000])
+def test_nesting_does_not_end_the_process(num_levels: int) -> None:
+    """A dict key that is a tuple in a tuple in a tuple: hashing it recurses in C."""
+    assert isinstance(load_restricted(b"\x80\x04})" + b"\x85" * num_levels + b"Ns.", {}, "it"), dict)
+
+
+def test_an_error_beside_a_deep_stack() -> None:
+    with pytest.raises(CheckpointError, match="asks for os"):
+        load_restricted(b"\x80\x04" + b")0" + b"))\x86" * 2000 + b"cos\nsystem\n.", {}, "it")
+
+
+def test_what_was_found_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"it: the pickle asks for nt\.system, which is not on the list"):
+        load_restricted(b"cnt\nsystem\n.", {}, "it")
+
+
+def test_outside_data_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="refers to outside data"):
+        load_restricted(b"\x80\x04NQ.", {}, "it")
+
+
+def test_sealed_things_stay_as_they_are() -> None:
+    class One(metaclass=Sealed):
+        pass
+
+    with pytest.raises(TypeError, match="One is sealed"):
+        One.x = 3  # type: ignore[attr-defined]
+    fn = SafeCall(int)
+    with pytest.raises(TypeError, match="sealed"):
+        fn.x = 3
+    with pytest.raises(TypeError, match="sealed"):
+        fn.__setstate__({})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_flipped_bytes_end_in_checkpoint_error_or_in_the_same(data: st.DataObject) -> None:
+    """Whatever is flipped in a real ``.metadata``: it reads, or it is a CheckpointError."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / ".metadata"
+        pickled = bytearray(METADATA_FILE)
+        for _ in range(data.draw(st.integers(1, 3))):
+            pickled[data.draw(st.integers(0, len(pickled) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(pickled)
+        with contextlib.suppress(CheckpointError):
+            read_dcp_metadata(path)
+
+
+def _metadata_file() -> bytes:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        return (damage.good(Path(name) / "in", w=torch.ones(3, 4), v=torch.ones(2)) / ".metadata").read_bytes()
+
+
+METADATA_FILE = _metadata_file()
