@@ -299,4 +299,4 @@ def _merge(into: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]) 
 
 
 def _extend(names: list[str], new: list[str]) -> None:
-    names += [name for name in new if name not in names]
+    names += [name for name in dict.fromkeys(new) if name not in names]

@@ -1,0 +1,243 @@
+"""Triggers: any process sets, all agree on the same check, whoever comes when."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelight.state import (
+    AcceleratorState,
+    PartialState,
+    check_trigger,
+    check_triggers,
+    reset_state,
+    set_trigger,
+    triggered_by,
+)
+from accelight.state import triggers as module
+from tests.ranks import run_on_ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+def use_them_all() -> dict[str, Any]:
+    state, last = PartialState(), PartialState().num_processes - 1
+    found: dict[str, Any] = {"unset": check_trigger()}
+    if state.is_last_process:
+        state.set_trigger()
+    found["set"] = [state.check_trigger(), state.check_trigger()]
+    set_trigger()
+    found["by all"] = [AcceleratorState().check_trigger(), triggered_by()]
+    if state.is_last_process:
+        AcceleratorState().set_trigger("nan")  # the others have never heard of it
+    if state.is_main_process:
+        set_trigger("stop")
+    found["other"] = check_trigger("other")
+    found["kept"] = check_trigger("nan")
+    found["together"] = check_triggers()
+    found["again"] = AcceleratorState().check_triggers()
+    found["setters"] = [triggered_by("nan") == (last,), triggered_by("stop"), triggered_by("other")]
+    return found
+
+
+@WORLD_SIZES
+def test_any_process_sets_and_all_know_once(world_size: int) -> None:
+    for found in run_on_ranks(world_size, use_them_all):
+        assert found["unset"] is False
+        assert found["set"] == [True, False]
+        assert found["by all"] == [True, tuple(range(world_size))]
+        assert (found["other"], found["kept"]) == (False, True)
+        names = ["default", "nan", "other", "stop"]
+        assert {name: found["together"][name] for name in names} == {
+            "default": False, "nan": False, "other": False, "stop": True
+        }  # fmt: skip
+        assert not any(found["again"].values())
+        assert sorted(found["again"]) == names
+        assert found["setters"] == [True, (0,), ()]
+    # the same order everywhere is part of the answer: loops over it must not diverge
+
+
+@WORLD_SIZES
+def test_check_triggers_has_the_same_order_everywhere(world_size: int) -> None:
+    orders = [list(found["together"]) for found in run_on_ranks(world_size, use_them_all)]
+    assert all(order == orders[0] for order in orders)
+
+
+def check_each_step(seed: int) -> tuple[list[Any], list[Any]]:
+    """Random steps set triggers; processes come to their checks at very different times, and in no common order."""
+    rank, size = PartialState().process_index, PartialState().num_processes
+    pace, plan = random.Random(1000 * seed + rank), random.Random(seed)
+    answers: list[Any] = []
+    expected: list[Any] = [{}]
+    for step in range(30):
+        setters = {name: plan.randrange(size) for name in ("nan", "stop", "slow") if plan.random() < 0.15}
+        for name, setter in setters.items():
+            if setter == rank:
+                set_trigger(name)
+        if pace.random() < 0.3:
+            time.sleep(pace.random() * 0.05)
+        answers.append({name: triggered_by(name) for name, hit in check_triggers(blocking=False).items() if hit})
+        expected.append({name: (setter,) for name, setter in setters.items()})
+        if step == 20:  # mixing in a blocking check answers for everything at once
+            answers.append({name: triggered_by(name) for name, hit in check_triggers().items() if hit})
+            expected.append({})
+    return answers, expected[:-1]
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("seed", [1, 2])
+def test_non_blocking_answers_are_those_of_the_previous_check_on_every_process(world_size: int, seed: int) -> None:
+    results = run_on_ranks(world_size, check_each_step, seed)
+    for answers, expected in results:
+        assert answers == expected
+    assert any(results[0][0])
+
+
+def hardly_wait() -> list[Any]:
+    """The slow process checks a second after the others, who have answered by then."""
+    state = PartialState()
+    found = []
+    start = time.monotonic()
+    if state.is_last_process:
+        set_trigger()
+    found.append(check_trigger(blocking=False))
+    waited_s = time.monotonic() - start
+    dist.barrier()
+    if state.is_last_process:
+        time.sleep(0.5)
+    start = time.monotonic()
+    found.append(check_trigger(blocking=False))
+    waited_s += time.monotonic() - start
+    found.append(check_trigger())
+    return [*found, waited_s < 0.4]
+
+
+def test_a_non_blocking_check_does_not_wait_for_those_who_are_a_check_behind() -> None:
+    assert run_on_ranks(3, hardly_wait) == [[False, True, False, True]] * 3
+
+
+def count_allocations_and_messages() -> tuple[bool, int, int]:
+    state = PartialState()
+    check_trigger("one")
+    set_trigger("two")
+    check_triggers()
+    channel = module._channel("test")
+    assert isinstance(channel, module._Channel)
+    buffer = channel._buffer
+    reductions = 0
+    original = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal reductions
+        reductions += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        for name in ("one", "two", "three"):
+            if state.is_main_process:
+                set_trigger(name)
+        check_triggers()
+    finally:
+        dist.all_reduce = original
+    return channel._buffer is buffer, buffer.data_ptr(), reductions
+
+
+def test_one_tensor_is_reused_and_several_names_travel_in_one_reduction() -> None:
+    for same, pointer, reductions in run_on_ranks(2, count_allocations_and_messages):
+        assert same
+        assert pointer
+        assert reductions == 1
+
+
+def set_nothing_check_nothing() -> int:
+    PartialState().wait_for_everyone()
+    return len(module._channels)
+
+
+def test_who_sets_and_checks_nothing_pays_nothing() -> None:
+    assert run_on_ranks(2, set_nothing_check_nothing) == [0, 0]
+
+
+def use_too_many() -> str:
+    for number in range(module.MAX_TRIGGERS):
+        check_trigger(f"trigger {number}")
+    with pytest.raises(RuntimeError, match="Trigger 'one more' is one too many: a job has at most 64 names"):
+        set_trigger("one more")
+    return "told"
+
+
+def test_too_many_names_raise() -> None:
+    assert run_on_ranks(2, use_too_many) == ["told", "told"]
+
+
+@pytest.mark.parametrize("name", ["", 5, None])
+def test_a_name_is_a_non_empty_string(name: Any) -> None:
+    for function in (set_trigger, check_trigger):
+        with pytest.raises(TypeError, match="name must be a non-empty string"):
+            function(name)
+
+
+def forget() -> list[bool]:
+    set_trigger("kept")
+    check_trigger(blocking=False)
+    reset_state()
+    found = [check_trigger("kept", blocking=False), check_trigger("kept"), triggered_by("kept") != ()]
+    return found
+
+
+@WORLD_SIZES
+def test_a_reset_forgets_what_was_set(world_size: int) -> None:
+    assert run_on_ranks(world_size, forget) == [[False, False, False]] * world_size
+
+
+def miss_a_check(blocking: bool) -> str:
+    state = PartialState()
+    if state.is_main_process:
+        return "did not check"
+    try:
+        check_trigger(blocking=blocking)
+        check_trigger(blocking=blocking)
+    except (RuntimeError, TimeoutError) as error:
+        return str(error)
+    return "checked"
+
+
+def check_in_vain(blocking: bool) -> str:
+    told = miss_a_check(blocking)
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    if PartialState().is_main_process:
+        while not store.check(["told"]):
+            time.sleep(0.05)
+        time.sleep(0.1)
+    else:
+        store.set("told", "yes")
+    raise AssertionError(f"told: {told}")  # the group is out of step: these processes are thrown away
+
+
+@pytest.mark.parametrize(
+    ("blocking", "message"),
+    [(True, "could not agree on triggers"), (False, "1 of 2 processes have come to the previous")],
+)
+def test_a_missing_process_is_an_error_and_not_a_hang(blocking: bool, message: str) -> None:
+    with pytest.raises(AssertionError, match=f"told: .*{message}"):
+        run_on_ranks(2, check_in_vain, blocking, group_timeout_s=1, timeout_s=20)
+
+
+def find_the_group_gone() -> None:
+    state = PartialState()
+    torch.distributed.barrier()
+    state.destroy_process_group()
+    with pytest.raises(RuntimeError, match="check_trigger needs the process group, which is gone"):
+        check_trigger()
+    with pytest.raises(RuntimeError, match="set_trigger needs the process group, which is gone"):
+        set_trigger()
+
+
+def test_without_its_group_a_check_raises() -> None:
+    run_on_ranks(2, find_the_group_gone)
