@@ -109,9 +109,9 @@ def test_all_instances_share_one_state_made_by_the_first() -> None:
 
 
 def test_unknown_and_wrong_arguments_raise() -> None:
-    with pytest.raises(TypeError, match="Unknown argument.s. colour: init_process_group takes backend, init_method"):
+    with pytest.raises(TypeError, match=r"Unknown argument.s. colour: init_process_group takes backend, init_method"):
         PartialState(colour="red")
-    with pytest.raises(TypeError, match="timeout must be a datetime.timedelta, got 5"):
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 5"):
         PartialState(timeout=5)
     with pytest.raises(ValueError, match="rank and world_size must be given together"):
         PartialState(rank=0)
@@ -132,7 +132,7 @@ def contradict_the_live_group() -> float:
     PartialState(cpu=True, backend="cpu:gloo")
     with pytest.raises(ValueError, match="backend='nccl' contradicts the live state, which has backend='gloo'"):
         PartialState(backend="nccl")
-    with pytest.raises(ValueError, match="backend='cpu:mpi' contradicts .* backend='cpu:gloo'"):
+    with pytest.raises(ValueError, match=r"backend='cpu:mpi' contradicts .* backend='cpu:gloo'"):
         PartialState(backend="cpu:mpi")
     with pytest.raises(ValueError, match=r"timeout=.*seconds=9.* contradicts .*seconds=45"):
         PartialState(timeout=timedelta(seconds=9))
@@ -158,9 +158,9 @@ def test_a_live_group_is_not_what_the_first_instance_asked_for() -> None:
 def test_a_backend_for_another_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="backend='nccl' works on cuda, but the device here is 'cpu'.*'gloo'"):
+    with pytest.raises(ValueError, match=r"backend='nccl' works on cuda, but the device here is 'cpu'.*'gloo'"):
         PartialState(cpu=True, backend="nccl")
-    with pytest.raises(ValueError, match="backend='cuda:nccl' says nothing for device 'cpu'. Add cpu:gloo"):
+    with pytest.raises(ValueError, match=r"backend='cuda:nccl' says nothing for device 'cpu'. Add cpu:gloo"):
         PartialState(cpu=True, backend="cuda:nccl")
     assert PartialState(cpu=True).backend == "gloo"  # alone and without MASTER_PORT: needs no port
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, deque, namedtuple
-from typing import Any
+from collections import OrderedDict, UserDict, deque
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from accelight.state import AcceleratorState, PartialState
 from accelight.state.splitting import split
 from tests.ranks import run_on_ranks
 
-Pair = namedtuple("Pair", "a b")
+
+class Pair(NamedTuple):
+    a: list[int]
+    b: list[int]
 
 
 def shares(inputs: Any, num_processes: int, apply_padding: bool = False) -> list[Any]:

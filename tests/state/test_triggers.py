@@ -59,7 +59,6 @@ def test_any_process_sets_and_all_know_once(world_size: int) -> None:
         assert not any(found["again"].values())
         assert sorted(found["again"]) == names
         assert found["setters"] == [True, (0,), ()]
-    # the same order everywhere is part of the answer: loops over it must not diverge
 
 
 @WORLD_SIZES
@@ -187,8 +186,7 @@ def forget() -> list[bool]:
     set_trigger("kept")
     check_trigger(blocking=False)
     reset_state()
-    found = [check_trigger("kept", blocking=False), check_trigger("kept"), triggered_by("kept") != ()]
-    return found
+    return [check_trigger("kept", blocking=False), check_trigger("kept"), triggered_by("kept") != ()]
 
 
 @WORLD_SIZES
