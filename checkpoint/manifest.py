@@ -29,12 +29,12 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     """Alias to the fqn whose tensor it shares, both as in the module's ``state_dict()``."""
     module_attribute: str | None = None
-    """Attribute under which the LightningModule holds its model, e.g. ``model``; None if it holds layers itself."""
+    """Attribute under which the LightningModule holds its model, e.g. ``model``; empty if it holds layers itself."""
 
     def __post_init__(self) -> None:
         if self.model_prefix not in ("model", "state_dict"):
             raise ValueError(f"model_prefix must be 'model' or 'state_dict', got {self.model_prefix!r}.")
-        if self.module_attribute is not None and not (isinstance(self.module_attribute, str) and self.module_attribute):
+        if not isinstance(self.module_attribute, str | None):
             raise ValueError(f"module_attribute must be an attribute's name or None, got {self.module_attribute!r}.")
         if not isinstance(self.ties, Mapping):
             raise ValueError(f"ties must map alias to fqn, got {self.ties!r}.")
@@ -60,7 +60,8 @@ def write_manifest(
         checkpoint_dir: The folder with ``.metadata``.
         model_prefix: Key of the saved state dict under which the weights are.
         ties: Alias to the fqn of the tensor it shares, without wrapper names.
-        module_attribute: Attribute of the LightningModule that is its model, for ``strip_prefix="auto"``.
+        module_attribute: Attribute of the LightningModule that is its model, for ``strip_prefix="auto"``; empty if it
+            holds layers itself, None if that is not known.
 
     Returns:
         The file's path.

@@ -121,9 +121,8 @@ def _prefix(names: Sequence[str], manifest: Manifest | None, strip_prefix: str |
         if not any(name.startswith(prefix) for name in names):
             raise CheckpointError(f"No tensor's name begins with {prefix!r} (strip_prefix). They begin with: {found}.")
         return prefix
-    if manifest is not None:
-        attribute = manifest.module_attribute
-        return _prefix(names, None, attribute) if attribute else ""
+    if manifest is not None and manifest.module_attribute is not None:
+        return _prefix(names, None, manifest.module_attribute or None)
     if len(heads) != 1 or "" in heads:
         raise CheckpointError(
             f"strip_prefix='auto' needs one attribute that holds the whole model; names begin with: {found}. "

@@ -15,18 +15,22 @@ class AtomicFolder:
     """Collects files for a folder, and gives them their names together at the end.
 
     A file is made without a name (``O_TMPFILE``) where the file system can, so that even ``kill -9`` leaves nothing of
-    it; else under a hidden temporary name in the folder. Leaving the ``with`` block without `commit` removes all files,
-    and folders created on the way.
+    it; else under a hidden temporary name. A folder that does not exist yet appears complete, by one rename; in one
+    that exists, the files are renamed one after the other. Leaving the ``with`` block without `commit` removes all
+    files, and the folders created above.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._base = folder
         self._created: list[Path] = []
         self._files: dict[str, tuple[int, Path | None]] = {}
 
     def __enter__(self) -> AtomicFolder:  # noqa: PYI034 - Self is newer than Python 3.10
+        if self.folder.exists():
+            return self
+        self._base = path = self.folder.parent
         missing = []
-        path = self.folder
         while not path.exists():
             missing.append(path)
             path = path.parent
@@ -47,7 +51,7 @@ class AtomicFolder:
 
     def check_space(self, num_bytes: int) -> None:
         """Raise OSError (ENOSPC) if the folder's disk has less room than that."""
-        free = shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(self._base).free
         if free < num_bytes:
             raise OSError(
                 errno.ENOSPC,
@@ -66,7 +70,7 @@ class AtomicFolder:
     def _open(self, name: str) -> tuple[int, Path | None]:
         if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
             try:
-                return os.open(self.folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), None
+                return os.open(self._base, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), None
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                     raise
@@ -74,12 +78,12 @@ class AtomicFolder:
         return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), temporary
 
     def _temporary(self, name: str) -> Path:
-        return self.folder / f".{name}.{secrets.token_hex(6)}.tmp"
+        return self._base / f".{name}.{secrets.token_hex(6)}.tmp"
 
     def _link(self, fd: int, name: str) -> Path:
         """Give a file without a name a temporary one: a link cannot replace what is there, a rename can."""
         temporary = self._temporary(name)
-        folder_fd = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        folder_fd = os.open(self._base, os.O_RDONLY | os.O_CLOEXEC)
         try:  # with a folder's descriptor Python calls linkat, without one link, which would link the link itself
             os.link(f"/proc/self/fd/{fd}", temporary.name, dst_dir_fd=folder_fd, follow_symlinks=True)
         finally:
@@ -109,24 +113,39 @@ class AtomicFolder:
         for name, (fd, temporary) in list(self._files.items()):
             if temporary is None:
                 self._files[name] = (fd, self._link(fd, name))
-        if last is not None and len(self._files) > 1:
-            (self.folder / last).unlink(missing_ok=True)
-        placed: list[str] = []
-        try:
-            for name in sorted(self._files, key=lambda one: one == last):
-                fd, temporary = self._files[name]
-                if temporary is not None:
-                    os.replace(temporary, self.folder / name)
-                    placed.append(name)
-                os.close(self._files.pop(name)[0])
-        except BaseException:
-            for name in placed:  # a part of the result is no result
-                (self.folder / name).unlink(missing_ok=True)
-            raise
+        if self._base is self.folder:
+            if last is not None:
+                (self.folder / last).unlink(missing_ok=True)
+            self._place(self.folder, last)
+        else:
+            staging = self._temporary(self.folder.name)
+            staging.mkdir()
+            try:
+                self._place(staging, last)
+                os.rename(staging, self.folder)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
         for name in stale:
             (self.folder / name).unlink(missing_ok=True)
         self._created.clear()
         _sync_folder(self.folder)
+        _sync_folder(self._base)
+
+    def _place(self, folder: Path, last: str | None) -> None:
+        """Give the files their names in ``folder``, or none of them."""
+        placed: list[str] = []
+        try:
+            for name in sorted(self._files, key=lambda one: one == last):
+                _, temporary = self._files[name]
+                if temporary is not None:
+                    os.replace(temporary, folder / name)
+                    placed.append(name)
+                os.close(self._files.pop(name)[0])
+        except BaseException:
+            for name in placed:  # a part of the result is no result
+                (folder / name).unlink(missing_ok=True)
+            raise
 
 
 def _reserve(fd: int, num_bytes: int, path: Path) -> None:

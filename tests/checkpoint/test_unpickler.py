@@ -171,7 +171,7 @@ def test_sealed_things_stay_as_they_are() -> None:
         pass
 
     with pytest.raises(TypeError, match="One is sealed"):
-        One.x = 3  # type: ignore[attr-defined]
+        One.x = 3
     fn = SafeCall(int)
     with pytest.raises(TypeError, match="sealed"):
         fn.x = 3
