@@ -19,6 +19,7 @@ from .unpickler import Allowed, SafeCall, Sealed, load_restricted
 
 METADATA_NAME = ".metadata"
 _MAX_DIMS = 64
+_MAX_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,8 @@ def read_dcp_metadata(path: Path) -> DCPMetadata:
     Raises:
         CheckpointError: If it is not one, or says what cannot be.
     """
+    if (size := path.stat().st_size) > _MAX_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes; a description has less than {_MAX_BYTES}.")
     raw = load_restricted(path.read_bytes(), _ALLOWED, str(path))
     try:
         return _Checker(str(path)).metadata(raw)

@@ -247,6 +247,12 @@ def test_metadata_cut_off_anywhere(tmp_path: Path) -> None:
         assert_refused(folder, tmp_path / "out", r"\.metadata")
 
 
+def test_metadata_of_a_size_none_has(tmp_path: Path) -> None:
+    folder = damage.good(tmp_path / "in")
+    os.truncate(folder / ".metadata", 2**40)  # sparse: takes no room
+    assert_refused(folder, tmp_path / "out", r"\.metadata has 1099511627776 bytes")
+
+
 def test_a_record_damaged_anywhere(tmp_path: Path) -> None:
     """Whatever byte of a record's ends is flipped: an error, or the values as they are; never another size or dtype."""
     folder = damage.good(tmp_path / "in", a=torch.arange(12.0))
