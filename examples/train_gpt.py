@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -57,19 +58,21 @@ class LanguageModel(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = GPT()
-        self.started, self.losses = time.monotonic(), []
+        self.started, self.num_batches = time.monotonic(), 0
+        self.losses: list[Tensor] = []  # since the last line printed
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         text = batch[0].long()
         return functional.cross_entropy(self.model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[Tensor]) -> Tensor:
         loss = self.loss(batch)
         self.losses.append(loss.detach())
-        tokens = (batch_idx + 1) * batch[0].shape[0] * CONTEXT * self.trainer.world_size
-        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0:
+        self.num_batches += 1
+        if self.num_batches % 50 == 0:
+            tokens = self.num_batches * batch[0].shape[0] * CONTEXT * self.trainer.world_size
             mean, speed = torch.stack(self.losses).mean(), tokens / (time.monotonic() - self.started)
-            self.print(f"step {self.global_step + 1:5}   loss {mean:.3f}   {speed:,.0f} tokens/s")
+            self.print(f"batch {self.num_batches:5}   loss {mean:.3f}   {speed:,.0f} tokens/s")
             self.losses.clear()
         return loss
 
@@ -120,8 +123,9 @@ def use_merged(weights: Path, expected: Path) -> None:
     text, logits = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8)[None].long(), torch.load(expected)
     with torch.no_grad():
         difference = (model(text) - logits).abs().max().item()
-        # Not bit for bit: the sharded run computed on another batch, thread count, or in lower precision.
-        assert difference < 1e-4 * logits.abs().max() or logits.dtype != torch.float32, difference
+        # Not bit for bit: the sharded run computed with other thread counts, on a GPU, or in lower precision.
+        tolerance = (1e-4 if logits.dtype == torch.float32 else 0.05) * logits.abs().max().item()
+        assert difference <= tolerance, f"logits differ by {difference}, more than {tolerance}"
         print(f"logits differ by at most {difference:.1e} from the trained model's")
         for _ in range(240):
             probabilities = functional.softmax(model(text[:, -CONTEXT:])[:, -1] / 0.7, dim=-1)
@@ -142,9 +146,9 @@ def train(args: argparse.Namespace) -> None:
     )
     trainer = Trainer(
         strategy=strategy, accelerator=args.accelerator, devices=args.devices, precision=args.precision,
-        max_steps=args.steps, accumulate_grad_batches=args.accumulate, gradient_clip_val=1.0, log_every_n_steps=50,
+        max_steps=args.steps, accumulate_grad_batches=args.accumulate, gradient_clip_val=1.0,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False,
-        num_sanity_val_steps=0, limit_val_batches=1.0, val_check_interval=None, check_val_every_n_epoch=None,
+        num_sanity_val_steps=0, check_val_every_n_epoch=1_000_000,  # validated once, below
     )  # fmt: skip
     model, data = LanguageModel(), StandardLibrary(batch_size=16)
     trainer.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.train.numel():,} bytes of text")
@@ -158,11 +162,11 @@ def train(args: argparse.Namespace) -> None:
         state.print(f"{shard}   {shard.stat().st_size:,} bytes")
     prompt = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8)
     prompts = DataLoader(TensorDataset(prompt.repeat(trainer.world_size, 1)))  # one for each process
-    logits = trainer.predict(model, prompts)[0]
+    predictions: Any = trainer.predict(model, prompts)
     report = merge_fsdp_weights(checkpoint, merged, strip_prefix="model")
     state.print(f"merged {report.num_tensors} tensors, {report.num_bytes:,} bytes, in {report.seconds:.2f} s")
     if state.is_main_process:
-        torch.save(logits.cpu(), args.output / "logits.pt")
+        torch.save(predictions[0].cpu(), args.output / "logits.pt")
         weights, expected = merged / "model.safetensors", args.output / "logits.pt"
         subprocess.run([sys.executable, __file__, "--use", weights, expected], check=True)
     assert metrics["val_loss"] < data.unigram_loss() - 0.3 or args.steps < 200, "the model has learnt too little"
@@ -175,7 +179,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, help="processes on this machine (default: all GPUs, else 2)")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches for each optimizer step")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--output", type=Path, default=Path("demo_output"))
     parser.add_argument("--use", type=Path, nargs=2, metavar=("WEIGHTS", "LOGITS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

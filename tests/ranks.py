@@ -268,6 +268,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
 
 def _obey(order: _Order) -> bytes:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     os.environ.clear()
     os.environ.update(order.env)
@@ -275,7 +276,7 @@ def _obey(order: _Order) -> bytes:
     sys.path[:] = order.sys_path
     task: _Task = pickle.loads(order.task)
     if order.group_timeout_s is not None:
-        store = dist.FileStore(f"{order.folder}/store", order.world_size)  # a file needs no free port
+        store = FileStore(f"{order.folder}/store", order.world_size)  # a file needs no free port
         timeout = timedelta(seconds=order.group_timeout_s)
         dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout)
     result = task.fn(*task.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -119,8 +119,9 @@ class TinyModule(LightningModule):
 
 class _Recorder(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        if len(pl_module.outcome.grad_norms) < trainer.global_step and trainer.strategy.last_grad_norm is not None:
-            pl_module.outcome.grad_norms.append(trainer.strategy.last_grad_norm.item())
+        norm = cast("AccelFSDPStrategy", trainer.strategy).last_grad_norm
+        if len(pl_module.outcome.grad_norms) < trainer.global_step and norm is not None:
+            pl_module.outcome.grad_norms.append(norm.item())
 
 
 def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
@@ -191,15 +192,17 @@ def train_plain(
 
 def assert_same(found: Outcome, expected: Outcome, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Compare; fp32 sums in another order differ by some 1e-7 of the largest summand, hence ``atol``."""
-    close: dict[str, float] = {"rtol": rtol, "atol": atol}
+    close: dict[str, Any] = {"rtol": rtol, "atol": atol}
     assert found.global_step == expected.global_step
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), **close)
     torch.testing.assert_close(torch.tensor(found.grad_norms), torch.tensor(expected.grad_norms), **close)
     _assert_same_weights(found.weights, expected.weights, close)
 
 
-def _assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], close: dict[str, float]) -> None:
+def _assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], close: dict[str, Any]) -> None:
     names: Sequence[str] = sorted(expected)
     assert sorted(found) == names
     for name in names:
-        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **close)
+        torch.testing.assert_close(
+            found[name], expected[name], msg=f"{name}:\n{found[name]}\n{expected[name]}", **close
+        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelight.checkpoint.errors import CheckpointError
@@ -19,6 +20,7 @@ from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
     BATCH_SIZE,
+    Block,
     Case,
     Outcome,
     TinyModel,
@@ -108,7 +110,8 @@ def test_a_full_checkpoint_is_plain_lightnings_too(tmp_path: Path) -> None:
 
 def _save_with_ties(path: str) -> None:
     module = TinyModule(CASE, Outcome())
-    module.model.blocks[1].linear.weight = module.model.blocks[0].linear.weight
+    first, second = (cast("Block", block) for block in module.model.blocks)
+    second.linear.weight = first.linear.weight
     strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy="no_wrap", state_dict_type="sharded_state_dict")
     trainer = quiet_trainer(strategy, 2, max_steps=1)
     trainer.fit(module, _loader())
@@ -125,17 +128,18 @@ def test_ties_are_recorded_for_the_merger(tmp_path: Path) -> None:
 
 def _load_with_another_shape(path: str, strict: bool) -> tuple[str, bool]:
     module = TinyModule(CASE, Outcome())
-    module.extra = torch.nn.Linear(2, 2)
+    extra = torch.nn.Linear(2, 2)
+    module.extra = extra
     del module.model.head
     module.model.head = torch.nn.Linear(8, 3, bias=False)
     module.strict_loading = strict
-    before = module.extra.weight.detach().clone()
+    before = extra.weight.detach().clone()
     trainer = _trainer("fsdp2", "sharded_state_dict", 1)
     try:
         trainer.validate(module, _loader(), ckpt_path=path, weights_only=True, verbose=False)
     except RuntimeError as error:
         return str(error), False
-    return "", torch.equal(module.extra.weight.full_tensor(), before)
+    return "", torch.equal(cast("DTensor", extra.weight).full_tensor(), before)
 
 
 @pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
@@ -239,7 +243,7 @@ def _other_number_of_optimizers(path: str) -> str:
     module = TinyModule(CASE, Outcome())
     module.automatic_optimization = False
     parameters = [list(module.model.embed.parameters()), list(module.model.blocks.parameters())]
-    module.configure_optimizers = lambda: [torch.optim.AdamW(some) for some in parameters]  # type: ignore[method-assign]
+    setattr(module, "configure_optimizers", lambda: [torch.optim.AdamW(some) for some in parameters])  # noqa: B010
     strategy = AccelFSDPStrategy(fsdp_version=1, use_orig_params=True, state_dict_type="sharded_state_dict")
     try:
         quiet_trainer(strategy, 1, max_epochs=2).fit(module, _loader(), ckpt_path=path, weights_only=True)

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, assert_same, train_plain, train_sharded
 
-BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+BLOCKS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp1": {"fsdp_version": 1, **BLOCKS},
     "fsdp1_orig_params": {"fsdp_version": 1, "use_orig_params": True, **BLOCKS},

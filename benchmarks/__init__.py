@@ -1,0 +1,1 @@
+"""What is measured against the peers; see ``python -m benchmarks --help``."""

@@ -1,0 +1,26 @@
+"""``python -m benchmarks [NAME ...]``: run the named comparisons, or all."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import imports
+
+BENCHMARKS = {"import": imports}
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}; default all")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in names:
+        print(f"=== {name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}")
+        BENCHMARKS[name].run()
+
+
+if __name__ == "__main__":
+    main()

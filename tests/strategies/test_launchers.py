@@ -1,0 +1,103 @@
+"""Whole scripts, as users start them: `PartialState` before, inside and after ``Trainer.fit`` under every launcher."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import Launcher, run_script
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys
+import torch
+from accelight.state import PartialState, gather
+
+state = PartialState()
+def tell(where):
+    # In one write: lines of several processes must not run together.
+    sys.stdout.write(
+        f"{where}: {state.process_index} of {state.num_processes}, local {state.local_process_index} of "
+        f"{state.num_local_processes}, main {state.is_main_process}, local main {state.is_local_main_process}\\n")
+    sys.stdout.flush()
+tell("before")
+
+@state.on_main_process
+def once():
+    print("once only", flush=True)
+once()
+with state.main_process_first():
+    print("everybody", flush=True)
+state.wait_for_everyone()
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+from accelight.strategies import AccelFSDPStrategy
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(4, 1)
+    def on_train_start(self):
+        tell("inside")
+        totals = gather(torch.tensor([float(state.process_index)]))
+        assert totals.tolist() == [float(i) for i in range(state.num_processes)], totals
+    def training_step(self, batch):
+        return self.model(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+devices, nodes = int(sys.argv[1]), int(sys.argv[2])
+trainer = Trainer(strategy=AccelFSDPStrategy(fsdp_version=2), accelerator="cpu", devices=devices, num_nodes=nodes,
+                  max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                  enable_model_summary=False)
+trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+tell("after")
+state.wait_for_everyone()
+once()
+"""
+
+
+def _told(lines: list[str], where: str) -> list[str]:
+    return sorted(re.sub(rf".*{where}: ", "", line) for line in lines if f"{where}: " in line)
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launcher) -> None:
+    lines = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2).lines
+    places = [f"{i} of 2, local {i} of 2, main {i == 0}, local main {i == 0}" for i in range(2)]
+    assert _told(lines, "inside") == places
+    assert _told(lines, "after") == places
+    if launcher == "torchrun":
+        assert _told(lines, "before") == places
+    else:  # Lightning's launcher: the first process is alone until fit, and starts the second, which knows its place
+        assert _told(lines, "before") == ["0 of 1, local 0 of 1, main True, local main True", places[1]]
+    assert lines.count("once only") == 2  # before and after, each on one process
+    assert lines.count("everybody") == 2
+
+
+def test_two_nodes_know_their_places() -> None:
+    lines = run_script(SCRIPT, "1", "2", launcher="two_nodes", nproc=1).lines
+    places = [f"{i} of 2, local 0 of 1, main {i == 0}, local main True" for i in range(2)]
+    for where in ("before", "inside", "after"):
+        assert _told(lines, where) == places
+
+
+def test_the_example_trains_merges_and_uses_its_weights(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "train_gpt.py"
+    options = ["--steps", "6", "--accumulate", "3", "--strategy", "accel_fsdp1", "--devices", "2"]
+    output = run_script(example, "--accelerator", "cpu", "--output", str(tmp_path), *options, timeout_s=200).output
+    assert "parameters," in output
+    assert "validation loss" in output
+    assert "logits differ by at most" in output
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def test_the_readmes_example_runs_as_printed(tmp_path: Path) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    output = run_script(code, cwd=tmp_path).output
+    assert "4 tensors in" in output
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
