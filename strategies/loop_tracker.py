@@ -15,12 +15,20 @@ class LoopTracker:
 
     Args:
         gradient_accumulation: What the user gave the strategy, or None to follow ``accumulate_grad_batches`` alone.
+
+    Raises:
+        NotImplementedError: If a window is to go on over the end of an epoch.
     """
 
     def __init__(self, gradient_accumulation: GradientAccumulationPlugin | int | None = None) -> None:
         if isinstance(gradient_accumulation, int):
             gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
+        if not self.plugin.sync_with_dataloader:
+            raise NotImplementedError(
+                "sync_with_dataloader=False is not possible under the Trainer yet: a window ends with its epoch. "
+                "Leave it out, or use GradientState().accumulate() in a loop of your own."
+            )
         self.micro_batches = 1
         """Micro-batches in the present window, the present one included."""
         self._loaders: list[Any] = []

@@ -53,6 +53,19 @@ from .settings import EngineSettings
 _log = logging.getLogger(__name__)
 
 
+def _refuse_what_is_missing(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raise for what the plugin can say and the strategy cannot do yet, rather than train without it."""
+    if plugin.cpu_ram_efficient_loading:
+        raise NotImplementedError(
+            "cpu_ram_efficient_loading=True is not possible with AccelFSDPStrategy yet. Leave it out: every process "
+            "then builds the model, and keeps its shards alone."
+        )
+    if plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise NotImplementedError(
+            "state_dict_type='local_state_dict' is not possible with AccelFSDPStrategy yet. Use 'sharded_state_dict'."
+        )
+
+
 class AccelFSDPStrategy(FSDPStrategy):
     """Fully sharded training with FSDP1 or FSDP2, on any device, CPU included.
 
@@ -80,7 +93,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
-        cpu_ram_efficient_loading: Only rank 0 holds real weights before sharding. Default False.
+        cpu_ram_efficient_loading: Not possible yet: True raises.
         transformer_cls_names_to_wrap: Class names of the units for ``transformer_based_wrap``; default the model's
             ``_no_split_modules``.
         min_num_params: Smallest unit for ``size_based_wrap``.
@@ -93,6 +106,7 @@ class AccelFSDPStrategy(FSDPStrategy):
 
     Raises:
         ValueError: If both a plugin and fields of it are given, or a field has a value that is not allowed.
+        NotImplementedError: If the plugin asks for ``cpu_ram_efficient_loading`` or ``local_state_dict``.
 
     Source: accelerate 1.15 ``FullyShardedDataParallelPlugin``; lightning 2.6 ``FSDPStrategy``.
     """
@@ -142,6 +156,7 @@ class AccelFSDPStrategy(FSDPStrategy):
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(**fields)
+        _refuse_what_is_missing(self.fsdp_plugin)
         self.last_grad_norm: torch.Tensor | None = None
         """Global norm of the gradients before the last clipping by norm, a scalar."""
         self._device_mesh = device_mesh

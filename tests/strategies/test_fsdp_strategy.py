@@ -251,6 +251,20 @@ def test_a_wrong_field_is_the_plugins_error() -> None:
         AccelFSDPStrategy(fsdp_version=3)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpu_ram_efficient_loading": True},
+        {"state_dict_type": "local_state_dict"},
+        {"gradient_accumulation": GradientAccumulationPlugin(sync_with_dataloader=False)},
+    ],
+    ids=["ram_efficient", "local_state_dict", "sync_with_dataloader"],
+)
+def test_what_is_missing_is_refused_and_not_ignored(options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"is not possible .* yet"):
+        AccelFSDPStrategy(fsdp_version=1, **options)
+
+
 def test_another_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="64-true"):
         quiet_trainer(AccelFSDPStrategy(), 1, precision="64-true")
