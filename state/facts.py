@@ -26,6 +26,7 @@ from .process_group import (
     device_for,
     live_group,
     require_group,
+    settle_at_exit,
     start_group,
     timeout_of,
 )
@@ -205,6 +206,8 @@ class SharedFacts:
         return device_for(device_type, info.local_process_index)
 
     def _describe(self, group: dist.ProcessGroup, info: ProcessInfo, device: torch.device) -> ProcessFacts:
+        if "gloo" in backends_by_device(group).values():
+            settle_at_exit()
         return ProcessFacts(
             device=device,
             backend=_backend_of(group, device.type),
