@@ -160,8 +160,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2))
     elif not arguments.quiet:
         print(report)
-        for name, reason in list(report.skipped.items())[:10]:
-            print(f"  left out: {name} ({reason})", file=sys.stderr)
-        if len(report.skipped) > 10:
-            print(f"  and {len(report.skipped) - 10} more; --json lists all", file=sys.stderr)
+        for reason, names in report.skipped_by_reason().items():
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            print(f"  left out, {reason}: {len(names)} ({shown})", file=sys.stderr)
     return EXIT_OK

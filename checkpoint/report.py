@@ -25,6 +25,13 @@ class MergeReport:
     verified: bool
     """Whether the output was read back and compared with its sources."""
 
+    def skipped_by_reason(self) -> dict[str, list[str]]:
+        """Return the names of what was left out under each reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            reasons.setdefault(reason, []).append(name)
+        return reasons
+
     def to_dict(self) -> dict[str, object]:
         """Return plain values, as ``--json`` prints them."""
         return {**vars(self), "destination": str(self.destination), "files": list(self.files)}

@@ -138,7 +138,9 @@ def save_sharded(
     weights: dict[str, Any],
     optimizer_states: Sequence[dict[str, Any]],
     metadata: Mapping[str, Any],
+    *,
     ties: Mapping[str, str],
+    module_attribute: str | None,
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
@@ -149,6 +151,7 @@ def save_sharded(
         optimizer_states: Results of `optimizer_state`, one for each optimizer.
         metadata: Everything else, written by rank 0.
         ties: Tied parameters, alias to stored name, for the merger.
+        module_attribute: Where the LightningModule holds its model, for the merger.
 
     Raises:
         RuntimeError: On every rank, if any rank failed; it names what failed on rank 0, or torch names the rank.
@@ -162,7 +165,7 @@ def save_sharded(
 
     def finish() -> None:
         torch.save(dict(metadata), unfinished / METADATA_FILE)
-        write_manifest(unfinished, ties=ties, model_prefix=model_key)
+        write_manifest(unfinished, ties=ties, model_prefix=model_key, module_attribute=module_attribute)
         _replace(path, unfinished)
 
     run_on_rank_zero(prepare, f"preparing {unfinished}")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .activation_checkpointing import checkpoint_units
+from .original_model import find_ties, module_attribute_of
 from .root import ShardedForm, recall_form, remember_form
 from .settings import EngineSettings
-from .ties import find_ties
 from .wrapping import resolve_ignored, units_to_wrap
 
 if TYPE_CHECKING:
@@ -56,11 +56,12 @@ class Engine(ABC, Generic[SettingsT]):
             for module in ignored:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
             unsharded = frozenset(parameter for module in ignored for parameter in module.parameters())
-            ties = find_ties(model)
+            ties, attribute = find_ties(model), module_attribute_of(model)
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
             if self.settings.activation_checkpointing:
                 units = checkpoint_units(model, units)
-            form = ShardedForm(self._shard(model, units, ignored), self.version, ties, unsharded)
+            root = self._shard(model, units, ignored)
+            form = ShardedForm(root, self.version, ties, attribute, unsharded)
             remember_form(model, form)
         return form
 

@@ -37,6 +37,8 @@ class ShardedForm:
     """FSDP version."""
     ties: Mapping[str, str]
     """Tied parameters before sharding, alias to kept name."""
+    module_attribute: str | None
+    """Attribute that held the whole model, see `module_attribute_of`."""
     unsharded: frozenset[nn.Parameter]
     """Parameters of ignored modules: whole on every rank, their gradients reduced by nobody but us."""
 

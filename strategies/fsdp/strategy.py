@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -45,10 +45,10 @@ from . import checkpointing
 from .engine import Engine
 from .engines import build_engine
 from .gradients import average_over_ranks, gradients_of, scale_gradients
+from .mesh import build_mesh
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
 from .root import ShardedForm
-from .settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         _refuse_what_is_missing(self.fsdp_plugin)
         self.last_grad_norm: torch.Tensor | None = None
         """Global norm of the gradients before the last clipping by norm, a scalar."""
-        self._device_mesh = device_mesh
+        self._given_mesh = device_mesh
         self._tracker = LoopTracker(gradient_accumulation)
         self._engine: Engine[Any] | None = None
         self._form: ShardedForm | None = None
@@ -247,9 +247,9 @@ class AccelFSDPStrategy(FSDPStrategy):
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
-        mesh, dp_replicate = self._build_mesh()
-        settings: EngineSettings = self.fsdp_plugin.settings(
-            precision=self.precision_plugin.settings, dp_replicate=dp_replicate
+        mesh = build_mesh(self._given_mesh, self.world_size, self.root_device.type)
+        settings = self.fsdp_plugin.settings(
+            precision=self.precision_plugin.settings, dp_replicate=mesh.size(0) if mesh.ndim == 2 else 1
         )
         self._engine = build_engine(settings, mesh, self.root_device)
         AcceleratorState._fill(
@@ -259,27 +259,6 @@ class AccelFSDPStrategy(FSDPStrategy):
         )
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = mesh  # its `device_mesh`, for configure_model()
-
-    def _build_mesh(self) -> tuple[DeviceMesh, int]:
-        """Return the mesh and its number of model copies.
-
-        Raises:
-            ValueError: If ``device_mesh`` has not two dimensions or does not multiply to the world size.
-        """
-        given = self._device_mesh
-        if isinstance(given, DeviceMesh):
-            if given.ndim != 2:
-                raise ValueError(f"device_mesh must have two dimensions (replicate, shard), got {given}.")
-            return given, given.size(0)
-        if given is None:
-            return init_device_mesh(self.root_device.type, (self.world_size,), mesh_dim_names=("shard",)), 1
-        if len(given) != 2 or given[0] * given[1] != self.world_size:
-            raise ValueError(
-                f"device_mesh={given} must be (replicate, shard) with replicate * shard = {self.world_size}, "
-                "the number of processes."
-            )
-        names = ("replicate", "shard")
-        return init_device_mesh(self.root_device.type, tuple(given), mesh_dim_names=names), given[0]
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -469,7 +448,16 @@ class AccelFSDPStrategy(FSDPStrategy):
             )
         weights = checkpoint.pop("state_dict")
         optimizer_states = checkpoint.pop("optimizer_states", [])
-        checkpointing.save_sharded(path, self.engine.model_key, weights, optimizer_states, checkpoint, self.form.ties)
+        form = self.form
+        checkpointing.save_sharded(
+            path,
+            self.engine.model_key,
+            weights,
+            optimizer_states,
+            checkpoint,
+            ties=form.ties,
+            module_attribute=form.module_attribute,
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from safetensors.torch import load_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from accelight.checkpoint import merge_fsdp_weights
 from accelight.checkpoint.errors import CheckpointError
 from accelight.checkpoint.manifest import read_manifest
 from accelight.strategies import AccelFSDPStrategy
@@ -124,6 +126,11 @@ def test_ties_are_recorded_for_the_merger(tmp_path: Path) -> None:
     assert manifest is not None
     assert dict(manifest.ties) == {"model.blocks.1.linear.weight": "model.blocks.0.linear.weight"}
     assert manifest.model_prefix == "state_dict"
+    assert manifest.module_attribute == "model"
+    merge_fsdp_weights(tmp_path / "tied", tmp_path / "merged", strip_prefix="auto")
+    merged = TinyModel()
+    merged.blocks[1].linear.weight = merged.blocks[0].linear.weight  # type: ignore[union-attr, assignment]
+    load_model(merged, tmp_path / "merged" / "model.safetensors")  # knows the alias from the file's header
 
 
 def _load_with_another_shape(path: str, strict: bool) -> tuple[str, bool]:
