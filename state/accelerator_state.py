@@ -91,7 +91,11 @@ class AcceleratorState(PartialState):
         _settings.by_hand = set(given)
         _settings.values = {"mixed_precision": default_precision, **given}
         shared.read_mixed_precision = _effective_precision
-        self._take_plugins()
+        try:
+            self._take_plugins()
+        except BaseException:
+            self._reset_state()
+            raise
 
     @property
     def initialized(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -240,7 +240,7 @@ class GradientState(ReadOnlyState):
                     stack.enter_context(_without_sync(model))
             yield
 
-    def track(self, dataloader: Iterable[T]) -> Iterator[T]:
+    def track(self, dataloader: Iterable[T]) -> Generator[T, None, None]:
         """Iterate a dataloader as the active one, and know its last batch: it is always one batch ahead.
 
         A loop that ends early unregisters it too, at once if it iterates ``track(...)`` directly; an iterator kept in

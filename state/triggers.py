@@ -9,8 +9,9 @@ that others have never heard of. Element 0 carries how many slots are taken, fro
 round's counter, and answers from the round before, once that one's counter says that all have come: a whole step ago,
 so it hardly waits. An answer depends on what was set before the previous check, and never on who came when: all
 processes agree. (To look for a key without counting would be cheaper, but a process that has looked already would
-never know.) Measured on two cores, gloo, two and three processes, a step of 5 to 10 ms: a round adds 0 to 0.6 ms to
-it, a reduction started at one check and awaited at the next 1.1 to 2.6 ms, a blocking one 2.4 to 4.5 ms.
+never know.) Measured with two and three gloo processes on two cores, a round adds 0.4 and 1.0 ms to a step of 5 and
+12 ms; a reduction started at one check and awaited at the next 1.7 and 2.4 ms; a blocking check 1.7 and 3.2 ms (medians
+of 9; torch 2.13).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_made_by_hand() -> None:
 
 def test_not_initialized_before() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert not PartialState.initialized.fget(PartialState.__new__(PartialState))
+    assert not PartialState.__new__(PartialState).initialized
     PartialState()
     assert not AcceleratorState.__new__(AcceleratorState).initialized
 
@@ -192,3 +192,14 @@ def test_accelerates_fsdp_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_on_ranks(1, use_accelerates_variable, env={"ACCELERATE_USE_FSDP": "true"}) == [DistributedType.FSDP]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert AcceleratorState().distributed_type == DistributedType.NO
+
+
+class BrokenPlugin(FSDPPlugin):
+    def set_mixed_precision(self, precision: str) -> None:
+        raise ValueError(f"cannot do {precision}")
+
+
+def test_a_plugin_that_refuses_leaves_no_state_behind() -> None:
+    with pytest.raises(ValueError, match="cannot do bf16"):
+        AcceleratorState("bf16", fsdp_plugin=BrokenPlugin())
+    assert AcceleratorState("fp16").distributed_type == DistributedType.NO

@@ -160,7 +160,7 @@ def test_wrong_inputs(world_size: int) -> None:
 def make_loader(length: int, batch_size: int, drop_last: bool, sampler_drop_last: bool) -> DataLoader[Any]:
     data = TensorDataset(torch.arange(length))
     state = PartialState()
-    sampler = DistributedSampler(
+    sampler: DistributedSampler[Any] = DistributedSampler(
         data, state.num_processes, state.process_index, shuffle=False, drop_last=sampler_drop_last
     )
     return DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
@@ -266,7 +266,7 @@ def evaluate_told() -> list[Any]:
     loader = object.__new__(AccelerateLoader)  # carries nothing: only what the driver tells
     state._add_dataloader(loader, remainder=1)
     batch = torch.arange(2) + 2 * rank
-    found = [gather_for_metrics(batch).tolist()]
+    found: list[Any] = [gather_for_metrics(batch).tolist()]
     state._set_end_of_dataloader(loader, True)
     found += [gather_for_metrics(batch).tolist(), gather_for_metrics(torch.tensor([[1.0]]).expand(2, 1)).shape]
     state._remove_dataloader(loader)

@@ -95,7 +95,7 @@ def test_xla_gradients_are_always_synced_with_fsdp(monkeypatch: pytest.MonkeyPat
     state.is_xla_gradients_synced = True
     assert GradientState().is_xla_gradients_synced
     state.is_xla_gradients_synced = False
-    assert not state.is_xla_gradients_synced
+    assert [state.is_xla_gradients_synced] == [False]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert state.is_xla_gradients_synced
     monkeypatch.delenv("ACCELERATE_USE_FSDP")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from accelight.state import PartialState, reset_state
+from accelight.state.process_group import group_store
 from tests.ranks import run_on_ranks
 
 
@@ -105,10 +106,10 @@ def give_up() -> str:
     try:
         with state.main_process_first(timeout=timedelta(seconds=0.2) if state.process_index == 1 else 60):
             if state.is_main_process:
-                while not dist.PrefixStore("test", _get_default_store()).check(["gave up"]):
+                while not group_store("test").check(["gave up"]):
                     time.sleep(0.01)
     except TimeoutError as error:
-        dist.PrefixStore("test", _get_default_store()).set("gave up", "yes")
+        group_store("test").set("gave up", "yes")
         return str(error)
     with pytest.raises(ValueError, match="timeout must be positive, got 0"), state.main_process_first(timeout=0):
         pass
@@ -176,7 +177,7 @@ def test_keys_are_removed_after_use_and_a_reset_state_does_not_find_old_ones() -
 def interrupt() -> str:
     state = PartialState()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    store = dist.PrefixStore("test", _get_default_store())
+    store = group_store("test")
     try:
         with state.main_process_first():
             if state.is_main_process:
@@ -198,3 +199,16 @@ def interrupt_the_waiting() -> str:
 
 def test_ctrl_c_ends_the_waiting() -> None:
     assert run_on_ranks(2, interrupt_the_waiting, timeout_s=20) == ["passed", "interrupted"]
+
+
+def die_first() -> None:
+    state = PartialState()
+    with state.main_process_first():
+        if state.is_main_process:
+            os._exit(7)  # as if killed for its memory
+
+
+def test_a_main_process_that_dies_in_the_block_does_not_hang_the_others() -> None:
+    with pytest.raises(AssertionError, match="Lost the process group's store while waiting") as failure:
+        run_on_ranks(2, die_first, init_group=False, timeout_s=20)
+    assert "rank 0: died with exit code 7" in str(failure.value)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accelight.state import AcceleratorState, DistributedType, InitProcessGroupKwargs, PartialState, reset_state
+from accelight.state.process_group import timeout_of
 from tests.ranks import free_port, run_on_ranks
 
 ATTRIBUTES = [
@@ -138,7 +139,7 @@ def contradict_the_live_group() -> float:
         PartialState(timeout=timedelta(seconds=9))
     with pytest.raises(ValueError, match="world_size=3 contradicts the live state, which has world_size=2"):
         PartialState(world_size=3, rank=state.process_index)
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return timeout_of(dist.group.WORLD).total_seconds()
 
 
 def test_arguments_reach_the_group_and_contradictions_name_both_values() -> None:

@@ -20,6 +20,7 @@ from accelight.state import (
     triggered_by,
 )
 from accelight.state import triggers as module
+from accelight.state.process_group import group_store
 from tests.ranks import run_on_ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -208,7 +209,7 @@ def miss_a_check(blocking: bool) -> str:
 
 def check_in_vain(blocking: bool) -> str:
     told = miss_a_check(blocking)
-    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    store = group_store("test")
     if PartialState().is_main_process:
         while not store.check(["told"]):
             time.sleep(0.05)
