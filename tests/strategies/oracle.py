@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy
 
 WIDTH = 8
@@ -138,13 +139,14 @@ def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
     return Trainer(strategy=strategy, **{**settings, **more})
 
 
-def train_sharded(case: Case, options: dict[str, Any]) -> Outcome:
+def train_sharded(case: Case, options: dict[str, Any], accelerator: str = "cpu") -> Outcome:
     """Train under the Trainer, inside one of several processes."""
-    world_size, outcome = dist.get_world_size(), Outcome()
+    world_size, outcome = PartialState().num_processes, Outcome()
     strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", **options)
     trainer = quiet_trainer(
         strategy,
         world_size,
+        accelerator=accelerator,
         max_epochs=case.epochs,
         precision=case.precision,
         accumulate_grad_batches=case.accumulate,
@@ -155,7 +157,7 @@ def train_sharded(case: Case, options: dict[str, Any]) -> Outcome:
     module = TinyModule(case, outcome)
     trainer.fit(module, rank_loader(world_size))
     weights = trainer.strategy.lightning_module_state_dict()
-    outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
+    outcome.weights = {name.removeprefix("model."): tensor.cpu().clone() for name, tensor in weights.items()}
     outcome.global_step = trainer.global_step
     return outcome
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, assert_same, train_plain, train_sharded
@@ -42,3 +43,14 @@ def test_other_world_sizes_equal_one_process(engine: str, world_size: int) -> No
     case = Case(accumulate=3, clip_norm=0.5)
     outcomes = run_on_ranks(world_size, train_sharded, case, ENGINES[engine])
     assert_same(outcomes[0], train_plain(case, world_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_gpus_equal_one_cpu_process(engine: str, offload: bool) -> None:
+    case, world_size = Case(accumulate=3, clip_norm=0.5), torch.cuda.device_count()
+    options = {**ENGINES[engine], "cpu_offload": offload}
+    outcomes = run_on_ranks(world_size, train_sharded, case, options, "gpu", init_group=False, timeout_s=240)
+    # A GPU sums in another order than a CPU, through 14 micro-batches.
+    assert_same(outcomes[0], train_plain(case, world_size), rtol=1e-4, atol=1e-5)
