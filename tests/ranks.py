@@ -35,6 +35,7 @@ _PRELOAD = [
     "lightning.pytorch.strategies",
     "accelight.state",
 ]
+_START_S = 120.0
 _GRACE_S = 10.0  # what the other ranks get to finish (or fail on their own) after the first one has failed
 
 
@@ -79,6 +80,9 @@ class _Pool:
         """Return the live workers for ``world_size`` ranks, forking them where there are none."""
         if world_size not in self.workers:
             self.workers[world_size] = [self._fork() for _ in range(world_size)]
+            for worker in self.workers[world_size]:  # a test's time begins when its processes are there
+                assert worker.connection.poll(_START_S), f"no worker after {_START_S} s: {_tail(worker.log)}"
+                worker.connection.recv()
         return self.workers[world_size]
 
     def _fork(self) -> _Worker:
@@ -218,7 +222,9 @@ def _describe_hang(worker: _Worker, timeout_s: float) -> str:
     worker.stacks.write_bytes(b"")
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker.process.pid, signal.SIGUSR1)
-    for _ in range(50):  # the dump is written within milliseconds by a signal handler in C
+    for _ in range(
+        500
+    ):  # the dump is written within milliseconds, by a signal handler in C, once the rank is scheduled
         if b"File" in worker.stacks.read_bytes():
             break
         time.sleep(0.02)
@@ -243,6 +249,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
 
     torch.set_num_threads(1)
     pristine = _Pristine()
+    connection.send("ready")
     while True:
         try:
             order: _Order = connection.recv()

@@ -65,7 +65,8 @@ def run_script(
         launcher: ``"python"`` (Lightning's own launcher may start more), ``"torchrun"`` or ``"two_nodes"``.
         nproc: Processes (per node) that torchrun starts; plain python ignores it.
         env: Environment variables beside the caller's own.
-        timeout_s: The watchdog: after so long every process prints its stacks and the test fails.
+        timeout_s: The watchdog: after so long every process prints its stacks and the test fails. What the script
+            printed last may be missing then; ``print(..., flush=True)`` keeps it.
         check: Whether a non-zero exit status fails the test.
         cwd: Working folder; default the caller's.
 
@@ -88,7 +89,8 @@ def _run(
     commands: Sequence[list[str]], env: Mapping[str, str], timeout_s: float, check: bool, cwd: Path | None, folder: Path
 ) -> ScriptResult:
     surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    surroundings.update(PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1", **env)
+    # Buffered output: without a buffer, print() writes a line and its end apart, and lines of two processes run together.
+    surroundings.update(PYTHONFAULTHANDLER="1", OMP_NUM_THREADS="1", **env)
     output_path = folder / "output"
     with output_path.open("wb") as output:
         processes = [

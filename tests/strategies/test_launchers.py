@@ -18,11 +18,9 @@ from accelight.state import PartialState, gather
 
 state = PartialState()
 def tell(where):
-    # In one write: lines of several processes must not run together.
-    sys.stdout.write(
-        f"{where}: {state.process_index} of {state.num_processes}, local {state.local_process_index} of "
-        f"{state.num_local_processes}, main {state.is_main_process}, local main {state.is_local_main_process}\\n")
-    sys.stdout.flush()
+    print(f"{where}: {state.process_index} of {state.num_processes}, local {state.local_process_index} of "
+          f"{state.num_local_processes}, main {state.is_main_process}, local main {state.is_local_main_process}",
+          flush=True)
 tell("before")
 
 @state.on_main_process
