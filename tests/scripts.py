@@ -89,7 +89,7 @@ def _run(
     commands: Sequence[list[str]], env: Mapping[str, str], timeout_s: float, check: bool, cwd: Path | None, folder: Path
 ) -> ScriptResult:
     surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    # Buffered output: without a buffer, print() writes a line and its end apart, and lines of two processes run together.
+    # Buffered: without a buffer, print() writes a line and its end apart, and lines of two processes run together.
     surroundings.update(PYTHONFAULTHANDLER="1", OMP_NUM_THREADS="1", **env)
     output_path = folder / "output"
     with output_path.open("wb") as output:
