@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import CheckpointError
+    from .inspect import CheckpointInfo, inspect_checkpoint
     from .manifest import Manifest, read_manifest, write_manifest
     from .merge import merge_fsdp_weights
     from .report import MergeReport
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = [
     "merge_fsdp_weights",
     "MergeReport",
+    "inspect_checkpoint",
+    "CheckpointInfo",
     "CheckpointError",
     "Manifest",
     "read_manifest",
@@ -23,6 +26,8 @@ __all__ = [
 _HOMES = {
     "merge_fsdp_weights": "merge",
     "MergeReport": "report",
+    "inspect_checkpoint": "inspect",
+    "CheckpointInfo": "inspect",
     "CheckpointError": "errors",
     "Manifest": "manifest",
     "read_manifest": "manifest",

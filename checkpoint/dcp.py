@@ -36,7 +36,7 @@ def read_dcp(folder: Path, model_prefix: str | None = None) -> Source:
         CheckpointError: If the description is damaged, or the model cannot be told.
     """
     metadata = read_dcp_metadata(folder / METADATA_NAME)
-    names, skipped = _select_model(metadata, model_prefix, str(folder))
+    names, skipped = select_model(metadata, model_prefix, str(folder))
     tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
 
@@ -47,7 +47,7 @@ def read_dcp(folder: Path, model_prefix: str | None = None) -> Source:
     return Source(folder, "dcp", infos, skipped, locate)
 
 
-def _select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
+def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the model's names with their entries' full names, and what belongs to something else."""
     paths = {fqn: metadata.paths.get(fqn) or (fqn,) for fqn in metadata.tensors}
     skipped: dict[str, str] = {}

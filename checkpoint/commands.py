@@ -1,0 +1,149 @@
+"""What the ``accelight`` command can do: the options of each subcommand, and the call behind it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+AddParser = Callable[..., argparse.ArgumentParser]
+
+EXIT_OK, EXIT_BAD_CHECKPOINT, EXIT_USAGE = 0, 1, 2
+
+
+def add_commands(add_parser: AddParser) -> None:
+    """Add all subcommands."""
+    _add_merge(add_parser)
+    _add_inspect(add_parser)
+
+
+def _checked(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Return ``check`` as an argparse type: its ValueError becomes a usage error with its own words."""
+
+    def convert(text: str) -> T:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _size(text: str) -> int:
+    from .shards import parse_size
+
+    return parse_size(int(text) if text.isdigit() else text)
+
+
+def _dtype(text: str) -> str:
+    from .dtypes import conversion_target
+
+    conversion_target(text)
+    return text
+
+
+def _spellings(name: str) -> list[str]:
+    """Return an option with hyphens, and with underscores as Accelerate's command has it."""
+    return [f"--{name}", f"--{name.replace('-', '_')}"]
+
+
+def _add_merge(add_parser: AddParser) -> None:
+    parser = add_parser(
+        "merge-weights",
+        help="merge a sharded checkpoint into safetensors",
+        description="Merge the weights of a sharded (FSDP, torch.distributed.checkpoint) checkpoint into safetensors.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    add("output_path", metavar="OUT", help="folder for model.safetensors; made where missing")
+    add(
+        *_spellings("max-shard-size"),
+        type=_checked(_size),
+        metavar="SIZE",
+        help="split into files of at most this, e.g. 5GB",
+    )
+    add("--dtype", type=_checked(_dtype), help="convert floating-point tensors: fp32, fp16, bf16 or fp64")
+    add(
+        *_spellings("strip-prefix"),
+        metavar="ATTR",
+        help="keep what is under this attribute, or 'auto'",
+    )
+    add("--include", action="append", metavar="PATTERN", help="write only names that match; may be repeated")
+    add("--exclude", action="append", metavar="PATTERN", help="leave out names that match; may be repeated")
+    add(
+        *_spellings("unsafe-serialization"),
+        action="store_true",
+        help="write pytorch_model.bin instead",
+    )
+    add(
+        *_spellings("remove-checkpoint-dir"),
+        action="store_true",
+        help="remove the checkpoint after a comparison",
+    )
+    add("--threads", type=int, metavar="N", help="threads that copy (default: what measured best)")
+    add("--verify", action="store_true", help="read the result back and compare every byte with its source")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_merge)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from .merge import merge_fsdp_weights
+
+    report = merge_fsdp_weights(
+        arguments.checkpoint_dir,
+        arguments.output_path,
+        not arguments.unsafe_serialization,
+        arguments.remove_checkpoint_dir,
+        max_shard_size=arguments.max_shard_size,
+        dtype=arguments.dtype,
+        strip_prefix=arguments.strip_prefix,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        threads=arguments.threads,
+        progress=False if arguments.quiet or arguments.json else None,
+        verify=arguments.verify,
+    )
+    if arguments.json:
+        import json
+
+        print(json.dumps(report.to_dict(), indent=2))
+    elif not arguments.quiet:
+        print(report)
+        for reason, names in report.skipped_by_reason().items():
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            print(f"  left out, {reason}: {len(names)} ({shown})", file=sys.stderr)
+    return EXIT_OK
+
+
+def _add_inspect(add_parser: AddParser) -> None:
+    parser = add_parser(
+        "inspect",
+        help="say what a sharded checkpoint holds",
+        description="Say what a sharded checkpoint holds, from its description alone; no tensor is read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor of the model below the table")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .inspect import inspect_checkpoint
+
+    info = inspect_checkpoint(arguments.checkpoint_dir)
+    if arguments.json:
+        import json
+
+        print(json.dumps(info.to_dict(), indent=2))
+        return EXIT_OK
+    print(info)
+    if arguments.tensors and info.tensors:
+        print(f"\n{info.tensor_table()}")
+    return EXIT_OK
