@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from .activation_checkpointing import checkpoint_units
@@ -60,6 +61,8 @@ class Engine(ABC, Generic[SettingsT]):
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
             if self.settings.activation_checkpointing:
                 units = checkpoint_units(model, units)
+            if not self.settings.reshard_during_accumulation:
+                rank_zero_info(_memory_estimate(model))
             root = self._shard(model, units, ignored)
             form = ShardedForm(root, self.version, ties, attribute, unsharded)
             remember_form(model, form)
@@ -90,6 +93,17 @@ class Engine(ABC, Generic[SettingsT]):
     @abstractmethod
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         """Return the module to hand to ``torch.distributed.checkpoint.state_dict``, whose names are the plain ones."""
+
+
+def _memory_estimate(model: nn.Module) -> str:
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() * (2 if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    )
+    return (
+        "reshard_during_accumulation=False: the unsharded parameters and gradients take up to "
+        f"{num_bytes / 1e9:.2f} GB on each process while gradients accumulate."
+    )
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:

@@ -22,6 +22,10 @@ from .engine import Engine
 from .settings import FSDP1Settings
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEPT_AFTER_FORWARD = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
 
 
 class FSDP1Engine(Engine[FSDP1Settings]):
@@ -66,6 +70,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             ValueError: If a hybrid strategy has no two-dimensional mesh, or the other way round.
         """
         strategy, hybrid_mesh = self.settings.sharding_strategy, self.mesh.ndim == 2
+        if not self.settings.reshard_during_accumulation:  # these stay gathered through no_sync()
+            strategy = _KEPT_AFTER_FORWARD.get(strategy, strategy)
         if (strategy in _HYBRID) != hybrid_mesh:
             raise ValueError(
                 f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not fit. Hybrid "

@@ -37,7 +37,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         ignored_params = {parameter for module in ignored for parameter in module.parameters()}
         if ignored_params:  # an argument of torch 2.7 and later
             common["ignored_params"] = ignored_params
-        reshard, policy = self.settings.reshard_after_forward, self._mp_policy(is_root=False)
+        # What stays gathered through a window must not be freed by its forward passes either.
+        reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
+        policy = self._mp_policy(is_root=False)
         for unit in units:
             if not isinstance(unit, FSDPModule):
                 fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
@@ -75,10 +77,12 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def no_sync(self, root: nn.Module) -> Iterator[None]:
         sharded = _as_fsdp(root)
         sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(self.settings.reshard_during_accumulation)
         try:
             yield
         finally:
             sharded.set_requires_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
 
     @override
     def clip_grad_norm(

@@ -81,6 +81,9 @@ class EngineSettings:
     """Form of saved checkpoints."""
     dp_replicate: int = 1
     """Model copies (HSDP). 1 shards over every rank."""
+    reshard_during_accumulation: bool = True
+    """Whether the inner micro-batches of a window free what they gathered. False gathers each parameter once for each
+    optimizer step, and holds the unsharded parameters and gradients meanwhile."""
 
     def __post_init__(self) -> None:
         if self.dp_replicate < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,9 @@ class AccelFSDPStrategy(FSDPStrategy):
         min_num_params: Smallest unit for ``size_based_wrap``.
         gradient_accumulation: Number of micro-batches for each optimizer step, or a `GradientAccumulationPlugin`.
             Default: what ``Trainer(accumulate_grad_batches=...)`` says.
+        reshard_during_accumulation: False keeps parameters gathered over a whole accumulation window: each is gathered
+            once and each gradient reduced once for each optimizer step, at the price of holding the unsharded
+            parameters and gradients. Default True.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
@@ -140,6 +144,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         transformer_cls_names_to_wrap: list[str] | None = None,
         min_num_params: int | None = None,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
+        reshard_during_accumulation: bool = True,
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -160,6 +165,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         self.last_grad_norm: torch.Tensor | None = None
         """Global norm of the gradients before the last clipping by norm, a scalar."""
         self._given_mesh = device_mesh
+        self._reshard_during_accumulation = reshard_during_accumulation
         self._tracker = LoopTracker(gradient_accumulation)
         self._engine: Engine[Any] | None = None
         self._form: ShardedForm | None = None
@@ -251,6 +257,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         settings = self.fsdp_plugin.settings(
             precision=self.precision_plugin.settings, dp_replicate=mesh.size(0) if mesh.ndim == 2 else 1
         )
+        settings = replace(settings, reshard_during_accumulation=self._reshard_during_accumulation)
         self._engine = build_engine(settings, mesh, self.root_device)
         AcceleratorState._fill(
             mixed_precision=self.precision_plugin.accelerate_name,
@@ -372,6 +379,8 @@ class AccelFSDPStrategy(FSDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._tracker.close()
+        if isinstance(exception, torch.OutOfMemoryError) and not self._reshard_during_accumulation:
+            _log.error("Out of memory with reshard_during_accumulation=False: set it to True to hold shards alone.")
 
     @contextmanager
     @override

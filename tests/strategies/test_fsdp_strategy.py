@@ -149,6 +149,44 @@ def test_gradients_are_reduced_once_for_each_window(engine: str) -> None:
     assert run_on_ranks(2, _count, engine, 3, True)[0] == units * NUM_MICRO_BATCHES
 
 
+def _count_gathers(engine: str, reshard: bool) -> int:
+    strategy = AccelFSDPStrategy(gradient_accumulation=3, reshard_during_accumulation=reshard, **ENGINES[engine])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1)
+    with CountCollectives() as counted:
+        trainer.fit(TinyModule(Case(), Outcome()), _loader())
+    return sum(number for name, number in counted.calls.items() if "allgather" in name.replace("_", ""))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_are_gathered_once_for_each_window_on_request(engine: str) -> None:
+    units, windows = 3, 3
+    # By default each block is gathered for forward and for backward, and the root, which stays gathered, once.
+    assert run_on_ranks(2, _count_gathers, engine, True)[0] == NUM_MICRO_BATCHES * (2 * (units - 1) + 1)
+    assert run_on_ranks(2, _count_gathers, engine, False)[0] == units * windows
+
+
+def _validate_inside_windows(case: Case, engine: str, reshard: bool) -> Outcome:
+    outcome = Outcome()
+    strategy = AccelFSDPStrategy(
+        reshard_during_accumulation=reshard, state_dict_type="full_state_dict", **ENGINES[engine]
+    )
+    trainer = quiet_trainer(
+        strategy, 2, max_epochs=case.epochs, accumulate_grad_batches=case.accumulate, val_check_interval=4
+    )
+    trainer.fit(TinyModule(case, outcome), _loader(), _loader())
+    weights = strategy.lightning_module_state_dict()
+    outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
+    outcome.global_step = trainer.global_step
+    return outcome
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_validation_inside_a_window_leaves_its_gradients_alone(engine: str, reshard: bool) -> None:
+    case = Case(accumulate=3)
+    assert_same(run_on_ranks(2, _validate_inside_windows, case, engine, reshard)[0], train_plain(case, 2))
+
+
 def _with_scheduler() -> tuple[Outcome, int]:
     outcome = Outcome()
     trainer = quiet_trainer(
@@ -192,8 +230,9 @@ def test_a_plugin_serves_as_well_as_its_fields() -> None:
         {"forward_prefetch": True, **BLOCKS},
         {"auto_wrap_policy": "size_based_wrap", "min_num_params": 50},
         {"ignored_modules": r"model\.blocks\.1", **BLOCKS},
+        {"reshard_during_accumulation": False, **BLOCKS},
     ],
-    ids=["activation_checkpointing", "cpu_offload", "forward_prefetch", "size_based_wrap", "ignored_modules"],
+    ids=["checkpointing", "cpu_offload", "forward_prefetch", "size_based_wrap", "ignored_modules", "kept_gathered"],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_options_train_the_same(version: int, options: dict[str, Any]) -> None:
