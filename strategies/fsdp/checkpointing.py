@@ -7,7 +7,6 @@ what lets a checkpoint move between FSDP1, FSDP2, any number of processes, and p
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ...checkpoint.manifest import write_manifest
+from .atomic import replace_folder
 from .safe_dcp import SafePlanner, SafeReader
 
 _log = logging.getLogger(__name__)
@@ -166,29 +166,12 @@ def save_sharded(
     def finish() -> None:
         torch.save(dict(metadata), unfinished / METADATA_FILE)
         write_manifest(unfinished, ties=ties, model_prefix=model_key, module_attribute=module_attribute)
-        _replace(path, unfinished)
+        replace_folder(path, unfinished)
 
     run_on_rank_zero(prepare, f"preparing {unfinished}")
     state = {model_key: weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizer_states)}}
     save(state, checkpoint_id=unfinished)
     run_on_rank_zero(finish, f"finishing {path}")
-
-
-def _replace(path: Path, finished: Path) -> None:
-    """Give ``finished`` the name ``path``; what was there before goes away after it."""
-    for file in finished.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    old = path.with_name(f".{path.name}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if path.is_dir():
-        path.rename(old)
-    elif path.exists():
-        path.unlink()
-    finished.rename(path)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def run_on_rank_zero(action: Callable[[], None], what: str) -> None:
