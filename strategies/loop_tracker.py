@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -37,10 +38,15 @@ class LoopTracker:
     def start_fit(self, trainer: Trainer) -> None:
         """Make the Trainer and the plugin agree on the number of accumulation steps.
 
+        Where neither gives one, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` does.
+
         Raises:
             ValueError: If both give a number and they differ.
         """
         wanted, given = self.plugin.num_steps, trainer.accumulate_grad_batches
+        if wanted is None and given == 1:
+            GradientState()._set_plugin(self.plugin)
+            wanted = GradientState().num_steps  # from the environment
         if wanted is not None and wanted != given:
             if given != 1:
                 raise ValueError(
@@ -51,14 +57,7 @@ class LoopTracker:
         self._set_num_steps(trainer.accumulate_grad_batches)
 
     def _set_num_steps(self, num_steps: int) -> None:
-        GradientState()._set_plugin(
-            GradientAccumulationPlugin(
-                num_steps=num_steps,
-                adjust_scheduler=self.plugin.adjust_scheduler,
-                sync_with_dataloader=self.plugin.sync_with_dataloader,
-                sync_each_batch=self.plugin.sync_each_batch,
-            )
-        )
+        GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
 
     def note_train_batch(self, trainer: Trainer, *, counted: bool) -> None:
         """Take note of the batch that training is about to use.

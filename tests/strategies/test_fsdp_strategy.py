@@ -119,6 +119,30 @@ def test_gradient_state_follows_the_loops() -> None:
 
 
 # ------------------------------------------------------------------ communication
+def _num_steps(options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[int, int]:
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **options), 1, max_epochs=1, **trainer_options)
+    trainer.fit(TinyModule(Case(), Outcome()), _loader())
+    return GradientState().num_steps, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "env", "expected"),
+    [
+        ({}, {}, {}, 1),
+        ({}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 3),
+        ({}, {"accumulate_grad_batches": 2}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 2),
+        ({"gradient_accumulation": 2}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 2),
+        ({"gradient_accumulation": 2}, {"accumulate_grad_batches": 2}, {}, 2),
+    ],
+    ids=["neither", "environment", "trainer", "strategy", "both"],
+)
+def test_where_the_number_of_accumulation_steps_comes_from(
+    options: dict[str, Any], trainer_options: dict[str, Any], env: dict[str, str], expected: int
+) -> None:
+    [found] = run_on_ranks(1, _num_steps, options, trainer_options, env=env)
+    assert found == (expected, -(-NUM_MICRO_BATCHES // expected))
+
+
 class CountCollectives(TorchDispatchMode):
     """Counts calls of torch.distributed by the name of their operator."""
 
