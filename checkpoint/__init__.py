@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from .manifest import Manifest, read_manifest, write_manifest
     from .merge import merge_fsdp_weights
     from .report import MergeReport
+    from .verify import VerifyReport, verify_merged
 
 __all__ = [
     "merge_fsdp_weights",
     "MergeReport",
+    "verify_merged",
+    "VerifyReport",
     "inspect_checkpoint",
     "CheckpointInfo",
     "CheckpointError",
@@ -26,6 +29,8 @@ __all__ = [
 _HOMES = {
     "merge_fsdp_weights": "merge",
     "MergeReport": "report",
+    "verify_merged": "verify",
+    "VerifyReport": "verify",
     "inspect_checkpoint": "inspect",
     "CheckpointInfo": "inspect",
     "CheckpointError": "errors",

@@ -16,6 +16,7 @@ EXIT_OK, EXIT_BAD_CHECKPOINT, EXIT_USAGE = 0, 1, 2
 def add_commands(add_parser: AddParser) -> None:
     """Add all subcommands."""
     _add_merge(add_parser)
+    _add_verify(add_parser)
     _add_inspect(add_parser)
 
 
@@ -65,14 +66,7 @@ def _add_merge(add_parser: AddParser) -> None:
         metavar="SIZE",
         help="split into files of at most this, e.g. 5GB",
     )
-    add("--dtype", type=_checked(_dtype), help="convert floating-point tensors: fp32, fp16, bf16 or fp64")
-    add(
-        *_spellings("strip-prefix"),
-        metavar="ATTR",
-        help="keep what is under this attribute, or 'auto'",
-    )
-    add("--include", action="append", metavar="PATTERN", help="write only names that match; may be repeated")
-    add("--exclude", action="append", metavar="PATTERN", help="leave out names that match; may be repeated")
+    _add_selection(parser)
     add(
         *_spellings("unsafe-serialization"),
         action="store_true",
@@ -89,6 +83,19 @@ def _add_merge(add_parser: AddParser) -> None:
     add("--quiet", action="store_true", help="print nothing but errors")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=_merge)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add what decides names and dtypes of the result."""
+    add = parser.add_argument
+    add("--dtype", type=_checked(_dtype), help="convert floating-point tensors: fp32, fp16, bf16 or fp64")
+    add(
+        *_spellings("strip-prefix"),
+        metavar="ATTR",
+        help="keep what is under this attribute, or 'auto'",
+    )
+    add("--include", action="append", metavar="PATTERN", help="write only names that match; may be repeated")
+    add("--exclude", action="append", metavar="PATTERN", help="leave out names that match; may be repeated")
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -118,6 +125,46 @@ def _merge(arguments: argparse.Namespace) -> int:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             print(f"  left out, {reason}: {len(names)} ({shown})", file=sys.stderr)
     return EXIT_OK
+
+
+def _add_verify(add_parser: AddParser) -> None:
+    parser = add_parser(
+        "verify",
+        help="compare a merged result with its checkpoint",
+        description="Compare every byte of a merged result with the checkpoint. Give the options of the merge again.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    add("output_path", metavar="OUT", help="folder with the merged model, or a .safetensors file")
+    _add_selection(parser)
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .verify import verify_merged
+
+    report = verify_merged(
+        arguments.checkpoint_dir,
+        arguments.output_path,
+        dtype=arguments.dtype,
+        strip_prefix=arguments.strip_prefix,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        progress=False if arguments.quiet or arguments.json else None,
+    )
+    if arguments.json:
+        import json
+
+        print(json.dumps(report.to_dict(), indent=2))
+    elif not report.is_equal:
+        print(f"accelight: error: {report}", file=sys.stderr)
+    elif not arguments.quiet:
+        print(report)
+    return EXIT_OK if report.is_equal else EXIT_BAD_CHECKPOINT
 
 
 def _add_inspect(add_parser: AddParser) -> None:

@@ -158,15 +158,27 @@ def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
     files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
     try:
         for tensor in file.tensors:
-            for position, block in blocks_of(tensor, files, buffer):
-                if os.pread(fd, len(block), tensor.start + position) != bytes(block):  # bytes: a memcmp
-                    raise CheckpointError(
-                        f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
-                        f"within {len(block)} bytes from byte {position}. The disk may be failing."
-                    )
-                on_bytes(len(block))
+            position = first_difference(tensor, fd, files, buffer, on_bytes)
+            if position is not None:
+                raise CheckpointError(
+                    f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
+                    f"from byte {position} on. The disk may be failing."
+                )
     finally:
         files.close()
+
+
+def first_difference(
+    tensor: PlannedTensor, fd: int, files: FilePool, buffer: memoryview, on_bytes: OnBytes
+) -> int | None:
+    """Return the first byte of a tensor in which a written file differs from the source; None if they are equal."""
+    for position, block in blocks_of(tensor, files, buffer):
+        expected, found = bytes(block), os.pread(fd, len(block), tensor.start + position)  # bytes: a memcmp
+        if found != expected:
+            same = (one == other for one, other in zip(found, expected, strict=False))
+            return position + next((index for index, equal in enumerate(same) if not equal), len(found))
+        on_bytes(len(block))
+    return None
 
 
 def same_bytes(first: SourceTensor, second: SourceTensor) -> bool:

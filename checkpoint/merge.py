@@ -17,7 +17,7 @@ from .errors import CheckpointError
 from .layout import Source, SourceTensor
 from .locate import find_checkpoint
 from .manifest import MANIFEST_NAME, read_manifest
-from .names import Selection, patterns, select
+from .names import Selection, checked_prefix, patterns, select
 from .output import check_conflicts, check_destination, stale_files
 from .plan import Plan, PlannedFile, make_plan
 from .processes import run_on_main
@@ -99,8 +99,6 @@ def merge_fsdp_weights(
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ValueError(f"threads must be a number from 1 on, or None, got {threads!r}.")
-    if strip_prefix is not None and (not isinstance(strip_prefix, str) or not strip_prefix.strip(".")):
-        raise ValueError(f"strip_prefix must be an attribute's name, 'auto' or None, got {strip_prefix!r}.")
     request = _Request(
         checkpoint_dir=Path(checkpoint_dir),
         output_path=Path(output_path),
@@ -108,7 +106,7 @@ def merge_fsdp_weights(
         remove=remove_checkpoint_dir,
         max_shard_bytes=None if max_shard_size is None else parse_size(max_shard_size),
         dtype=conversion_target(dtype),
-        strip_prefix=strip_prefix,
+        strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
         threads=threads or DEFAULT_THREADS,

@@ -44,6 +44,13 @@ def patterns(value: str | Iterable[str] | None, argument: str) -> tuple[str, ...
     return found
 
 
+def checked_prefix(strip_prefix: str | None) -> str | None:
+    """Return a ``strip_prefix`` argument, if it is one."""
+    if strip_prefix is not None and (not isinstance(strip_prefix, str) or not strip_prefix.strip(".")):
+        raise ValueError(f"strip_prefix must be an attribute's name, 'auto' or None, got {strip_prefix!r}.")
+    return strip_prefix
+
+
 def select(
     source_names: Sequence[str],
     manifest: Manifest | None,

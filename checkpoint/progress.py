@@ -20,13 +20,13 @@ _WIDTH = 30
 class Progress:
     """Counts bytes and tells whoever listens."""
 
-    def __init__(self, progress: ProgressCallback | bool | None):
+    def __init__(self, progress: ProgressCallback | bool | None, label: str = "merging"):
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
             raise TypeError(f"progress must be a callable, True, False or None, got {type(progress).__name__}.")
         if progress is None:
             progress = sys.stderr is not None and sys.stderr.isatty()
         self._listener: ProgressCallback | None
-        self._bar = _Bar() if progress is True else None
+        self._bar = _Bar(label) if progress is True else None
         self._listener = self._bar.show if self._bar else progress if callable(progress) else None
         self._done = 0
         self._total = 0
@@ -60,7 +60,8 @@ class Progress:
 class _Bar:
     """A bar on stderr: rich's where rich is installed, else one line of text."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._start = time.monotonic()
         self._rich: Any = None
         self._task: Any = None
@@ -76,7 +77,7 @@ class _Bar:
             self._rich.update(self._task, completed=done)
             return
         filled = _WIDTH * done // max(total, 1)
-        text = f"\rmerging [{'#' * filled}{' ' * (_WIDTH - filled)}] {human_bytes(done)} of {human_bytes(total)} "
+        text = f"\r{self._label} [{'#' * filled}{' ' * (_WIDTH - filled)}] {human_bytes(done)} of {human_bytes(total)} "
         print(text, end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class _Bar:
             from rich.progress import Progress as RichProgress
         except ModuleNotFoundError:
             return
-        columns = ("merging", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        columns = (self._label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         self._rich = RichProgress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._rich.add_task("merging", total=total)
+        self._task = self._rich.add_task(self._label, total=total)
         self._rich.start()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .dtypes import DType
 from .errors import CheckpointError
 
-_MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
+MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[byte
     except UnicodeEncodeError as error:
         raise CheckpointError(f"A tensor's name is not valid text: {error}.") from error
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"The header would have {len(text)} bytes, safetensors reads up to {_MAX_HEADER_BYTES}. Set max_shard_size."
+            f"The header would have {len(text)} bytes, safetensors reads up to {MAX_HEADER_BYTES}. Set max_shard_size."
         )
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}, len(header) + position

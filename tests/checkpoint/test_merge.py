@@ -484,7 +484,7 @@ def test_a_header_that_grows_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     import accelight.checkpoint.safetensors_header as header
     from accelight.checkpoint.dtypes import DTYPES
 
-    monkeypatch.setattr(header, "_MAX_HEADER_BYTES", 50)
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 50)
     with pytest.raises(CheckpointError, match="Set max_shard_size"):
         header.lay_out([header.Entry("w", DTYPES["float32"], (1,), 4)], {"format": "pt"})
 
