@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .optimizer_parameters import fsdp2_switch_optimizer_parameters
     from .plugin import (
         FullyShardedDataParallelPlugin,
         disable_fsdp_ram_efficient_loading,
@@ -20,6 +21,7 @@ __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_switch_optimizer_parameters",
 ]
 
 _HOMES = {  # the plugin must import without Lightning, so each name comes when it is asked for
@@ -28,6 +30,7 @@ _HOMES = {  # the plugin must import without Lightning, so each name comes when 
     "disable_fsdp_ram_efficient_loading": ".environment",
     "enable_fsdp_ram_efficient_loading": ".environment",
     "fsdp2_prepare_auto_wrap_policy": ".wrapping",
+    "fsdp2_switch_optimizer_parameters": ".optimizer_parameters",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -88,7 +88,8 @@ class AccelFSDPPrecision(FSDPPrecision):
             self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
             return result
 
-        return super().optimizer_step(optimizer, model, closure_with_whole_gradients, **kwargs)
+        with nullcontext() if self.scaler is None else self._strategy.skipped_steps.watch(optimizer):
+            return super().optimizer_step(optimizer, model, closure_with_whole_gradients, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

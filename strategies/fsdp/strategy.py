@@ -42,6 +42,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ..launcher import SubprocessScriptLauncher
 from ..loop_tracker import LoopTracker
+from ..skipped_steps import SkippedSteps
 from . import checkpointing
 from .engine import Engine
 from .engines import build_engine
@@ -164,6 +165,8 @@ class AccelFSDPStrategy(FSDPStrategy):
         _refuse_what_is_missing(self.fsdp_plugin)
         self.last_grad_norm: torch.Tensor | None = None
         """Global norm of the gradients before the last clipping by norm, a scalar."""
+        self.skipped_steps = SkippedSteps()
+        """Whether the gradient scaler left the last optimizer step out."""
         self._given_mesh = device_mesh
         self._reshard_during_accumulation = reshard_during_accumulation
         self._tracker = LoopTracker(gradient_accumulation)
@@ -227,6 +230,11 @@ class AccelFSDPStrategy(FSDPStrategy):
                 f"AccelFSDPStrategy cannot work with {type(precision_plugin).__name__}. "
                 "Use Trainer(precision=...) and leave plugins=... out."
             )
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out because fp16 gradients overflowed."""
+        return self.skipped_steps.last
 
     @property
     def _full(self) -> bool:
@@ -314,6 +322,8 @@ class AccelFSDPStrategy(FSDPStrategy):
         self.engine.reshard(self.form.root)
         super(FSDPStrategy, self).setup_optimizers(trainer)
         self._check_optimizers()
+        if self.precision_plugin.scaler is not None and self.lightning_module is not None:
+            self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
 
     def _check_optimizers(self) -> None:
         """Refuse optimizers over parameters that the sharded model does not have: they would train nothing.
@@ -493,4 +503,6 @@ class AccelFSDPStrategy(FSDPStrategy):
     @override
     def teardown(self) -> None:
         self._tracker.close()
+        if self.lightning_module is not None:
+            self.skipped_steps.let_go(self.lightning_module)
         super().teardown()

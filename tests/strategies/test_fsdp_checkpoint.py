@@ -264,3 +264,24 @@ def test_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
     run_on_ranks(1, _train, "fsdp2", "sharded_state_dict", 1, path, None)
     [message] = run_on_ranks(1, _other_number_of_optimizers, path)
     assert "holds 1 optimizers, configure_optimizers returned 2" in message
+
+
+def _scale(version: int, save_to: str | None, resume_from: str | None) -> float:
+    strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type="sharded_state_dict")
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, precision="16-mixed")
+    module = TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader(), ckpt_path=resume_from, weights_only=resume_from is not None)
+    scaler = strategy.precision_plugin.scaler
+    assert scaler is not None
+    if save_to is not None:
+        scaler.update(new_scale=128.0)  # not the value a new one starts with
+        trainer.save_checkpoint(save_to)
+    return scaler.get_scale()
+
+
+def test_the_gradient_scaler_is_saved_and_restored(tmp_path: Path) -> None:
+    """A scaler that starts anew after a resume skips steps again (huggingface/accelerate#4289)."""
+    path = str(tmp_path / "checkpoint")
+    assert run_on_ranks(2, _scale, 1, path, None) == [128.0] * 2
+    for version in (1, 2):
+        assert run_on_ranks(2, _scale, version, None, path) == [128.0] * 2

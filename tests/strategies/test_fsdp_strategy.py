@@ -285,6 +285,42 @@ def test_half_precision_stays_near_full_precision(version: int, precision: str) 
     assert dtypes == {torch.float32 if precision == "bf16-mixed" else torch.bfloat16}
 
 
+def _overflow(version: int) -> tuple[list[bool], int, bool]:
+    """Train in fp16 with a scheduler, the gradients of the second step infinite on one process alone."""
+
+    class Overflowing(TinyModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            factor = 1e30 if batch_idx == 1 and dist.get_rank() == 1 else 1.0
+            return super().training_step(batch, batch_idx) * factor
+
+    skipped: list[bool] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            skipped.append(cast("AccelFSDPStrategy", trainer.strategy).step_was_skipped)
+
+    strategy = AccelFSDPStrategy(fsdp_version=version, **BLOCKS)
+    trainer = quiet_trainer(strategy, 2, max_steps=4, precision="16-mixed", callbacks=[Watch()])
+    module = Overflowing(Case(), Outcome())
+    trainer.fit(module, _loader())
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+    return skipped, scheduler.last_epoch, finite
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_skipped_step_holds_the_schedule_back_on_every_rank(version: int) -> None:
+    for skipped, num_scheduled, finite in run_on_ranks(2, _overflow, version):
+        assert skipped[1]
+        assert num_scheduled == skipped.count(False)
+        assert finite
+
+
 @pytest.mark.parametrize("first", ["accelight.strategies", "lightning.pytorch"])
 def test_names_are_registered_in_either_order(first: str) -> None:
     second = {"accelight.strategies": "lightning.pytorch", "lightning.pytorch": "accelight.strategies"}[first]
