@@ -40,6 +40,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
+from ...state.meeting import meet
 from ..launcher import SubprocessScriptLauncher
 from ..loop_tracker import LoopTracker
 from ..skipped_steps import SkippedSteps
@@ -446,6 +447,7 @@ class AccelFSDPStrategy(FSDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
         return checkpointing.model_state(self._state_dict_module(), full=self._full)
 
     @override

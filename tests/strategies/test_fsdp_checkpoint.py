@@ -229,6 +229,24 @@ def test_a_failed_save_is_an_error_on_every_rank(tmp_path: Path) -> None:
         assert "failed on rank 0" in message
 
 
+def _save_on_rank_zero_alone(path: str) -> str:
+    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    try:
+        if dist.get_rank() == 0:
+            trainer.save_checkpoint(path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    """The usual `if rank == 0: save` hangs with a sharded model elsewhere (huggingface/accelerate#2000)."""
+    messages = run_on_ranks(2, _save_on_rank_zero_alone, str(tmp_path / "checkpoint"), group_timeout_s=3)
+    assert "trainer.save_checkpoint was called on process 0 of 2 alone" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
 def _save_over_a_folder(path: str) -> str:
     trainer, module = _trainer("fsdp2", "full_state_dict", 1), TinyModule(CASE, Outcome())
     trainer.fit(module, _loader())

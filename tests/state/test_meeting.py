@@ -1,0 +1,33 @@
+"""A call that every process has to make, and one makes alone."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from accelight.state import PartialState
+from accelight.state.meeting import meet
+from tests.ranks import run_on_ranks
+
+
+def _meet(calls: list[int]) -> list[str]:
+    PartialState()
+    errors = []
+    for _ in range(calls[dist.get_rank()]):
+        try:
+            meet("saving")
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    dist.barrier()
+    return errors
+
+
+def test_all_come() -> None:
+    assert run_on_ranks(3, _meet, [4, 4, 4]) == [[""] * 4] * 3
+
+
+def test_who_comes_alone_is_told_in_time() -> None:
+    results = run_on_ranks(3, _meet, [2, 1, 1], group_timeout_s=3)
+    assert results[1:] == [[""], [""]]
+    assert results[0][0] == ""
+    assert "saving was called on process 0 of 3 alone: the others did not come in 3 s" in results[0][1]
