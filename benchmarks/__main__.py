@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import imports
+from benchmarks import imports, merge
 
-BENCHMARKS = {"import": imports}
+BENCHMARKS = {"import": imports, "merge": merge}
 
 
 def main() -> None:
