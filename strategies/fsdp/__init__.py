@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .full_state_dict import fsdp2_load_full_state_dict
     from .optimizer_parameters import fsdp2_switch_optimizer_parameters
     from .plugin import (
         FullyShardedDataParallelPlugin,
@@ -20,6 +21,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
+    "fsdp2_load_full_state_dict",
     "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_switch_optimizer_parameters",
 ]
@@ -29,6 +31,7 @@ _HOMES = {  # the plugin must import without Lightning, so each name comes when 
     "FullyShardedDataParallelPlugin": ".plugin",
     "disable_fsdp_ram_efficient_loading": ".environment",
     "enable_fsdp_ram_efficient_loading": ".environment",
+    "fsdp2_load_full_state_dict": ".full_state_dict",
     "fsdp2_prepare_auto_wrap_policy": ".wrapping",
     "fsdp2_switch_optimizer_parameters": ".optimizer_parameters",
 }

@@ -1,0 +1,53 @@
+"""Agreeing on an outcome: what one process finds wrong is raised on all of them, so that nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+def num_ranks() -> int:
+    """Return the number of processes; one without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def raise_together(what: str, problems: Sequence[str], cause: BaseException | None = None) -> None:
+    """Raise on every rank if any rank has a problem; every rank must call it.
+
+    Raises:
+        RuntimeError: With ``what`` failed and each problem, with the ranks that have it.
+    """
+    everyone: list[list[str] | None] = [list(problems)]
+    if num_ranks() > 1:
+        everyone = [None] * num_ranks()
+        dist.all_gather_object(everyone, list(problems))
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, found in enumerate(everyone):
+        for problem in found or ():
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    if ranks_by_problem:
+        lines = [f"{_ranks(ranks, len(everyone))}: {problem}" for problem, ranks in ranks_by_problem.items()]
+        raise RuntimeError("\n".join([f"{what} failed.", *lines])) from cause
+
+
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Run a body that does not communicate, on every rank; an exception of one is raised on all.
+
+    Raises:
+        RuntimeError: As `raise_together`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
+        error = caught
+    raise_together(what, [] if error is None else [f"{type(error).__name__}: {error}"], error)
+
+
+def _ranks(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return "every process"
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
