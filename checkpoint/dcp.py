@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 from .dcp_metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor, read_dcp_metadata
+from .dcp_safetensors import has_safetensors_shards, read_safetensors_shards
 from .errors import CheckpointError
 from .layout import Piece, Source, SourceTensor, TensorInfo, check_coverage
 from .paths import file_inside
@@ -25,17 +26,24 @@ def is_optimizer_key(key: str) -> bool:
     return key in ("optim", "optims", "optimizers") or key.rstrip("0123456789").rstrip("_") == "optimizer"
 
 
+def read_description(folder: Path) -> DCPMetadata:
+    """Read what a DCP folder says of itself, in either of its storage formats."""
+    if not (folder / METADATA_NAME).is_file() and has_safetensors_shards(folder):
+        return read_safetensors_shards(folder)
+    return read_dcp_metadata(folder / METADATA_NAME)
+
+
 def read_dcp(folder: Path, model_prefix: str | None = None) -> Source:
     """Read the description of a DCP folder.
 
     Args:
-        folder: Holds ``.metadata``.
+        folder: Holds ``.metadata``, or shards of DCP's safetensors format.
         model_prefix: Key of the saved state dict that holds the model, where it is known; None finds it.
 
     Raises:
         CheckpointError: If the description is damaged, or the model cannot be told.
     """
-    metadata = read_dcp_metadata(folder / METADATA_NAME)
+    metadata = read_description(folder)
     names, skipped = select_model(metadata, model_prefix, str(folder))
     tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
@@ -156,6 +164,9 @@ class _Locator:
         if record.transforms:
             reader.check_range(tensor.fqn, record.offset, record.length)
             return Piece(path, record.offset, offsets, sizes, None, record.transforms, record.length)
+        if record.is_raw:
+            reader.check_range(tensor.fqn, record.offset, record.length)
+            return Piece(path, record.offset, offsets, sizes)
         found = reader.locate(tensor.fqn, record.offset, record.length)
         _check_as_described(path, tensor, sizes, found)
         strides = None if is_contiguous(found.shape, found.strides) else found.strides

@@ -30,6 +30,8 @@ class StoredRecord:
     offset: int
     length: int
     transforms: tuple[str, ...]
+    is_raw: bool = False
+    """The chunk's bytes themselves, as in a safetensors file; else a record of ``torch.save``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 
-from .dcp import is_optimizer_key, select_model
-from .dcp_metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor, read_dcp_metadata
+from .dcp import is_optimizer_key, read_description, select_model
+from .dcp_metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
 from .errors import CheckpointError
 from .locate import find_checkpoint
 from .manifest import Manifest, read_manifest
@@ -24,6 +24,7 @@ KINDS = {
     "lightning-model-parallel": "Lightning, ModelParallelStrategy",
     "lightning": "Lightning Fabric",
     "torch-dcp": "torch.distributed.checkpoint",
+    "torch-dcp-safetensors": "torch.distributed.checkpoint, safetensors format",
 }
 """Who saved a checkpoint, as far as its folder tells."""
 
@@ -56,7 +57,7 @@ class CheckpointInfo:
     """Result of `inspect_checkpoint`."""
 
     path: Path
-    """The folder with ``.metadata``."""
+    """The folder with ``.metadata``, or with the shards where there is none."""
     kind: str
     """A key of `KINDS`."""
     model_prefix: str
@@ -132,7 +133,7 @@ def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo
     """
     folder = find_checkpoint(checkpoint_dir)
     manifest = read_manifest(folder)
-    metadata = read_dcp_metadata(folder / METADATA_NAME)
+    metadata = read_description(folder)
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
     notes: tuple[str, ...] = ()
     epoch = step = None
@@ -181,7 +182,7 @@ def _kind(folder: Path, manifest: Manifest | None, prefix: str) -> str:
         return "accelerate"
     if (folder / META_NAME).is_file():
         return {"model": "lightning-fsdp", "state_dict": "lightning-model-parallel"}.get(prefix, "lightning")
-    return "torch-dcp"
+    return "torch-dcp" if (folder / METADATA_NAME).is_file() else "torch-dcp-safetensors"
 
 
 def _has_optimizer(folder: Path, metadata: DCPMetadata) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .dcp import is_optimizer_key
 from .dcp_metadata import METADATA_NAME
+from .dcp_safetensors import SHARD_PATTERN, has_safetensors_shards
 from .errors import CheckpointError
 
 
@@ -20,9 +21,10 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {found}; a folder with a {METADATA_NAME} file was looked for.")
-    if (folder / METADATA_NAME).is_file():
+    if (folder / METADATA_NAME).is_file() or has_safetensors_shards(folder):
         return folder
-    inside = sorted(path.parent for path in folder.glob(f"*/{METADATA_NAME}") if path.is_file())
+    found_inside = (*folder.glob(f"*/{METADATA_NAME}"), *folder.glob(f"*/{SHARD_PATTERN}"))
+    inside = sorted({path.parent for path in found_inside if path.is_file()})
     models = [path for path in inside if not is_optimizer_key(path.name)]
     if len(models) == 1:
         return models[0]
@@ -39,5 +41,6 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
         )
     raise CheckpointError(
         f"No checkpoint in {folder}: neither {METADATA_NAME} (torch.distributed.checkpoint; Lightning's and "
-        f"accelight's folders) nor a folder such as pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)."
+        f"accelight's folders), nor {SHARD_PATTERN} (its safetensors format), nor a folder such as "
+        f"pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)."
     )
