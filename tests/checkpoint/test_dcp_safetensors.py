@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, merge_fsdp_weights, verify_merged
 from tests.checkpoint.saving import layout_tensors
+from tests.checkpoint.test_cli import WITHOUT_TORCH
 from tests.ranks import run_on_ranks
 
 
@@ -159,3 +162,11 @@ def test_files_that_are_no_shards(tmp_path: Path, damage: Callable[[Path], objec
     damage(path)
     with pytest.raises(CheckpointError, match=message):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
+
+
+def test_torch_is_never_imported(tmp_path: Path) -> None:
+    write_shard(tmp_path / "in", 1, {"w": torch.zeros(2, 3)}, at(0, 0))
+    write_shard(tmp_path / "in", 2, {"w": torch.ones(2, 1)}, at(0, 3))
+    code = [sys.executable, "-c", WITHOUT_TORCH]
+    for command in (["merge-weights", "in", "out"], ["verify", "in", "out"], ["inspect", "in"]):
+        subprocess.run([*code, *command], check=True, stdout=subprocess.DEVNULL, cwd=tmp_path)
