@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .full_state_dict import fsdp2_load_full_state_dict
-    from .optimizer_parameters import fsdp2_switch_optimizer_parameters
+    from .optimizer_parameters import fsdp2_switch_optimizer_parameters, map_parameters, parameters_by_name
     from .plugin import (
         FullyShardedDataParallelPlugin,
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
     )
+    from .prepare import fsdp2_prepare_model
     from .strategy import AccelFSDPStrategy
     from .wrapping import fsdp2_prepare_auto_wrap_policy
 
@@ -23,7 +24,10 @@ __all__ = [
     "enable_fsdp_ram_efficient_loading",
     "fsdp2_load_full_state_dict",
     "fsdp2_prepare_auto_wrap_policy",
+    "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
+    "map_parameters",
+    "parameters_by_name",
 ]
 
 _HOMES = {  # the plugin must import without Lightning, so each name comes when it is asked for
@@ -33,7 +37,10 @@ _HOMES = {  # the plugin must import without Lightning, so each name comes when 
     "enable_fsdp_ram_efficient_loading": ".environment",
     "fsdp2_load_full_state_dict": ".full_state_dict",
     "fsdp2_prepare_auto_wrap_policy": ".wrapping",
+    "fsdp2_prepare_model": ".prepare",
     "fsdp2_switch_optimizer_parameters": ".optimizer_parameters",
+    "map_parameters": ".optimizer_parameters",
+    "parameters_by_name": ".optimizer_parameters",
 }
 
 

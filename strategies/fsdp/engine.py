@@ -107,7 +107,10 @@ def _memory_estimate(model: nn.Module) -> str:
 
 
 def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move what has values; what is on the meta device gets memory with its values, later."""
     for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(device)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = buffer.to(device)
+        if not buffer.is_meta:
+            module._buffers[name] = buffer.to(device)

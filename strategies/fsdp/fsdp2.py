@@ -32,7 +32,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> nn.Module:
-        root = model if isinstance(model, FSDPModule) else ShardedRoot(model)
+        root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
         ignored_params = {parameter for module in ignored for parameter in module.parameters()}
         if ignored_params:  # an argument of torch 2.7 and later
@@ -49,6 +49,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         if self.settings.forward_prefetch:
             _prefetch_in_order([unit for unit in units if isinstance(unit, FSDPModule)])
         return root
+
+    def _root_of(self, model: nn.Module) -> nn.Module:
+        return ShardedRoot(model)
 
     def _mp_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
         precision = self.settings.precision

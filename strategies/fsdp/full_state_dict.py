@@ -52,7 +52,7 @@ def fsdp2_load_full_state_dict(
     model: nn.Module,
     full_sd: Mapping[str, Any] | None,
     *,
-    buffers_from: nn.Module | None = None,
+    buffers_from: nn.Module | Mapping[str, Tensor] | None = None,
 ) -> None:
     """Load rank 0's whole state dict into a sharded model, in place; every rank calls it.
 
@@ -65,7 +65,7 @@ def fsdp2_load_full_state_dict(
         accelerator: Anything with ``device`` and ``is_main_process``.
         model: Sharded, on the meta device or with values; ignored parameters and buffers are whole on each rank.
         full_sd: The weights and persistent buffers, on rank 0. Ignored elsewhere.
-        buffers_from: On rank 0, a module with the same names whose buffers have values, for non-persistent buffers
+        buffers_from: On rank 0, a module with the same names, or its buffers by name, for non-persistent buffers
             that are on the meta device somewhere. Default: ``model`` itself. Non-persistent buffers with values are
             left alone.
 
@@ -95,8 +95,7 @@ def fsdp2_load_full_state_dict(
         others = sorted(set(full_sd or {}) - set(sources))
         problems = [f"not tensors in the state dict: {_listed(others)}"] if others else []
         problems += _compare(sources, reports)
-        buffers = {slot.name: slot.tensor for slot in slots_of(buffers_from or model) if not slot.persistent}
-        problems += _find_buffers(sources, buffers, reports)
+        problems += _find_buffers(sources, _buffers_by_name(model if buffers_from is None else buffers_from), reports)
     raise_together(_WHAT, problems)
     with failing_together(_WHAT):
         materialise(model, accelerator.device)
@@ -158,6 +157,12 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride():
         return True
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+
+
+def _buffers_by_name(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if not isinstance(source, nn.Module):
+        return source
+    return {name: slot.tensor for slot in slots_of(source) if not slot.persistent for name in slot.names}
 
 
 def _find_buffers(sources: dict[str, Tensor], buffers: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[str]:
