@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         enable_fsdp_ram_efficient_loading,
     )
     from .prepare import fsdp2_prepare_model
+    from .safetensors_loading import fsdp2_load_safetensors
     from .strategy import AccelFSDPStrategy
     from .wrapping import fsdp2_prepare_auto_wrap_policy
 
@@ -23,6 +24,7 @@ __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "fsdp2_load_full_state_dict",
+    "fsdp2_load_safetensors",
     "fsdp2_prepare_auto_wrap_policy",
     "fsdp2_prepare_model",
     "fsdp2_switch_optimizer_parameters",
@@ -36,6 +38,7 @@ _HOMES = {  # the plugin must import without Lightning, so each name comes when 
     "disable_fsdp_ram_efficient_loading": ".environment",
     "enable_fsdp_ram_efficient_loading": ".environment",
     "fsdp2_load_full_state_dict": ".full_state_dict",
+    "fsdp2_load_safetensors": ".safetensors_loading",
     "fsdp2_prepare_auto_wrap_policy": ".wrapping",
     "fsdp2_prepare_model": ".prepare",
     "fsdp2_switch_optimizer_parameters": ".optimizer_parameters",

@@ -93,9 +93,9 @@ def fsdp2_load_full_state_dict(
     if _rank() == 0:
         sources = {name: value for name, value in (full_sd or {}).items() if isinstance(value, Tensor)}
         others = sorted(set(full_sd or {}) - set(sources))
-        problems = [f"not tensors in the state dict: {_listed(others)}"] if others else []
+        problems = [f"not tensors in the state dict: {listed(others)}"] if others else []
         problems += _compare(sources, reports)
-        problems += _find_buffers(sources, _buffers_by_name(model if buffers_from is None else buffers_from), reports)
+        problems += _find_buffers(sources, buffers_by_name(model if buffers_from is None else buffers_from), reports)
     raise_together(_WHAT, problems)
     with failing_together(_WHAT):
         materialise(model, accelerator.device)
@@ -134,7 +134,7 @@ def _compare(sources: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[
     unexpected = sorted(set(sources) - {name for names in wanted for name in names})
     for kind, found in (("missing in", missing), ("unexpected in", unexpected)):
         if found:
-            problems[f"{kind} the state dict: {_listed(found)}"] = None
+            problems[f"{kind} the state dict: {listed(found)}"] = None
     for need in (need for needs in reports for need in needs if need.persistent):
         present = [name for name in need.names if name in sources]
         for name in present:
@@ -159,7 +159,8 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
 
 
-def _buffers_by_name(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def buffers_by_name(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the non-persistent buffers of a module under all their names; a mapping is returned as it is."""
     if not isinstance(source, nn.Module):
         return source
     return {name: slot.tensor for slot in slots_of(source) if not slot.persistent for name in slot.names}
@@ -182,7 +183,8 @@ def _find_buffers(sources: dict[str, Tensor], buffers: Mapping[str, Tensor], rep
     return list(problems)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Return ``names`` for an error, the first of very many."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
