@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from accelight.strategies.fsdp import (
@@ -18,6 +19,7 @@ from accelight.strategies.fsdp import (
     map_parameters,
     parameters_by_name,
 )
+from accelight.strategies.fsdp.engines import build_engine
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import TinyModel, build_model
 
@@ -116,3 +118,28 @@ def test_a_plugin_for_fsdp1_is_refused() -> None:
 def test_without_a_process_group_there_is_nothing_to_shard_over() -> None:
     with pytest.raises(RuntimeError, match="no process group"):
         fsdp2_prepare_model(accelerator(), build_model())
+
+
+def _refuse(kind: str) -> str:
+    model = build_model()
+    if kind == "strategy":
+        plugin = accelerator().fsdp_plugin
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        build_engine(plugin.settings(), mesh, torch.device("cpu")).prepare(model)
+        ours = accelerator()
+    else:
+        model = model.to("meta")
+        ours = accelerator(cpu_ram_efficient_loading=True)
+    with pytest.raises(RuntimeError) as caught:
+        fsdp2_prepare_model(ours, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("strategy", "was sharded by AccelFSDPStrategy"), ("meta", "'embed.weight' is on the meta device in the state")],
+)
+def test_a_model_that_cannot_be_prepared_is_refused(kind: str, message: str) -> None:
+    for text in run_on_ranks(2, _refuse, kind):
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError(text)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file, save_model
 
 from accelight.strategies.fsdp import fsdp2_load_safetensors
 from tests.ranks import run_on_ranks
-from tests.strategies.test_fsdp_full_state_dict import assert_equals, build, full_dict, process, shard
+from tests.strategies.test_fsdp_full_state_dict import Process, assert_equals, build, full_dict, process, shard
 
 
 def _stored(form: str, path: Path) -> Path:
@@ -86,3 +87,19 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path, kind: str, mes
     for text in run_on_ranks(2, _refuse, str(path), "meta" if kind == "buffer" else "cpu"):
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"weight": "../other.safetensors"}, r"names files outside its folder: \['../other.safetensors'\]"),
+        ({"weight": "one.safetensors", "gone": "one.safetensors"}, "its files do not hold: gone"),
+        ({"weight": "gone.safetensors"}, "FileNotFoundError: no such file: .*gone.safetensors"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: dict[str, str], message: str) -> None:
+    model = torch.nn.Linear(2, 3, bias=False)
+    save_file({"weight": torch.ones(3, 2)}, tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(RuntimeError, match=message):
+        fsdp2_load_safetensors(Process(torch.device("cpu"), True), model, tmp_path)
