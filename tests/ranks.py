@@ -36,6 +36,7 @@ _PRELOAD = [
     "accelight.state",
 ]
 _START_S = 120.0
+_DUMP_S = 0.5  # after its time is up, a rank writes its stacks
 _GRACE_S = 10.0  # what the other ranks get to finish (or fail on their own) after the first one has failed
 
 
@@ -59,6 +60,7 @@ class _Order:
     world_size: int
     folder: str
     group_timeout_s: float | None
+    timeout_s: float
 
 
 @dataclass
@@ -175,7 +177,9 @@ def run_on_ranks(
         worker.log.write_bytes(b"")
         rank_env = {**base, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
         timeout = group_timeout_s if init_group else None
-        worker.connection.send(_Order(task, rank_env, os.getcwd(), sys.path, rank, world_size, str(folder), timeout))
+        worker.connection.send(
+            _Order(task, rank_env, os.getcwd(), sys.path, rank, world_size, str(folder), timeout, timeout_s)
+        )
     try:
         reports = _collect(workers, timeout_s)
         if not any(isinstance(report, str) for report in reports):
@@ -197,7 +201,7 @@ def run_on_ranks(
 def _collect(workers: list[_Worker], timeout_s: float) -> list[bytes | str]:
     """Wait for every worker: bytes are a pickled result, text says what went wrong."""
     reports: dict[int, bytes | str] = {}
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + _DUMP_S
     while len(reports) < len(workers):
         waiting = [rank for rank in range(len(workers)) if rank not in reports]
         handles = {workers[rank].connection: rank for rank in waiting}
@@ -219,12 +223,10 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[bytes | str]:
 
 
 def _describe_hang(worker: _Worker, timeout_s: float) -> str:
-    worker.stacks.write_bytes(b"")
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.process.pid, signal.SIGUSR1)
-    for _ in range(
-        500
-    ):  # the dump is written within milliseconds, by a signal handler in C, once the rank is scheduled
+    if not worker.stacks.read_bytes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.process.pid, signal.SIGUSR1)
+    for _ in range(500):  # written within milliseconds by a handler in C, once the rank is scheduled
         if b"File" in worker.stacks.read_bytes():
             break
         time.sleep(0.02)
@@ -244,7 +246,6 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
     os.dup2(log_file.fileno(), 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     faulthandler.enable(log_file)
-    faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
@@ -255,10 +256,16 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             order: _Order = connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
+        # Stacks when the time is up; and on SIGUSR1, for those who wait for a rank that failed. For each order anew,
+        # since a Trainer "restores" signal handlers that are not Python's to their default.
+        stacks_file.truncate(0)
+        faulthandler.dump_traceback_later(order.timeout_s, file=stacks_file)
+        faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
         try:
             report: bytes | str = _obey(order)
         except BaseException:  # noqa: BLE001 (pytest.fail and SystemExit are results of a test, too)
             report = traceback.format_exc() + _tail(Path(log))
+        faulthandler.cancel_dump_traceback_later()
         connection.send(report)
         # The caller answers when every rank has reported: none leaves the group while another still talks to it, and
         # a peer that is gone does not hide why. No answer comes after a failure.
@@ -281,6 +288,7 @@ def _obey(order: _Order) -> bytes:
     os.environ.update(order.env)
     os.chdir(order.cwd)
     sys.path[:] = order.sys_path
+    tell_lightning_its_rank(order.rank)
     task: _Task = pickle.loads(order.task)
     if order.group_timeout_s is not None:
         store = FileStore(f"{order.folder}/store", order.world_size)  # a file needs no free port
@@ -317,6 +325,11 @@ def reset_singletons() -> None:
     from accelight.state import reset_state
 
     reset_state()
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        if name in sys.modules and hasattr(sys.modules[name].rank_zero_only, "rank"):
-            del sys.modules[name].rank_zero_only.rank
+    tell_lightning_its_rank(0)
+
+
+def tell_lightning_its_rank(rank: int) -> None:
+    """Set what Lightning reads from the environment once, when it is imported: before any test."""
+    module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if module is not None:
+        module.rank_zero_only.rank = rank

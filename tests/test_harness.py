@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -60,6 +61,16 @@ def test_every_failing_rank_is_in_the_message() -> None:
         AssertionError, match=r"(?s)2 of 3 ranks.*rank 0:.*told to fail on 0.*rank 2:.*told to fail on 2"
     ):
         run_on_ranks(3, _fail_on, [0, 2], group_timeout_s=2)
+
+
+def _hang_without_handlers() -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as a Trainer leaves it
+    time.sleep(600)
+
+
+def test_a_hang_after_a_trainer_is_ended_with_stacks() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: still running.*in _hang_without_handlers"):
+        run_on_ranks(1, _hang_without_handlers, timeout_s=1)
 
 
 def test_a_hang_is_ended_with_stacks() -> None:
