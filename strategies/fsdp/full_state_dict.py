@@ -75,11 +75,12 @@ def fsdp2_load_full_state_dict(
 
     Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each whole tensor to every rank.
     """
+    root = model  # it may hold a unit of its own, and that unit's setup
     if isinstance(model, ShardedRoot):
         model = model.module
     reports: list[Any] = [None] * num_ranks()
     with failing_together(_WHAT):
-        reshard(model)
+        reshard(root)
         slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
         needs = [_need(slot) for slot in slots]
         if accelerator.is_main_process != (_rank() == 0):
@@ -98,7 +99,7 @@ def fsdp2_load_full_state_dict(
         problems += _find_buffers(sources, buffers_by_name(model if buffers_from is None else buffers_from), reports)
     raise_together(_WHAT, problems)
     with failing_together(_WHAT):
-        materialise(model, accelerator.device)
+        materialise(root, accelerator.device)
         slots_by_names = {slot.names: slot for slot in slots_of(model)}
         targets = [slots_by_names[need.names].local() for need in needs]
     device = accelerator.device if num_ranks() == 1 else sending_device(accelerator.device, _world())

@@ -45,13 +45,14 @@ def fsdp2_load_safetensors(
         RuntimeError: On every rank, before anything is changed: if a file cannot be read, names are missing or
             unexpected, or shapes differ.
     """
+    root = model  # it may hold a unit of its own, and that unit's setup
     if isinstance(model, ShardedRoot):
         model = model.module
     what = f"Loading {path} into the sharded model"
     with ExitStack() as files:
         with failing_together(what):
             opened = _open(Path(path), files)
-            reshard(model)
+            reshard(root)
             slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
             parts = [slot.part() for slot in slots]
             found, problems = _match(slots, opened)
@@ -59,7 +60,7 @@ def fsdp2_load_safetensors(
             problems += _check_buffers(slots, buffers)
         raise_together(what, problems)
         with failing_together(what):
-            materialise(model, accelerator.device)
+            materialise(root, accelerator.device)
             after = {slot.names: slot for slot in slots_of(model)}
             for slot, (offsets, sizes) in zip(slots, parts, strict=True):
                 target = after[slot.names].local()
