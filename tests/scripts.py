@@ -92,7 +92,7 @@ def _run(
     # Buffered: without a buffer, print() writes a line and its end apart, and lines of two processes run together.
     surroundings.update(PYTHONFAULTHANDLER="1", OMP_NUM_THREADS="1", **env)
     output_path = folder / "output"
-    with output_path.open("wb") as output:
+    with output_path.open("ab") as output:  # appending: two processes writing at once must not overwrite each other
         processes = [
             subprocess.Popen(command, stdout=output, stderr=output, env=surroundings, start_new_session=True, cwd=cwd)
             for command in commands

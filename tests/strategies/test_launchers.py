@@ -65,10 +65,11 @@ def _told(lines: list[str], where: str) -> list[str]:
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launcher) -> None:
-    lines = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2).lines
+    result = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2)
+    lines = result.lines
     places = [f"{i} of 2, local {i} of 2, main {i == 0}, local main {i == 0}" for i in range(2)]
-    assert _told(lines, "inside") == places
-    assert _told(lines, "after") == places
+    assert _told(lines, "inside") == places, result.output
+    assert _told(lines, "after") == places, result.output
     if launcher == "torchrun":
         assert _told(lines, "before") == places
     else:  # Lightning's launcher: the first process is alone until fit, and starts the second, which knows its place
