@@ -89,7 +89,8 @@ def _run(
     commands: Sequence[list[str]], env: Mapping[str, str], timeout_s: float, check: bool, cwd: Path | None, folder: Path
 ) -> ScriptResult:
     surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    # Buffered: without a buffer, print() writes a line and its end apart, and lines of two processes run together.
+    # Without a buffer, print() writes a line and its end apart, and lines of two processes run together.
+    surroundings.pop("PYTHONUNBUFFERED", None)
     surroundings.update(PYTHONFAULTHANDLER="1", OMP_NUM_THREADS="1", **env)
     output_path = folder / "output"
     with output_path.open("ab") as output:  # appending: two processes writing at once must not overwrite each other
