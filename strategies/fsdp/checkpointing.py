@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from ...checkpoint.manifest import write_manifest
 from .atomic import replace_folder
+from .outcome import run_on_rank_zero
 from .safe_dcp import SafePlanner, SafeReader
 
 _log = logging.getLogger(__name__)
@@ -172,25 +173,6 @@ def save_sharded(
     state = {model_key: weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizer_states)}}
     save(state, checkpoint_id=unfinished)
     run_on_rank_zero(finish, f"finishing {path}")
-
-
-def run_on_rank_zero(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on rank 0 while the others wait; its failure is raised on all.
-
-    Raises:
-        RuntimeError: If it failed, naming ``what`` and the error.
-    """
-    outcome: list[str | None] = [None]
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as caught:  # noqa: BLE001 (raised again below, after the others have been told)
-            error = caught
-            outcome = [f"{type(caught).__name__}: {caught}"]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise RuntimeError(f"{what} failed on rank 0: {outcome[0]}") from error
 
 
 def save_full(path: Path, write: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -45,6 +45,25 @@ def failing_together(what: str) -> Iterator[None]:
     except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
         error = caught
     raise_together(what, [] if error is None else [f"{type(error).__name__}: {error}"], error)
+
+
+def run_on_rank_zero(action: Callable[[], None], what: str) -> None:
+    """Run ``action`` on rank 0 while the others wait; its failure is raised on all.
+
+    Raises:
+        RuntimeError: If it failed, naming ``what`` and the error.
+    """
+    outcome: list[str | None] = [None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as caught:  # noqa: BLE001 (raised again below, after the others have been told)
+            error = caught
+            outcome = [f"{type(caught).__name__}: {caught}"]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise RuntimeError(f"{what} failed on rank 0: {outcome[0]}") from error
 
 
 def _ranks(ranks: Sequence[int], world_size: int) -> str:

@@ -213,11 +213,13 @@ def test_a_save_replaces_the_checkpoint_of_that_name(tmp_path: Path) -> None:
     assert run_on_ranks(2, _save_twice, str(tmp_path / "last"))[0] == ["last"]
 
 
-def _save_into_a_file(path: str) -> str:
-    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
+def _save_error(path: str, kind: str, ranks: list[int]) -> str:
+    """Train, then save on some ranks; what they are told."""
+    trainer, module = _trainer("fsdp2", kind, 1), TinyModule(CASE, Outcome())
     trainer.fit(module, _loader())
     try:
-        trainer.save_checkpoint(path)
+        if dist.get_rank() in ranks:
+            trainer.save_checkpoint(path)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -225,41 +227,20 @@ def _save_into_a_file(path: str) -> str:
 
 def test_a_failed_save_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    for message in run_on_ranks(2, _save_into_a_file, str(tmp_path / "file" / "checkpoint")):
+    for message in run_on_ranks(2, _save_error, str(tmp_path / "file" / "checkpoint"), "sharded_state_dict", [0, 1]):
         assert "failed on rank 0" in message
-
-
-def _save_on_rank_zero_alone(path: str) -> str:
-    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
-    trainer.fit(module, _loader())
-    try:
-        if dist.get_rank() == 0:
-            trainer.save_checkpoint(path)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def test_a_save_on_one_rank_alone_is_an_error_and_no_hang(tmp_path: Path) -> None:
     """The usual `if rank == 0: save` hangs with a sharded model elsewhere (huggingface/accelerate#2000)."""
-    messages = run_on_ranks(2, _save_on_rank_zero_alone, str(tmp_path / "checkpoint"), group_timeout_s=3)
+    messages = run_on_ranks(2, _save_error, str(tmp_path / "checkpoint"), "sharded_state_dict", [0], group_timeout_s=3)
     assert "trainer.save_checkpoint was called on process 0 of 2 alone" in messages[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def _save_over_a_folder(path: str) -> str:
-    trainer, module = _trainer("fsdp2", "full_state_dict", 1), TinyModule(CASE, Outcome())
-    trainer.fit(module, _loader())
-    try:
-        trainer.save_checkpoint(path)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def test_a_folder_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
-    for message in run_on_ranks(2, _save_over_a_folder, str(tmp_path / "precious")):
+    for message in run_on_ranks(2, _save_error, str(tmp_path / "precious"), "full_state_dict", [0, 1]):
         assert "IsADirectoryError" in message
     assert (tmp_path / "precious").is_dir()
 
