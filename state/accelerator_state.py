@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .distributed_type import DistributedType
@@ -156,9 +156,7 @@ class AcceleratorState(PartialState):
             ValueError: If there is none; the message has the names there are.
         """
         chosen = self.get_deepspeed_plugin(name)
-        for plugin in _settings.deepspeed_plugins.values():
-            if plugin is not chosen and hasattr(plugin, "_unselect"):
-                plugin._unselect()
+        _unselect(plugin for plugin in _settings.deepspeed_plugins.values() if plugin is not chosen)
         _settings.active_plugin = name
         if hasattr(chosen, "select"):
             chosen.select(_from_accelerator_state=True)
@@ -185,9 +183,11 @@ class AcceleratorState(PartialState):
             shared.distributed_type = DistributedType.FSDP
         precision = values["mixed_precision"]
         _take_deepspeed_plugins(values.get("deepspeed_plugin"))
-        for plugin in (*_settings.deepspeed_plugins.values(), values.get("fsdp_plugin")):
-            tells = plugin is not None and (precision != "no" or plugin is not values.get("fsdp_plugin"))
-            if tells and hasattr(plugin, "set_mixed_precision"):
+        told = list(_settings.deepspeed_plugins.values()) if "mixed_precision" in _settings.by_hand else []
+        if precision != "no":  # a default that nobody gave leaves the plugins open for the Trainer's precision
+            told = [*_settings.deepspeed_plugins.values(), values.get("fsdp_plugin")]
+        for plugin in told:
+            if hasattr(plugin, "set_mixed_precision"):
                 plugin.set_mixed_precision(precision)
         if _settings.active_plugin is not None:
             self.select_deepspeed_plugin(_settings.active_plugin)
@@ -213,21 +213,25 @@ class AcceleratorState(PartialState):
             new["deepspeed_plugin"] = deepspeed_plugin
         for name in sorted({"mixed_precision", "fsdp_plugin", "deepspeed_plugin"} & _settings.by_hand):
             old, wanted = _settings.values[name], new.get(name)
-            one_of_several = isinstance(old, Mapping) and any(plugin is wanted for plugin in old.values())
-            if not (one_of_several or _same(old, wanted)):
+            same = _are_among(wanted, old) if name == "deepspeed_plugin" else _same(old, wanted)
+            if not same:
                 raise _changed(name, old, wanted)
         state = cls()
         kept = {name: value for name, value in _settings.values.items() if name in _settings.by_hand}
         _settings.values = {**new, **kept}
         shared.distributed_type = distributed_type
         if "deepspeed_plugin" not in _settings.by_hand:  # else the user's own names, and the one they have selected
+            _unselect(_settings.deepspeed_plugins.values())
             _take_deepspeed_plugins(deepspeed_plugin)
+        if _settings.active_plugin is not None:
+            state.select_deepspeed_plugin(_settings.active_plugin)
         return state
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the shared state, for tests."""
         global _settings
+        _unselect(_settings.deepspeed_plugins.values())
         _settings = _Settings()
         shared.distributed_type = DistributedType.NO
         shared.read_mixed_precision = precision_from_env
@@ -257,10 +261,17 @@ def _effective_precision() -> str:
     if shared.distributed_type != DistributedType.DEEPSPEED or _settings.active_plugin is None or own == "fp8":
         return own
     config = _config_of(_settings.deepspeed_plugins[_settings.active_plugin])
-    enabled = {name: config.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
-    if "auto" in enabled.values():  # left to the Trainer, which is where our own value is from
-        return own
-    return next((name for name, on in enabled.items() if on), "no")
+    enabled = {name: config.get(name, {}).get("enabled", "auto") for name in ("fp16", "bf16")}
+    on = next((name for name, value in enabled.items() if value is True), None)
+    if on is not None:
+        return on
+    return own if enabled.get(own, "auto") == "auto" else "no"  # left open to the Trainer, where our own value is from
+
+
+def _unselect(plugins: Iterable[Any]) -> None:
+    for plugin in plugins:
+        if hasattr(plugin, "_unselect"):
+            plugin._unselect()
 
 
 def _config_of(plugin: Any) -> Mapping[str, Any]:
@@ -269,9 +280,20 @@ def _config_of(plugin: Any) -> Mapping[str, Any]:
 
 
 def _take_deepspeed_plugins(plugin: Any) -> None:
-    plugins = dict(plugin) if isinstance(plugin, Mapping) else {} if plugin is None else {"default": plugin}
-    _settings.deepspeed_plugins = plugins
-    _settings.active_plugin = next(iter(plugins), None)
+    _settings.deepspeed_plugins = _by_name(plugin)
+    _settings.active_plugin = next(iter(_settings.deepspeed_plugins), None)
+
+
+def _by_name(plugin: Any) -> dict[str, Any]:
+    """Return DeepSpeed plugins by name: several, one or none."""
+    return dict(plugin) if isinstance(plugin, Mapping) else {} if plugin is None else {"default": plugin}
+
+
+def _are_among(wanted: Any, known: Any) -> bool:
+    """Whether a strategy's DeepSpeed plugins (at least one) are all of those that the user has given, by any name."""
+    known_ones = list(_by_name(known).values())
+    wanted_ones = list(_by_name(wanted).values())
+    return bool(wanted_ones) and all(any(_same(one, known_one) for known_one in known_ones) for one in wanted_ones)
 
 
 def _same(old: Any, new: Any) -> bool:

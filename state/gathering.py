@@ -36,6 +36,32 @@ def gather(tensor: T) -> T:
     return replace_tensors(tensor, [torch.cat(blocks) for blocks in gather_blocks(tensors, group)])
 
 
+def gather_interleaved(data: T, num_rows: int) -> T:
+    """Gather the first ``num_rows`` rows of each process, dealing one from each process in turn.
+
+    That is the dataset's order under ``DistributedSampler``. ``num_rows`` may differ between processes.
+    """
+    data = map_tensors(lambda tensor: tensor.detach()[:num_rows], data)
+    group = communication_group("gather")
+    if group is None:
+        return data
+    return replace_tensors(data, [_interleaved(blocks) for blocks in gather_blocks(tensors_of(data), group)])
+
+
+def _interleaved(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    order = interleaved_order([len(block) for block in blocks])
+    joined = torch.cat(list(blocks))
+    return joined[torch.tensor(order, dtype=torch.int64, device=joined.device)]
+
+
+def interleaved_order(sizes: Sequence[int]) -> list[int]:
+    """Return positions in the joined blocks of these sizes, dealing one from each block in turn."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        start + turn for turn in range(max(sizes)) for start, size in zip(starts, sizes, strict=True) if turn < size
+    ]
+
+
 def gather_blocks(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
     """Return for each tensor what each process holds, in process order."""
     flat = {path: _at_least_1d(tensor) for path, tensor in tensors.items()}

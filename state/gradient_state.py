@@ -33,15 +33,22 @@ class _Entry:
             self.dataloader = lambda: dataloader
         self._told_remainder = remainder
         self._told_end: bool | None = None
+        self.cut_short = False
+        """Whether the driver goes no further, though the loader has more batches."""
 
-    def tell_end(self, value: bool) -> None:
-        self._told_end = value
+    def tell_end(self, value: bool, cut_short: bool = False) -> None:
+        self._told_end, self.cut_short = value, cut_short
 
     @property
     def end_of_dataloader(self) -> bool:
         if self._told_end is not None:
             return self._told_end
         return bool(getattr(self.dataloader(), "end_of_dataloader", False))
+
+    @property
+    def gave_last_batch(self) -> bool:
+        """Whether this batch is the one that may hold padding."""
+        return self.end_of_dataloader and not self.cut_short
 
     @property
     def remainder(self) -> int:
@@ -178,7 +185,10 @@ class GradientState(ReadOnlyState):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the active dataloader has given its last batch; False outside one."""
+        """Whether the active dataloader has given its last batch, or the last that a Trainer's limit lets it give.
+
+        False outside a dataloader.
+        """
         entry = _top()
         return entry is not None and entry.end_of_dataloader
 
@@ -284,8 +294,13 @@ class GradientState(ReadOnlyState):
         if entry is not None:
             _shared.entries.remove(entry)
 
-    def _set_end_of_dataloader(self, dataloader: Any, value: bool) -> None:
-        """Say whether the batch that ``dataloader`` gave last is its last one.
+    def _set_end_of_dataloader(self, dataloader: Any, value: bool, *, cut_short: bool = False) -> None:
+        """Say whether the batch that ``dataloader`` gave last is the last one used.
+
+        Args:
+            dataloader: As given to :meth:`_add_dataloader`.
+            value: Whether no other batch follows.
+            cut_short: Whether the loader has more, and this batch is whole: padding lies in batches that do not come.
 
         Raises:
             RuntimeError: If it is not being iterated.
@@ -293,7 +308,7 @@ class GradientState(ReadOnlyState):
         entry = _find(dataloader)
         if entry is None:
             raise RuntimeError(f"{dataloader!r} is not being iterated. Call _add_dataloader first.")
-        entry.tell_end(value)
+        entry.tell_end(value, cut_short)
 
     @staticmethod
     def _reset_state() -> None:

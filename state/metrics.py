@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from .facts import communication_group
-from .gathering import gather, gather_blocks, gather_object, replace_tensors
+from .gathering import gather, gather_blocks, gather_object, interleaved_order, replace_tensors
 from .gradient_state import active_entry
 from .nested import holds_only_tensors, tensors_of
 
@@ -67,22 +67,17 @@ def _order(sizes: Sequence[int]) -> list[int]:
     entry = active_entry()
     if entry is None:
         return list(range(total))
-    layout, at_end = entry.layout, entry.end_of_dataloader
+    layout, at_end = entry.layout, entry.gave_last_batch
     if layout.interleaved:
         possible = [layout.last_batch_size] if at_end else [layout.batch_size, layout.last_batch_size]
         if max(sizes) not in possible:
             return list(range(total))  # not one row a sample
-        num_kept = total - (max(0, entry.remainder) if at_end else 0)
-        return _interleaved(sizes)[: max(0, num_kept)]
+        order = interleaved_order(sizes)
+        if not at_end or layout.last_batch_size is None:
+            return order
+        # Not counted from `total`: a sampler may have left repetitions out already (callbacks/real_samples.py).
+        return order[: max(0, len(sizes) * layout.last_batch_size - max(0, entry.remainder))]
     if not at_end:
         return list(range(total))
     num_real = entry.num_real_in_last_batch or total - max(0, entry.remainder)
     return list(range(max(0, min(total, num_real))))
-
-
-def _interleaved(sizes: Sequence[int]) -> list[int]:
-    """Return positions in the joined blocks, dealing one from each process in turn."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        start + turn for turn in range(max(sizes)) for start, size in zip(starts, sizes, strict=True) if turn < size
-    ]

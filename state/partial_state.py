@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
@@ -317,9 +317,9 @@ class PartialState(ReadOnlyState):
         """Check a trigger on all processes; see :func:`accelight.state.check_trigger`."""
         return triggers.check_trigger(name, blocking)
 
-    def check_triggers(self, blocking: bool = True) -> dict[str, bool]:
-        """Check all triggers on all processes; see :func:`accelight.state.check_triggers`."""
-        return triggers.check_triggers(blocking)
+    def check_triggers(self, blocking: bool = True, names: Iterable[str] | None = None) -> dict[str, bool]:
+        """Check several triggers, or all, on all processes; see :func:`accelight.state.check_triggers`."""
+        return triggers.check_triggers(blocking, names)
 
     @classmethod
     def _refresh(

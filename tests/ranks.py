@@ -131,6 +131,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def forget_processes(world_size: int) -> None:
+    """Let the next run on ``world_size`` ranks have new processes: what it imports decides once in each."""
+    _pool().discard(world_size)
+
+
 def run_on_ranks(
     world_size: int,
     fn: Callable[..., Any],
@@ -302,7 +307,10 @@ class _Pristine:
     """The process-wide state before any test, to be put back after each."""
 
     def __init__(self) -> None:
+        import torch
+
         self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        self.linear = torch.nn.functional.linear
 
     def restore(self) -> None:
         import torch
@@ -314,6 +322,7 @@ class _Pristine:
         for number, handler in self.handlers.items():
             if handler is not None and number != signal.SIGUSR1:  # SIGUSR1 is the watchdog's
                 signal.signal(number, handler)
+        torch.nn.functional.linear = self.linear  # DeepSpeed's ZeRO-3 puts one of its own there, which rounds otherwise
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
@@ -326,6 +335,17 @@ def reset_singletons() -> None:
 
     reset_state()
     tell_lightning_its_rank(0)
+    _forget_deepspeed()
+
+
+def _forget_deepspeed() -> None:
+    """Drop DeepSpeed's process groups, which die with torch's; its accelerator and its compiled ops stay."""
+    comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))
+    if comm is not None:
+        vars(comm)["cdb"] = None
+    for name, value in vars(groups).items() if groups is not None else ():
+        if name.startswith("_") and name.isupper():
+            setattr(groups, name, {} if isinstance(value, dict) else value if isinstance(value, str) else None)
 
 
 def tell_lightning_its_rank(rank: int) -> None:

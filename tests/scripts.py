@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,6 +57,7 @@ def run_script(
     timeout_s: float = 120,
     check: bool = True,
     cwd: Path | None = None,
+    while_running: Callable[[], None] = lambda: None,
 ) -> ScriptResult:
     """Run a script from start to end and return what it printed.
 
@@ -69,6 +71,7 @@ def run_script(
             printed last may be missing then; ``print(..., flush=True)`` keeps it.
         check: Whether a non-zero exit status fails the test.
         cwd: Working folder; default the caller's.
+        while_running: Called once when the processes have been started, to do something to them.
 
     Raises:
         AssertionError: On a hang, or (``check``) on a non-zero exit status, with all output.
@@ -82,11 +85,17 @@ def run_script(
             [*launch_command(launcher, nproc, node, port), str(path), *args]
             for node in range(2 if launcher == "two_nodes" else 1)
         ]
-        return _run(commands, env or {}, timeout_s, check, cwd, Path(folder))
+        return _run(commands, env or {}, timeout_s, check, cwd, Path(folder), while_running)
 
 
 def _run(
-    commands: Sequence[list[str]], env: Mapping[str, str], timeout_s: float, check: bool, cwd: Path | None, folder: Path
+    commands: Sequence[list[str]],
+    env: Mapping[str, str],
+    timeout_s: float,
+    check: bool,
+    cwd: Path | None,
+    folder: Path,
+    while_running: Callable[[], None],
 ) -> ScriptResult:
     surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     # Without a buffer, print() writes a line and its end apart, and lines of two processes run together.
@@ -99,6 +108,10 @@ def _run(
             for command in commands
         ]
         try:
+            try:
+                while_running()
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n{output_path.read_text(errors='replace')}") from error
             returncodes = [process.wait(timeout_s) for process in processes]
             hung = False
         except subprocess.TimeoutExpired:
@@ -114,6 +127,18 @@ def _run(
     assert not hung, f"still running after {timeout_s} s: {commands}\n{text}"
     assert not check or not any(returncodes), f"exit status {returncodes}: {commands}\n{text}"
     return ScriptResult(returncodes, text)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    """Wait until ``condition()`` holds.
+
+    Raises:
+        AssertionError: After ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.02)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:

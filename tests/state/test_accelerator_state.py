@@ -25,6 +25,10 @@ class FSDPPlugin:
 class DeepSpeedPlugin:
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
     selected: bool = False
+    precisions: list[str] = field(default_factory=list)
+
+    def set_mixed_precision(self, precision: str) -> None:
+        self.precisions.append(precision)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         self.selected = True
@@ -124,7 +128,35 @@ def test_one_deepspeed_plugin_is_the_default_one() -> None:
     assert state.get_deepspeed_plugin("default") is state.deepspeed_plugin is plugin
     assert state.mixed_precision == "bf16"  # "auto" leaves it to the Trainer
     plugin.deepspeed_config = {}
+    assert state.mixed_precision == "bf16"
+    plugin.deepspeed_config = {"bf16": {"enabled": False}}
     assert state.mixed_precision == "no"
+
+
+def test_a_precision_that_nobody_gave_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, told in ((None, []), ("no", ["no"]), ("fp16", ["fp16"])):
+        plugin = DeepSpeedPlugin()
+        AcceleratorState(given, deepspeed_plugin=plugin)
+        assert plugin.precisions == told
+        AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState(deepspeed_plugin=plugin)
+    assert plugin.precisions == ["fp16", "bf16"]
+
+
+def test_a_strategy_with_the_plugins_given_by_hand() -> None:
+    one, two = DeepSpeedPlugin(), DeepSpeedPlugin()
+    state = AcceleratorState(deepspeed_plugin=one)
+    fill("no", DistributedType.DEEPSPEED, deepspeed_plugin={"any name": one})
+    assert (state.deepspeed_plugins, one.selected) == ({"default": one}, True)
+    for others in ({"one": one, "two": two}, {"two": two}, two, {}):
+        with pytest.raises(ValueError, match=r"has deepspeed_plugin=.*, which cannot become"):
+            fill("no", DistributedType.DEEPSPEED, deepspeed_plugin=others)
+    AcceleratorState._reset_state()
+    state = AcceleratorState(deepspeed_plugin={"one": one, "two": two})
+    state.select_deepspeed_plugin("two")
+    fill("no", DistributedType.DEEPSPEED, deepspeed_plugin={"one": one})
+    assert (state.deepspeed_plugin, one.selected, two.selected) == (two, False, True)  # what the user has selected
 
 
 def test_without_deepspeed_plugins_none_is_known() -> None:
@@ -144,7 +176,9 @@ def test_a_strategy_fills_it_and_the_next_one_replaces_that() -> None:
     fill("fp16", DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
     assert (state.fsdp_plugin, state.deepspeed_plugin) == (None, plugin)
     assert state.distributed_type == DistributedType.DEEPSPEED
+    selected = [plugin.selected]
     fill("no", DistributedType.NO)
+    assert [*selected, plugin.selected] == [True, False]
     assert (state.distributed_type, state.deepspeed_plugin, state.mixed_precision) == (DistributedType.NO, None, "no")
     with pytest.raises(ValueError, match="has mixed_precision='no', which cannot become 'bf16'"):
         AcceleratorState("bf16")

@@ -269,6 +269,9 @@ def evaluate_told() -> list[Any]:
     found: list[Any] = [gather_for_metrics(batch).tolist()]
     state._set_end_of_dataloader(loader, True)
     found += [gather_for_metrics(batch).tolist(), gather_for_metrics(torch.tensor([[1.0]]).expand(2, 1)).shape]
+    state._set_end_of_dataloader(loader, True, cut_short=True)  # a limit: the padding lies in a batch that never comes
+    assert state.end_of_dataloader
+    assert gather_for_metrics(batch).tolist() == list(range(2 * size))
     state._remove_dataloader(loader)
     found += [gather_for_metrics(batch).tolist(), gather_for_metrics([batch], use_gather_object=True)]
     assert found[0] == found[3] == list(range(2 * size))

@@ -261,7 +261,9 @@ def keep_a_notebooks_group() -> bool:
 
 def destroy_a_subgroup() -> bool:
     state = PartialState()
-    state.destroy_process_group(dist.new_group())
+    group = dist.new_group()
+    state.wait_for_everyone()  # new_group returns where this process is connected; others may still be connecting to it
+    state.destroy_process_group(group)
     state.wait_for_everyone()
     return dist.is_initialized()
 
