@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 AddParser = Callable[..., argparse.ArgumentParser]
+
+
+class _Report(Protocol):
+    def to_dict(self) -> dict[str, object]: ...
+
 
 EXIT_OK, EXIT_BAD_CHECKPOINT, EXIT_USAGE = 0, 1, 2
 
@@ -50,15 +55,35 @@ def _spellings(name: str) -> list[str]:
     return [f"--{name}", f"--{name.replace('-', '_')}"]
 
 
-def _add_merge(add_parser: AddParser) -> None:
-    parser = add_parser(
-        "merge-weights",
-        help="merge a sharded checkpoint into safetensors",
-        description="Merge the weights of a sharded (FSDP, torch.distributed.checkpoint) checkpoint into safetensors.",
-        allow_abbrev=False,
-    )
+def _new_parser(
+    add_parser: AddParser, name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str
+) -> argparse.ArgumentParser:
+    """Add a subcommand with what all of them have."""
+    parser = add_parser(name, help=summary, description=description, allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _print_json(report: _Report) -> None:
+    import json
+
+    print(json.dumps(report.to_dict(), indent=2))
+
+
+def _add_merge(add_parser: AddParser) -> None:
+    parser = _new_parser(
+        add_parser,
+        "merge-weights",
+        _merge,
+        "merge a sharded checkpoint into safetensors",
+        "Merge the weights of a sharded checkpoint (torch.distributed.checkpoint, as FSDP saves it, or DeepSpeed's "
+        "ZeRO) into safetensors.",
+    )
+    add = parser.add_argument
     add("output_path", metavar="OUT", help="folder for model.safetensors; made where missing")
     add(
         *_spellings("max-shard-size"),
@@ -79,15 +104,12 @@ def _add_merge(add_parser: AddParser) -> None:
     )
     add("--threads", type=int, metavar="N", help="threads that copy (default: what measured best)")
     add("--verify", action="store_true", help="read the result back and compare every byte with its source")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--quiet", action="store_true", help="print nothing but errors")
-    add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=_merge)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add what decides names and dtypes of the result."""
+    """Add what a merge and the comparison with its result share: names, dtypes, and how much is printed."""
     add = parser.add_argument
+    add("--quiet", action="store_true", help="print nothing but errors")
     add("--dtype", type=_checked(_dtype), help="convert floating-point tensors: fp32, fp16, bf16 or fp64")
     add(
         *_spellings("strip-prefix"),
@@ -107,18 +129,12 @@ def _merge(arguments: argparse.Namespace) -> int:
         not arguments.unsafe_serialization,
         arguments.remove_checkpoint_dir,
         max_shard_size=arguments.max_shard_size,
-        dtype=arguments.dtype,
-        strip_prefix=arguments.strip_prefix,
-        include=arguments.include,
-        exclude=arguments.exclude,
         threads=arguments.threads,
-        progress=False if arguments.quiet or arguments.json else None,
         verify=arguments.verify,
+        **_selection(arguments),
     )
     if arguments.json:
-        import json
-
-        print(json.dumps(report.to_dict(), indent=2))
+        _print_json(report)
     elif not arguments.quiet:
         print(report)
         for reason, names in report.skipped_by_reason().items():
@@ -127,39 +143,31 @@ def _merge(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `_add_selection` added, as arguments of the functions."""
+    chosen = {name: getattr(arguments, name) for name in ("dtype", "strip_prefix", "include", "exclude")}
+    return chosen | {"progress": False if arguments.quiet or arguments.json else None}
+
+
 def _add_verify(add_parser: AddParser) -> None:
-    parser = add_parser(
+    parser = _new_parser(
+        add_parser,
         "verify",
-        help="compare a merged result with its checkpoint",
-        description="Compare every byte of a merged result with the checkpoint. Give the options of the merge again.",
-        allow_abbrev=False,
+        _verify,
+        "compare a merged result with its checkpoint",
+        "Compare every byte of a merged result with the checkpoint. Give the options of the merge again.",
     )
-    add = parser.add_argument
-    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
-    add("output_path", metavar="OUT", help="folder with the merged model, or a .safetensors file")
+    help_text = "folder with the merged model, or a .safetensors or .bin file"
+    parser.add_argument("output_path", metavar="OUT", help=help_text)
     _add_selection(parser)
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--quiet", action="store_true", help="print nothing but errors")
-    add("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=_verify)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from .verify import verify_merged
 
-    report = verify_merged(
-        arguments.checkpoint_dir,
-        arguments.output_path,
-        dtype=arguments.dtype,
-        strip_prefix=arguments.strip_prefix,
-        include=arguments.include,
-        exclude=arguments.exclude,
-        progress=False if arguments.quiet or arguments.json else None,
-    )
+    report = verify_merged(arguments.checkpoint_dir, arguments.output_path, **_selection(arguments))
     if arguments.json:
-        import json
-
-        print(json.dumps(report.to_dict(), indent=2))
+        _print_json(report)
     elif not report.is_equal:
         print(f"accelight: error: {report}", file=sys.stderr)
     elif not arguments.quiet:
@@ -168,17 +176,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _add_inspect(add_parser: AddParser) -> None:
-    parser = add_parser(
+    parser = _new_parser(
+        add_parser,
         "inspect",
-        help="say what a sharded checkpoint holds",
-        description="Say what a sharded checkpoint holds, from its description alone; no tensor is read.",
-        allow_abbrev=False,
+        _inspect,
+        "say what a sharded checkpoint holds",
+        "Say what a sharded checkpoint holds, from its description alone; no tensor is read.",
     )
-    parser.add_argument("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
     parser.add_argument("--tensors", action="store_true", help="list every tensor of the model below the table")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    parser.set_defaults(run=_inspect)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -186,9 +191,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     info = inspect_checkpoint(arguments.checkpoint_dir)
     if arguments.json:
-        import json
-
-        print(json.dumps(info.to_dict(), indent=2))
+        _print_json(info)
         return EXIT_OK
     print(info)
     if arguments.tensors and info.tensors:

@@ -1,4 +1,4 @@
-"""Other dtypes and ``.bin`` files, with torch: imported only where a merge asks for one of them."""
+"""Other dtypes and ``.bin`` files, with torch, but for widening bfloat16: imported only where a merge asks for it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def convert_block(view: memoryview, source: DType, target: DType, what: str) -> 
     Raises:
         CheckpointError: If a finite value is too large for the target: the file would hold an infinity instead.
     """
+    if (source.name, target.name) == ("bfloat16", "float32"):
+        return _widen(view)
     import torch
 
     values = torch.frombuffer(view, dtype=getattr(torch, source.name))
@@ -37,6 +39,13 @@ def convert_block(view: memoryview, source: DType, target: DType, what: str) -> 
     if out:
         torch.frombuffer(out, dtype=converted.dtype).copy_(converted)
     return memoryview(out)
+
+
+def _widen(view: memoryview) -> memoryview:
+    """Return bfloat16 values as float32, without torch: the same bits, and 16 zero bits below them."""
+    out = memoryview(bytearray(2 * len(view)))
+    out.cast("H")[1::2] = view.cast("H")  # files are little endian, whatever the machine is
+    return out
 
 
 def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from .errors import CheckpointError
@@ -26,11 +26,13 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One thing for a thread to do: a run of bytes, or a tensor to be put together."""
+    """One thing for a thread to do: runs that lie together in the output, or a tensor to be put together."""
 
-    tensor: PlannedTensor
     fd: int
-    run: Run | None
+    start: int
+    """Position in the output."""
+    runs: list[Run]
+    tensor: PlannedTensor | None = None
 
 
 def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -43,16 +45,45 @@ def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Ite
 
 
 def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterator[_Work]:
+    """Yield the work in the output's order; short runs are put together up to one block."""
     for file, fd in planned:
+        runs: list[Run] = []
+        start = stop = 0
         for tensor in file.tensors:
-            runs = TensorReader(tensor.source, files).runs() if tensor.dtype is tensor.source.dtype else None
-            if runs is None:
-                yield _Work(tensor, fd, None)
-                continue
-            for run in runs:
-                for start in range(0, run.num_bytes, _PART_BYTES):
-                    size = min(_PART_BYTES, run.num_bytes - start)
-                    yield _Work(tensor, fd, Run(run.path, run.source + start, run.target + start, size))
+            for run in _runs(tensor, files):
+                if run is None:
+                    yield _Work(fd, tensor.start, [], tensor)
+                    continue
+                position = tensor.start + run.target
+                if position != stop or stop + run.num_bytes - start > BLOCK_BYTES:
+                    if runs:
+                        yield _Work(fd, start, runs)
+                    runs, start = [], position
+                runs.append(run)
+                stop = position + run.num_bytes
+        if runs:
+            yield _Work(fd, start, runs)
+
+
+def _runs(tensor: PlannedTensor, files: FilePool) -> Iterator[Run | None]:
+    """Yield a tensor's runs, long ones in parts; None alone if its bytes must be put together first."""
+    source = tensor.source
+    if tensor.dtype is not source.dtype:
+        yield None
+        return
+    piece = source.pieces[0] if len(source.pieces) == 1 else None
+    runs: Iterable[Run] | None
+    if piece is not None and piece.is_plain:  # the most common case, and there can be a hundred thousand
+        runs = (Run(piece.path, piece.start, 0, source.num_bytes),)
+    else:
+        runs = TensorReader(source, files).runs()
+    if runs is None:
+        yield None
+        return
+    for run in runs:
+        for start in range(0, run.num_bytes, _PART_BYTES):
+            size = min(_PART_BYTES, run.num_bytes - start)
+            yield Run(run.path, run.source + start, run.target + start, size)
 
 
 class _Copier:
@@ -95,18 +126,27 @@ class _Copier:
             return None if self._stop else next(self._work, None)
 
     def _do(self, work: _Work, files: FilePool, buffer: memoryview) -> Iterator[int]:
-        start = work.tensor.start
-        if work.run is None:
+        if work.tensor is not None:
             for position, block in blocks_of(work.tensor, files, buffer):
-                write_exactly(work.fd, block, start + position)
+                write_exactly(work.fd, block, work.start + position)
                 yield len(block)
-            return
-        run = work.run
+        elif len(work.runs) > 1:
+            size = 0
+            for run in work.runs:
+                view = buffer[size : size + run.num_bytes]
+                read_exactly(files.fd(run.path), run.path, [view], run.source, run.num_bytes)
+                size += run.num_bytes
+            write_exactly(work.fd, buffer[:size], work.start)
+            yield size
+        else:
+            yield from self._copy(work.runs[0], work, files, buffer)
+
+    def _copy(self, run: Run, work: _Work, files: FilePool, buffer: memoryview) -> Iterator[int]:
         fd = files.fd(run.path)
         for position in range(0, run.num_bytes, BLOCK_BYTES):
             view = buffer[: min(BLOCK_BYTES, run.num_bytes - position)]
             read_exactly(fd, run.path, [view], run.source + position, len(view))
-            write_exactly(work.fd, view, start + run.target + position)
+            write_exactly(work.fd, view, work.start + position)
             yield len(view)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 
 from .dcp_metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor, read_dcp_metadata
 from .dcp_safetensors import has_safetensors_shards, read_safetensors_shards
 from .errors import CheckpointError
-from .layout import Piece, Source, SourceTensor, TensorInfo, check_coverage
+from .layout import Piece, Source, SourceTensor, check_coverage, is_contiguous
 from .paths import file_inside
 from .records import RecordReader, TensorRecord
 
@@ -51,8 +50,7 @@ def read_dcp(folder: Path, model_prefix: str | None = None) -> Source:
     def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
         return _Locator(folder).locate({name: tensors[name] for name in wanted})
 
-    infos = {name: TensorInfo(stored.fqn, stored.dtype, stored.shape) for name, stored in tensors.items()}
-    return Source(folder, "dcp", infos, skipped, locate)
+    return Source(folder, "dcp", tensors, skipped, locate)
 
 
 def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -107,7 +105,7 @@ def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | No
     return next(iter(groups)) if len(groups) == 1 and is_complete else None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Wanted:
     """A record to look at, and where its answer goes."""
 
@@ -133,7 +131,7 @@ class _Locator:
             self._read_file(relative, wanted, tensors, pieces)
         located: dict[str, SourceTensor] = {}
         for name, stored in tensors.items():
-            parts = tuple(piece for piece in pieces[name] if piece is not None)
+            parts = tuple(piece for piece in pieces.pop(name) if piece is not None)
             check_coverage(stored.fqn, stored.shape, parts)
             located[name] = SourceTensor(stored.fqn, stored.dtype, stored.shape, parts)
         return located
@@ -193,15 +191,3 @@ def _check_as_described(path: Path, tensor: StoredTensor, sizes: tuple[int, ...]
             f"{path}: tensor {tensor.fqn!r} is stored with shape {list(found.shape)}, "
             f"{METADATA_NAME} says {list(sizes)}."
         )
-
-
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie in row-major order without gaps; strides of dimensions of size 1 do not matter."""
-    if not prod(shape):
-        return True
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -7,18 +7,18 @@ names are torch 2.0's.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .dtypes import DTYPES, DType
 from .errors import CheckpointError
-from .layout import MAX_BYTES
-from .unpickler import Allowed, SafeCall, Sealed, load_restricted
+from .layout import MAX_BYTES, TensorInfo
+from .stand_ins import Size
+from .unpickler import EMPTY_DICT, Allowed, SafeCall, Sealed, brief, load_restricted
 
 METADATA_NAME = ".metadata"
-_MAX_DIMS = 64
 _MAX_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more
 
 
@@ -35,12 +35,9 @@ class StoredRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(TensorInfo):
     """One tensor as ``.metadata`` describes it; chunks are (offsets, sizes, record)."""
 
-    fqn: str
-    dtype: DType
-    shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredRecord], ...]
 
 
@@ -55,23 +52,40 @@ class DCPMetadata:
 
 
 class _Raw(metaclass=Sealed):
-    """What the pickle fills in, unchecked; compared and hashed by identity."""
+    """What the pickle fills in, unchecked; compared and hashed by identity.
 
-    __slots__ = ("fields",)
-    fields: object
+    There is one for each chunk and each tensor, so they are kept small: what matters goes into slots, and the dict that
+    it came in, which the unpickler keeps until its end, is emptied.
+    """
 
-    def __setstate__(self, state: object) -> None:
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) == 2 and state[0] is None:  # a class with slots
             state = state[1]
-        object.__setattr__(self, "fields", state)
+        if type(state) is not dict:
+            raise pickle.UnpicklingError(f"a {type(self).__name__.strip('_')} of {type(state).__name__}")
+        self.take(state)
+        state.clear()
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Fill the slots."""
 
 
 class _Metadata(_Raw):
-    __slots__ = ()
+    __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.state_dict_metadata = state.get("state_dict_metadata")
+        self.planner_data = state.get("planner_data")
+        self.storage_data = state.get("storage_data")
 
 
 class _TensorStorage(_Raw):
-    __slots__ = ()
+    __slots__ = ("chunks", "properties", "size")
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.properties, self.size, self.chunks = state.get("properties"), state.get("size"), state.get("chunks")
 
 
 class _BytesStorage(_Raw):
@@ -79,35 +93,44 @@ class _BytesStorage(_Raw):
 
 
 class _Chunk(_Raw):
-    __slots__ = ()
+    __slots__ = ("offsets", "sizes")
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.offsets, self.sizes = state.get("offsets"), state.get("sizes")
 
 
 class _Index(_Raw):
-    __slots__ = ()
+    __slots__ = ("fqn", "offset")
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.fqn, self.offset = state.get("fqn"), state.get("offset")
 
 
 class _StorageInfo(_Raw):
-    __slots__ = ()
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.relative_path, self.offset, self.length = map(state.get, ("relative_path", "offset", "length"))
+        self.transform_descriptors = state.get("transform_descriptors")
 
 
 class _Properties(_Raw):
-    __slots__ = ()
+    __slots__ = ("dtype",)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and state:  # from `__getstate__`: dtype, layout and so on
+            self.dtype = state[0]
+        else:
+            super().__setstate__(state)
+
+    def take(self, state: dict[str, Any]) -> None:
+        self.dtype = state.get("dtype")
 
 
 class _Ignored(_Raw):
     __slots__ = ()
 
-
-class _Size(tuple[int, ...], metaclass=Sealed):
-    """``torch.Size``: small non-negative integers, checked as they come in."""
-
-    __slots__ = ()
-
-    def __new__(cls, values: Iterable[Any] = ()) -> _Size:  # noqa: PYI034 - Self is newer than Python 3.10
-        sizes = tuple(values)
-        if len(sizes) > _MAX_DIMS or not all(type(size) is int and 0 <= size < MAX_BYTES for size in sizes):
-            raise pickle.UnpicklingError(f"a torch.Size of {str(sizes)[:200]}")
-        return super().__new__(cls, sizes)
+    def __setstate__(self, state: Any) -> None: ...
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -127,8 +150,8 @@ _ALLOWED: Allowed = {
     (_METADATA, "StorageMeta"): _Ignored,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.serialization", "_get_layout"): _IGNORE,
-    ("torch", "Size"): _Size,
-    ("collections", "OrderedDict"): SafeCall(lambda *args: dict(*args)),
+    ("torch", "Size"): Size,
+    ("collections", "OrderedDict"): EMPTY_DICT,
     # The folder's own path, in `StorageMeta`; Python 3.13 moved the classes.
     **{
         (module, name): _IGNORE
@@ -158,94 +181,98 @@ def read_dcp_metadata(path: Path) -> DCPMetadata:
         ) from error
 
 
+_Records = dict[tuple[str, tuple[int, ...] | None], StoredRecord]
+
+
 class _Checker:
-    """Turns raw objects into checked ones; every value is looked at once."""
+    """Turns raw objects into checked ones; each raw one is let go as soon as its values were looked at."""
 
     def __init__(self, path: str):
         self._path = path
 
     def metadata(self, raw: object) -> DCPMetadata:
-        fields = self._fields(raw, _Metadata, "the file")
-        entries = self._typed(fields.get("state_dict_metadata"), dict, "state_dict_metadata")
-        storage = self._typed(fields.get("storage_data"), dict, "storage_data")
+        content = self._typed(raw, _Metadata, "the file")
+        entries = self._typed(content.state_dict_metadata, dict, "state_dict_metadata")
+        storage = self._typed(content.storage_data, dict, "storage_data")
         records = self._records(storage)
         tensors: dict[str, StoredTensor] = {}
         not_tensors: list[str] = []
-        for fqn, entry in entries.items():
+        for fqn in list(entries):
             self._typed(fqn, str, "an entry's name")
+            entry = entries.pop(fqn)
             if isinstance(entry, _BytesStorage):
                 not_tensors.append(fqn)
             else:
                 tensors[fqn] = self._tensor(fqn, entry, records)
-        return DCPMetadata(tensors, tuple(not_tensors), self._paths(fields.get("planner_data")))
+        return DCPMetadata(tensors, tuple(not_tensors), self._paths(content.planner_data))
 
-    def _tensor(
-        self, fqn: str, raw: object, records: Mapping[tuple[str, tuple[int, ...] | None], StoredRecord]
-    ) -> StoredTensor:
-        fields = self._fields(raw, _TensorStorage, f"entry {fqn!r}")
-        shape = self._size(fields.get("size"), f"{fqn!r}: size")
-        dtype = self._dtype(fields.get("properties"), fqn)
+    def _tensor(self, fqn: str, raw: object, records: _Records) -> StoredTensor:
+        entry = self._typed(raw, _TensorStorage, f"entry {fqn!r}")
+        if type(entry.size) is not Size:
+            raise self._wrong(entry.size, Size, f"{fqn!r}: size")
+        dtype = self._dtype(entry.properties, fqn)
         chunks = {}
-        for chunk in self._typed(fields.get("chunks"), list, f"{fqn!r}: chunks"):
-            part = self._fields(chunk, _Chunk, f"a chunk of {fqn!r}")
-            offsets = self._size(part.get("offsets"), f"{fqn!r}: chunk offsets")
-            sizes = self._size(part.get("sizes"), f"{fqn!r}: chunk sizes")
-            record = records.get((fqn, offsets), records.get((fqn, None)))
+        for part in self._typed(entry.chunks, list, f"{fqn!r}: chunks"):
+            if type(part) is not _Chunk:
+                raise self._wrong(part, _Chunk, f"a chunk of {fqn!r}")
+            offsets, sizes = part.offsets, part.sizes
+            if type(offsets) is not Size:
+                raise self._wrong(offsets, Size, f"{fqn!r}: chunk offsets")
+            if type(sizes) is not Size:
+                raise self._wrong(sizes, Size, f"{fqn!r}: chunk sizes")
+            record = records.get((fqn, offsets)) or records.get((fqn, None))
             if record is None:
                 raise CheckpointError(f"{self._path}: no file is named for the chunk of {fqn!r} at {list(offsets)}.")
             chunks[offsets, sizes] = (offsets, sizes, record)  # replicas of one chunk are listed several times
-        return StoredTensor(fqn, dtype, shape, tuple(chunks.values()))
+        return StoredTensor(fqn, dtype, entry.size, tuple(chunks.values()))
 
-    def _records(self, storage: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], StoredRecord]:
-        records: dict[tuple[str, tuple[int, ...] | None], StoredRecord] = {}
-        for key, value in storage.items():
-            index = self._fields(key, _Index, "a key of storage_data")
-            fqn = self._typed(index.get("fqn"), str, "a storage index's name")
-            offset = index.get("offset")
-            offset = None if offset is None else self._size(offset, f"{fqn!r}: storage offset")
+    def _records(self, storage: dict[Any, Any]) -> _Records:
+        records: _Records = {}
+        while storage:
+            key, value = storage.popitem()
+            index = self._typed(key, _Index, "a key of storage_data")
+            fqn, offset = self._typed(index.fqn, str, "a storage index's name"), index.offset
+            if offset is not None and type(offset) is not Size:
+                raise self._wrong(offset, Size, f"{fqn!r}: storage offset")
             record = self._record(fqn, value)
             if records.setdefault((fqn, offset), record) != record:
                 raise CheckpointError(f"{self._path}: two records for the chunk of {fqn!r} at {offset}.")
         return records
 
     def _record(self, fqn: str, raw: object) -> StoredRecord:
-        info = self._fields(raw, _StorageInfo, f"the storage of {fqn!r}")
-        path = self._typed(info.get("relative_path"), str, f"{fqn!r}: relative_path")
-        numbers = []
+        info = self._typed(raw, _StorageInfo, f"the storage of {fqn!r}")
+        path = self._typed(info.relative_path, str, f"{fqn!r}: relative_path")
         for name in ("offset", "length"):
-            number = self._typed(info.get(name), int, f"{fqn!r}: {name}")
+            number = getattr(info, name)
+            if type(number) is not int:
+                raise self._wrong(number, int, f"{fqn!r}: {name}")
             if not 0 <= number < MAX_BYTES:
                 raise CheckpointError(f"{self._path}: {fqn!r}: {name} is {number}, allowed is 0 to {MAX_BYTES - 1}.")
-            numbers.append(number)
-        transforms = info.get("transform_descriptors") or ()
-        return StoredRecord(
-            path, numbers[0], numbers[1], tuple(self._typed(one, str, f"{fqn!r}: transform") for one in transforms)
-        )
+        transforms = tuple(self._typed(one, str, f"{fqn!r}: transform") for one in info.transform_descriptors or ())
+        return StoredRecord(path, info.offset, info.length, transforms)
 
     def _dtype(self, raw: object, fqn: str) -> DType:
-        state = self._typed(raw, _Properties, f"{fqn!r}: properties").fields
-        name = state.get("dtype") if isinstance(state, dict) else state[0]  # a tuple, from `__getstate__`
+        name = self._typed(raw, _Properties, f"{fqn!r}: properties").dtype
         if not isinstance(name, str) or name not in DTYPES:
-            raise CheckpointError(f"{self._path}: tensor {fqn!r} has dtype {name!r}, which is not known here.")
+            raise CheckpointError(f"{self._path}: tensor {fqn!r} has dtype {brief(name)}, which is not known here.")
         return DTYPES[name]
 
     def _paths(self, raw: object) -> dict[str, tuple[str, ...]]:
-        if raw is None:
-            return {}
-        return {
-            self._typed(fqn, str, "planner_data"): tuple(str(key) for key in path)
-            for fqn, path in self._typed(raw, dict, "planner_data").items()
-        }
-
-    def _size(self, value: object, what: str) -> tuple[int, ...]:
-        return self._typed(value, _Size, what)
-
-    def _fields(self, raw: object, kind: type[_Raw], what: str) -> dict[str, Any]:
-        return self._typed(self._typed(raw, kind, what).fields, dict, f"the content of {what}")
+        paths = {} if raw is None else self._typed(raw, dict, "planner_data")
+        for fqn, path in paths.items():
+            self._typed(fqn, str, "planner_data")
+            if type(path) is not tuple or not all(type(key) is str or type(key) is int for key in path):
+                raise CheckpointError(f"{self._path}: planner_data: the path of {fqn!r} is {brief(path)}.")
+            if not all(type(key) is str for key in path):
+                paths[fqn] = tuple(map(str, path))
+        return paths
 
     def _typed(self, value: Any, kind: type[Any], what: str) -> Any:
         if type(value) is not kind:
-            raise CheckpointError(
-                f"{self._path}: {what} should be {kind.__name__.strip('_')}, found {type(value).__name__}."
-            )
+            raise self._wrong(value, kind, what)
         return value
+
+    def _wrong(self, value: object, kind: type[Any], what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {what} should be {kind.__name__.strip('_')}, found {type(value).__name__}."
+        )

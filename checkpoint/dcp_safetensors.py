@@ -18,7 +18,8 @@ from .dtypes import DType
 from .errors import CheckpointError
 from .layout import MAX_BYTES
 from .paths import file_inside
-from .safetensors_file import SafetensorsFile, read_safetensors
+from .safetensors_file import read_safetensors
+from .tensor_file import TensorFile
 
 SHARD_PATTERN = "shard-*-model-*-of-*.safetensors"
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -63,7 +64,7 @@ def _whole(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tup
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _chunks(file: SafetensorsFile, name: str) -> Iterator[tuple[str, DType, _Chunk]]:
+def _chunks(file: TensorFile, name: str) -> Iterator[tuple[str, DType, _Chunk]]:
     if _OFFSETS not in file.metadata:
         raise CheckpointError(
             f"{file.path}: the header has no {_OFFSETS}, which says where the chunks belong. "

@@ -10,3 +10,7 @@ class CheckpointError(ValueError):
     ``merge_fsdp_weights`` raises for a folder it cannot read. Wrong arguments are plain ``ValueError`` or
     ``TypeError``; a full disk or a missing permission stays the ``OSError`` it is.
     """
+
+    def __init__(self, message: str):
+        # Names come from checkpoints: they may neither break the line nor send commands to the terminal.
+        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in message))

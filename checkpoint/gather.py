@@ -52,7 +52,7 @@ class TensorReader:
         self._tensor = tensor
         self._files = files
         self._decoded: dict[Piece, memoryview] = {}
-        shape, itemsize = tensor.shape, tensor.dtype.itemsize
+        shape, itemsize = tensor.cut_shape, tensor.dtype.itemsize
         cut = max(
             (dim for piece in tensor.pieces for dim in range(len(shape)) if piece.sizes[dim] != shape[dim]), default=0
         )

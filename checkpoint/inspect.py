@@ -16,6 +16,9 @@ from .manifest import Manifest, read_manifest
 from .meta_file import META_NAME, read_progress
 from .paths import file_inside
 from .report import human_bytes
+from .sources import zero_manifest
+from .zero import ZeroCheckpoint, read_zero
+from .zero_files import has_zero_files
 
 KINDS = {
     "accelight": "accelight (torch.distributed.checkpoint with accelight.json)",
@@ -25,6 +28,9 @@ KINDS = {
     "lightning": "Lightning Fabric",
     "torch-dcp": "torch.distributed.checkpoint",
     "torch-dcp-safetensors": "torch.distributed.checkpoint, safetensors format",
+    "deepspeed-universal": "DeepSpeed, universal checkpoint",
+    **{f"deepspeed-stage-{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
+    **{f"lightning-deepspeed-stage-{stage}": f"Lightning, DeepSpeedStrategy, stage {stage}" for stage in range(4)},
 }
 """Who saved a checkpoint, as far as its folder tells."""
 
@@ -57,7 +63,7 @@ class CheckpointInfo:
     """Result of `inspect_checkpoint`."""
 
     path: Path
-    """The folder with ``.metadata``, or with the shards where there is none."""
+    """The folder with ``.metadata``, or with the shards where there is none; DeepSpeed's tag folder."""
     kind: str
     """A key of `KINDS`."""
     model_prefix: str
@@ -68,12 +74,12 @@ class CheckpointInfo:
     has_optimizer: bool
     """Whether optimizer state is in the folder or, for Accelerate's, in the one beside it."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Alias to the name of the tensor it shares, as ``accelight.json`` says."""
+    """Alias to the name of the tensor it shares, as ``accelight.json`` or DeepSpeed says."""
     module_attribute: str | None = None
     """The attribute of the LightningModule that holds its model, as ``accelight.json`` says."""
     epoch: int | None = None
     global_step: int | None = None
-    """From ``meta.pt``; None where there is none."""
+    """From ``meta.pt`` or DeepSpeed's model states; None where they do not say."""
     skipped: dict[str, str] = field(default_factory=dict)
     """What is not the model's, with the reason."""
     notes: tuple[str, ...] = ()
@@ -132,6 +138,8 @@ def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo
             or too short. Whether the bytes in the files make sense is left to the merge.
     """
     folder = find_checkpoint(checkpoint_dir)
+    if has_zero_files(folder):
+        return _describe_zero(read_zero(folder))
     manifest = read_manifest(folder)
     metadata = read_description(folder)
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
@@ -156,6 +164,46 @@ def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo
         skipped=skipped | dict.fromkeys(metadata.not_tensors, "not a tensor"),
         notes=notes,
     )
+
+
+def _describe_zero(checkpoint: ZeroCheckpoint) -> CheckpointInfo:
+    states, files = checkpoint.states, checkpoint.files
+    chunks: dict[Path, int] = {}
+    for tensor in checkpoint.tensors.values():
+        for part in tensor.parts:
+            chunks[part.path] = chunks.get(part.path, 0) + 1
+    paths = [files.model] if files.model is not None else []
+    paths += [*files.model_shards.values(), *files.optimizer_shards.values()]
+    paths += [path for path in chunks if path not in paths]  # one for each parameter, of a universal checkpoint
+    return CheckpointInfo(
+        path=files.folder,
+        kind="deepspeed-universal"
+        if checkpoint.is_universal
+        else f"{'lightning-' if states.is_lightning else ''}deepspeed-stage-{checkpoint.stage}",
+        model_prefix="module",
+        tensors=tuple(
+            StoredTensorInfo(
+                name=name,
+                dtype=tensor.dtype.name,
+                shape=tensor.shape,
+                num_parameters=prod(tensor.shape) * tensor.dtype.packed,
+                num_bytes=prod(tensor.shape) * tensor.dtype.itemsize,
+                num_chunks=len(tensor.parts),
+            )
+            for name, tensor in checkpoint.tensors.items()
+        ),
+        files=tuple(_shard_file(files.folder, path, chunks.get(path, 0)) for path in paths),
+        has_optimizer=checkpoint.has_optimizer,
+        ties=dict(checkpoint.ties),
+        module_attribute=zero_manifest(files.folder, checkpoint.ties).module_attribute,
+        epoch=states.steps["epoch"],
+        global_step=states.steps["global_step" if states.is_lightning else "global_steps"],
+        skipped=dict(checkpoint.skipped),
+    )
+
+
+def _shard_file(folder: Path, path: Path, num_chunks: int) -> ShardFile:
+    return ShardFile(path.relative_to(folder.resolve()).as_posix(), path.stat().st_size, num_chunks)
 
 
 def _describe(name: str, tensor: StoredTensor) -> StoredTensorInfo:
@@ -222,8 +270,9 @@ def _rows(info: CheckpointInfo) -> list[tuple[str, str]]:
         ("dtypes", ", ".join(f"{dtype} ({count})" for dtype, count in info.dtypes.items()) or "none"),
         ("optimizer", "yes" if info.has_optimizer else "no"),
     ]
-    if info.epoch is not None or info.global_step is not None:
-        rows.append(("trained", f"epoch {info.epoch}, step {info.global_step}"))
+    trained = {"epoch": info.epoch, "step": info.global_step}
+    if any(one is not None for one in trained.values()):
+        rows.append(("trained", ", ".join(f"{name} {one}" for name, one in trained.items() if one is not None)))
     if info.module_attribute is not None:
         rows.append(("attribute", info.module_attribute or "(none: the module holds layers itself)"))
     rows += [("tied", f"{alias} -> {name}") for alias, name in info.ties.items()]

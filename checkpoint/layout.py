@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 from .dtypes import DType
 from .errors import CheckpointError
 
+MAX_DIMS = 64  # as torch has it
 MAX_BYTES = 2**62  # no file or tensor is larger; sums of two such still fit the C types behind os.pread
 
 
@@ -38,14 +39,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceTensor:
-    """A whole tensor, cut into pieces that cover it exactly."""
+class TensorInfo:
+    """What is known of a tensor before its bytes are looked for."""
 
     fqn: str
     """Name in the checkpoint, in full."""
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -54,17 +54,17 @@ class SourceTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What is known of a tensor before its bytes are looked for."""
+class SourceTensor(TensorInfo):
+    """A whole tensor, cut into pieces that cover it exactly."""
 
-    fqn: str
-    dtype: DType
-    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_flat: bool = False
+    """Whether the pieces are ranges of the flattened tensor, as ZeRO cuts it."""
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the whole tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+    def cut_shape(self) -> tuple[int, ...]:
+        """The shape that the pieces' offsets and sizes refer to."""
+        return (prod(self.shape),) if self.is_flat else self.shape
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class Source:
     """Entry, by its full name, to the reason why it is not among the tensors."""
     locate: Callable[[Iterable[str]], dict[str, SourceTensor]]
     """Finds the bytes of the tensors with these names; raises CheckpointError where they are not as described."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Alias to the name of the tensor it shares, where the checkpoint itself says so."""
+    dtype: DType | None = None
+    """What floating-point tensors become where nothing else is asked for; None keeps each one's own."""
 
 
 def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
@@ -124,3 +128,15 @@ def _check_overlap(fqn: str, pieces: Sequence[Piece]) -> None:
                     f"{other.path.name}, and {list(piece.offsets)} of size {list(piece.sizes)} in {piece.path.name}."
                 )
         active.append(piece)
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie in row-major order without gaps; strides of dimensions of size 1 do not matter."""
+    if not prod(shape):
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

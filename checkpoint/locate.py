@@ -9,10 +9,11 @@ from .dcp import is_optimizer_key
 from .dcp_metadata import METADATA_NAME
 from .dcp_safetensors import SHARD_PATTERN, has_safetensors_shards
 from .errors import CheckpointError
+from .zero_files import has_zero_files, latest_tag
 
 
 def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    """Return the DCP folder that ``checkpoint_dir`` is or holds.
+    """Return the DCP folder, or DeepSpeed's tag folder, that ``checkpoint_dir`` is or holds.
 
     Raises:
         CheckpointError: If there is none, or more than one that may be meant.
@@ -20,11 +21,19 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {found}; a folder with a {METADATA_NAME} file was looked for.")
+        hint = _whole(folder.parent, folder.name)
+        raise CheckpointError(f"{folder} {found}; a folder with a {METADATA_NAME} file was looked for.{hint}")
     if (folder / METADATA_NAME).is_file() or has_safetensors_shards(folder):
         return folder
+    if has_zero_files(folder):
+        return folder
+    if (tag := latest_tag(folder)) is not None:
+        return tag
     found_inside = (*folder.glob(f"*/{METADATA_NAME}"), *folder.glob(f"*/{SHARD_PATTERN}"))
-    inside = sorted({path.parent for path in found_inside if path.is_file()})
+    inside = sorted(
+        {path.parent for path in found_inside if path.is_file()}
+        | {path for path in folder.iterdir() if path.is_dir() and has_zero_files(path)}
+    )
     models = [path for path in inside if not is_optimizer_key(path.name)]
     if len(models) == 1:
         return models[0]
@@ -42,5 +51,22 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
     raise CheckpointError(
         f"No checkpoint in {folder}: neither {METADATA_NAME} (torch.distributed.checkpoint; Lightning's and "
         f"accelight's folders), nor {SHARD_PATTERN} (its safetensors format), nor a folder such as "
-        f"pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)."
+        f"pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate), nor DeepSpeed's *_states.pt files, nor its file 'latest'."
+        f"{next((hint for name in _WHOLE if (hint := _whole(folder, name))), '')}"
+    )
+
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")  # the second is what DeepSpeed's save_16bit_model writes, too
+
+
+def _whole(folder: Path, name: str) -> str:
+    """Return what to do with weights that are in one file already, or nothing."""
+    path = folder / name
+    if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
+        return ""
+    if path.suffix == ".safetensors":
+        return f" {name} holds whole weights: nothing is left to merge."
+    return (
+        f" {name} is one file, not shards: nothing is left to merge. To have its weights as safetensors, load it with "
+        f"torch.load(..., weights_only=True) and save them with safetensors.torch.save_file."
     )

@@ -25,15 +25,15 @@ class Manifest:
     """The content of ``accelight.json``."""
 
     model_prefix: str
-    """Key of the saved state dict under which the weights are: ``model`` or ``state_dict``."""
+    """Key of the saved state dict under which the weights are: ``model``, ``state_dict``, or DeepSpeed's ``module``."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Alias to the fqn whose tensor it shares, both as in the module's ``state_dict()``."""
     module_attribute: str | None = None
     """Attribute under which the LightningModule holds its model, e.g. ``model``; empty if it holds layers itself."""
 
     def __post_init__(self) -> None:
-        if self.model_prefix not in ("model", "state_dict"):
-            raise ValueError(f"model_prefix must be 'model' or 'state_dict', got {self.model_prefix!r}.")
+        if self.model_prefix not in ("model", "state_dict", "module"):
+            raise ValueError(f"model_prefix must be 'model', 'state_dict' or 'module', got {self.model_prefix!r}.")
         if not isinstance(self.module_attribute, str | None):
             raise ValueError(f"module_attribute must be an attribute's name or None, got {self.module_attribute!r}.")
         if not isinstance(self.ties, Mapping):

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .copying import compare_tensors, copy_tensors, same_bytes
-from .dcp import read_dcp
 from .dtypes import DType, conversion_target
 from .errors import CheckpointError
 from .layout import Source, SourceTensor
 from .locate import find_checkpoint
-from .manifest import MANIFEST_NAME, read_manifest
+from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
 from .output import check_conflicts, check_destination, stale_files
 from .plan import Plan, PlannedFile, make_plan
@@ -24,7 +23,9 @@ from .processes import run_on_main
 from .progress import Progress, ProgressCallback
 from .report import MergeReport
 from .shards import parse_size
+from .sources import open_source
 from .writer import AtomicFolder
+from .zero_files import has_zero_files, remove_pointers
 
 if TYPE_CHECKING:
     import torch
@@ -72,13 +73,14 @@ def merge_fsdp_weights(
 
     Args:
         checkpoint_dir: A folder of torch.distributed.checkpoint as Accelerate, Lightning, accelight or torch itself
-            save it, or the folder above it if that holds one model.
+            save it, a ZeRO folder of DeepSpeed, or the folder above one of these if that holds one model.
         output_path: Folder for ``model.safetensors``; made where missing. A file of that name is replaced.
         safe_serialization: False writes ``pytorch_model.bin`` instead, with the whole model in memory.
         remove_checkpoint_dir: Remove the folder that was merged, after the output was read back and compared. Beside
-            one it was given, an optimizer's folder stays.
+            one it was given, an optimizer's folder stays; DeepSpeed's ``latest`` goes with the tag folder it names.
         max_shard_size: Split into files of at most this size (``"5GB"``, bytes), with Hugging Face's index.
-        dtype: Convert floating-point tensors (``"bf16"``, ``"float16"``, a ``torch.dtype``); others keep theirs.
+        dtype: Convert floating-point tensors (``"bf16"``, ``"float16"``, a ``torch.dtype``); others keep theirs. None
+            keeps each one's own, but for ZeRO 1 to 3: fp32, as DeepSpeed's ``zero_to_fp32`` gives.
         strip_prefix: Keep what lies under this attribute of the LightningModule, named as in the inner model;
             ``"auto"`` finds the attribute.
         include: Patterns (``fnmatch``) over the output's names; only names that match one are written.
@@ -95,7 +97,8 @@ def merge_fsdp_weights(
         ValueError: If an argument is wrong.
         OSError: If the disk is full, or a file may not be read or written. Nothing is left of the output.
 
-    Source: accelerate 1.15 ``utils/fsdp_utils.py`` (``merge_fsdp_weights``); the output equals its.
+    Source: accelerate 1.15 ``utils/fsdp_utils.py`` (``merge_fsdp_weights``) and deepspeed 0.19.8
+    ``utils/zero_to_fp32.py``; the output equals theirs.
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ValueError(f"threads must be a number from 1 on, or None, got {threads!r}.")
@@ -120,8 +123,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     started = time.monotonic()
     folder = find_checkpoint(request.checkpoint_dir)
     check_destination(folder, request.output_path, remove=request.remove)
-    manifest = read_manifest(folder)
-    source = read_dcp(folder, None if manifest is None else manifest.model_prefix)
+    source, manifest = open_source(folder)
     selection = select(
         list(source.tensors),
         manifest,
@@ -132,14 +134,14 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     plan = make_plan(
         selection,
         _locate(source, selection),
-        dtype=request.dtype,
+        dtype=request.dtype or source.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
     )
     check_conflicts(request.output_path, plan)
     _write(request, plan, progress)
     if request.remove:
-        shutil.rmtree(folder)
+        _remove(folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
     return MergeReport(
         destination=request.output_path,
@@ -151,6 +153,13 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
     )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, and before it the pointers beside it that would name nothing."""
+    if has_zero_files(folder):
+        remove_pointers(folder)
+    shutil.rmtree(folder)
 
 
 def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:

@@ -6,7 +6,9 @@ import zipfile
 from pathlib import Path
 
 from .errors import CheckpointError
-from .unpickler import Allowed, SafeCall, Sealed, load_restricted
+from .paths import file_inside
+from .stand_ins import DictWithState, InertByDefault
+from .unpickler import Allowed, load_restricted
 
 META_NAME = "meta.pt"
 """What Lightning's strategies and ours save beside the shards: everything but weights and optimizer state."""
@@ -14,29 +16,7 @@ META_NAME = "meta.pt"
 _MAX_PICKLE = 64 * 2**20
 
 
-class _Inert(metaclass=Sealed):
-    """Stands for every object that is not a plain container: takes whatever the pickle gives it, and keeps nothing."""
-
-    __slots__ = ()
-
-    def __new__(cls, *_: object) -> _Inert:  # noqa: PYI034 - Self is newer than Python 3.10
-        return super().__new__(cls)
-
-    def __setstate__(self, _: object) -> None: ...
-
-    def __setitem__(self, _: object, __: object) -> None: ...
-
-    def append(self, _: object) -> None: ...
-
-    def extend(self, _: object) -> None: ...
-
-
-class _InertByDefault(dict[tuple[str, str], object]):
-    def __missing__(self, _: tuple[str, str]) -> type[_Inert]:
-        return _Inert
-
-
-_ALLOWED: Allowed = _InertByDefault({("collections", "OrderedDict"): SafeCall(lambda *args: dict(*args))})
+_ALLOWED: Allowed = InertByDefault({("collections", "OrderedDict"): DictWithState})
 
 
 def read_progress(folder: Path) -> tuple[int | None, int | None]:
@@ -48,6 +28,7 @@ def read_progress(folder: Path) -> tuple[int | None, int | None]:
     path = folder / META_NAME
     if not path.is_file():
         return None, None
+    path = file_inside(folder, META_NAME, str(folder))
     content = load_restricted(_pickle_of(path), _ALLOWED, str(path), lambda _: None)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: should hold a dict, found {type(content).__name__}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .plan import Plan
 
-_PREFERENCE = (
+RESULT_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -47,7 +47,7 @@ def check_conflicts(output: Path, plan: Plan) -> None:
         ValueError: If so.
     """
     written = plan.index_name or plan.files[0].name
-    for name in _PREFERENCE[: _PREFERENCE.index(written)]:
+    for name in RESULT_NAMES[: RESULT_NAMES.index(written)]:
         if (output / name).exists():
             raise ValueError(
                 f"{output} holds {name}, which loaders prefer to the {written} to be written. "

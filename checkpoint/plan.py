@@ -91,7 +91,7 @@ def make_plan(
         members = set(group)
         ties = {alias: name for alias, name in selection.ties.items() if name in members}
         files.append(_plan_file(file_name, {name: planned[name] for name in group}, ties, sizes, safe))
-        file_of |= dict.fromkeys(group, file_name)
+        file_of |= dict.fromkeys([*group, *([] if safe else ties)], file_name)  # torch's files hold both names
     if len(files) == 1:
         return Plan(tuple(files), None, b"")
     return Plan(tuple(files), f"{stem}{suffix}.index.json", index_bytes(file_of, sum(sizes.values())))

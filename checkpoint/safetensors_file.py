@@ -9,42 +9,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from .dtypes import DTYPES, DType
+from .dtypes import DTYPES
 from .errors import CheckpointError
-from .layout import MAX_BYTES
+from .layout import MAX_BYTES, MAX_DIMS
 from .safetensors_header import MAX_HEADER_BYTES
+from .tensor_file import FileTensor, TensorFile
+from .unpickler import brief
 
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """A tensor in a safetensors file."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    """As torch has it: packed dtypes count stored elements."""
-    start: int
-    """Position of its bytes in the file."""
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """What the header says, checked against the file's size."""
-
-    path: Path
-    tensors: Mapping[str, FileTensor]
-    """In the order of their bytes."""
-    metadata: Mapping[str, str]
-
-
-def read_safetensors(path: Path) -> SafetensorsFile:
+def read_safetensors(path: Path) -> TensorFile:
     """Read the header of a safetensors file.
 
     Raises:
@@ -77,7 +56,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse(path: Path, described: dict[str, Any], data_start: int, file_bytes: int) -> SafetensorsFile:
+def _parse(path: Path, described: dict[str, Any], data_start: int, file_bytes: int) -> TensorFile:
     metadata = described.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ holds what is no text")
@@ -90,16 +69,18 @@ def _parse(path: Path, described: dict[str, Any], data_start: int, file_bytes: i
         position += tensor.num_bytes
     if position != file_bytes:
         raise CheckpointError(f"{path}: the header ends the tensors at byte {position}, the file has {file_bytes}.")
-    return SafetensorsFile(path, ordered, metadata)
+    return TensorFile(path, ordered, metadata)
 
 
 def _tensor(path: Path, name: str, raw: Mapping[str, Any], data_start: int) -> FileTensor:
-    if raw["dtype"] not in _BY_CODE:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {raw['dtype']!r}, which is not known here.")
+    if not isinstance(raw["dtype"], str) or raw["dtype"] not in _BY_CODE:
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {brief(raw['dtype'])}, which is not known here.")
     dtype = _BY_CODE[raw["dtype"]]
     shape, (start, stop) = list(raw["shape"]), raw["data_offsets"]
-    if not all(type(one) is int and 0 <= one < MAX_BYTES for one in (*shape, start, stop)):
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shape} and data_offsets {[start, stop]}.")
+    if len(shape) > MAX_DIMS or not all(type(one) is int and 0 <= one < MAX_BYTES for one in (*shape, start, stop)):
+        raise CheckpointError(
+            f"{path}: tensor {name!r} has shape {brief(shape)} and data_offsets {brief([start, stop])}."
+        )
     if dtype.packed > 1 and shape:
         shape[-1] //= dtype.packed
     if prod(shape) * dtype.itemsize != stop - start:

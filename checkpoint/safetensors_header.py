@@ -14,6 +14,7 @@ from .dtypes import DType
 from .errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +33,15 @@ def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[byte
     Raises:
         CheckpointError: If safetensors has no word for a dtype, a name is no text, or the header grows too large.
     """
-    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    parts = [f'{{"__metadata__":{_json(dict(metadata))}']
     starts: dict[str, int] = {}
     position = 0
     for entry in sorted(entries, key=lambda one: (-one.dtype.rank, one.name)):
-        if entry.dtype.code is None:
-            raise CheckpointError(
-                f"Tensor {entry.name!r} is {entry.dtype.name}, which safetensors cannot hold. Use exclude, "
-                f"or write pytorch_model.bin with safe_serialization=False."
-            )
-        if entry.name == "__metadata__":
-            raise CheckpointError("A tensor is called '__metadata__', which safetensors keeps for itself.")
-        shape = list(entry.shape)
-        if entry.dtype.packed > 1 and shape:
-            shape[-1] *= entry.dtype.packed
         starts[entry.name] = position
-        described[entry.name] = {
-            "dtype": entry.dtype.code,
-            "shape": shape,
-            "data_offsets": [position, position + entry.num_bytes],
-        }
         position += entry.num_bytes
+        parts.append(_describe(entry, position))
     try:
-        text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+        text = (",".join(parts) + "}").encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"A tensor's name is not valid text: {error}.") from error
     text += b" " * (-len(text) % 8)
@@ -64,3 +51,20 @@ def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[byte
         )
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}, len(header) + position
+
+
+def _describe(entry: Entry, stop: int) -> str:
+    """Return one tensor's name and description, as a header has them."""
+    if entry.dtype.code is None:
+        raise CheckpointError(
+            f"Tensor {entry.name!r} is {entry.dtype.name}, which safetensors cannot hold. Use exclude, "
+            f"or write pytorch_model.bin with safe_serialization=False."
+        )
+    if entry.name == "__metadata__":
+        raise CheckpointError("A tensor is called '__metadata__', which safetensors keeps for itself.")
+    shape = list(entry.shape)
+    if entry.dtype.packed > 1 and shape:
+        shape[-1] *= entry.dtype.packed
+    sizes = ",".join(map(str, shape))
+    offsets = f"[{stop - entry.num_bytes},{stop}]"
+    return f'{_json(entry.name)}:{{"dtype":"{entry.dtype.code}","shape":[{sizes}],"data_offsets":{offsets}}}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -10,27 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .copying import OnBytes, first_difference
-from .dcp import read_dcp
+from .copying import OnBytes, blocks_of, first_difference
 from .dtypes import DType, conversion_target, is_floating
-from .errors import CheckpointError
 from .files import BLOCK_BYTES, FilePool
-from .layout import SourceTensor
+from .layout import Piece, SourceTensor
 from .locate import find_checkpoint
-from .manifest import read_manifest
 from .names import Selection, checked_prefix, patterns, select
-from .paths import file_inside
 from .plan import PlannedTensor
 from .progress import Progress, ProgressCallback
 from .report import human_bytes
-from .safetensors_file import FileTensor, SafetensorsFile, read_safetensors
+from .result import read_result
+from .sources import open_source
+from .tensor_file import FileTensor, TensorFile
 
 if TYPE_CHECKING:
     import torch
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,8 @@ def verify_merged(
 
     Args:
         checkpoint_dir: As it was given to the merge.
-        output_path: The folder with ``model.safetensors`` or ``model.safetensors.index.json``, or one such file.
+        output_path: The folder with ``model.safetensors``, ``pytorch_model.bin`` or the index of either, or one such
+            file.
         dtype: As in the merge; so are the following, and names and dtypes that differ for lack of them are differences.
         strip_prefix: See `merge_fsdp_weights`.
         include: See there.
@@ -87,7 +81,7 @@ def verify_merged(
         progress: See there.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or the result is no safetensors file or is cut off.
+        CheckpointError: If the checkpoint is damaged, or the result is no file of tensors or is cut off.
         ValueError: If an argument is wrong.
     """
     started = time.monotonic()
@@ -99,13 +93,12 @@ def verify_merged(
     )
     shown = Progress(progress, "comparing")
     folder = find_checkpoint(checkpoint_dir)
-    manifest = read_manifest(folder)
-    source = read_dcp(folder, None if manifest is None else manifest.model_prefix)
+    source, manifest = open_source(folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
-    files, differences = _read_output(Path(output_path))
+    files, differences = read_result(Path(output_path))
     expected = _expected(selection, files)
     located = source.locate(set(expected.values()))
-    comparison = _Comparison({name: located[one] for name, one in expected.items()}, target, shown.add)
+    comparison = _Comparison({name: located[one] for name, one in expected.items()}, target or source.dtype, shown.add)
     shown.start(sum(tensor.num_bytes for file in files for tensor in file.tensors.values()))
     try:
         for file in files:
@@ -118,14 +111,14 @@ def verify_merged(
     return VerifyReport(len(names), comparison.num_bytes, time.monotonic() - started, differences)
 
 
-def _expected(selection: Selection, files: list[SafetensorsFile]) -> dict[str, str]:
+def _expected(selection: Selection, files: list[TensorFile]) -> dict[str, str]:
     """Return name in the result to name in the source; a tied name that was written as a tensor must hold it too."""
     present = {name for file in files for name in file.tensors}
     aliases = {alias: selection.names[name] for alias, name in selection.ties.items() if alias in present}
     return selection.names | aliases
 
 
-def _missing(selection: Selection, expected: Mapping[str, str], files: list[SafetensorsFile]) -> dict[str, str]:
+def _missing(selection: Selection, expected: Mapping[str, str], files: list[TensorFile]) -> dict[str, str]:
     """Return the tensors that the result does not hold, and the tied names that no header of it tells."""
     present = {name for file in files for name in file.tensors}
     missing = {name: "missing from the result" for name in expected if name not in present}
@@ -147,14 +140,14 @@ class _Comparison:
         self._on_bytes = on_bytes
         self.num_bytes = 0
 
-    def compare(self, file: SafetensorsFile) -> dict[str, str]:
+    def compare(self, file: TensorFile) -> dict[str, str]:
         """Return what is wrong with each tensor of a file that is not as expected."""
         files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
         wrong: dict[str, str] = {}
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for name, found in file.tensors.items():
-                why = self._describe(name, found) or self._bytes(name, found, fd, files, buffer)
+                why = self._describe(name, found) or self._bytes(name, found, file.path, fd, files, buffer)
                 if why is not None:
                     wrong[name] = f"{file.path.name}: {why}"
         finally:
@@ -177,57 +170,31 @@ class _Comparison:
             f"{dtype.name} {list(tensor.shape)}"
         )
 
-    def _bytes(self, name: str, found: FileTensor, fd: int, files: FilePool, buffer: memoryview) -> str | None:
+    def _bytes(
+        self, name: str, found: FileTensor, path: Path, fd: int, files: FilePool, buffer: memoryview
+    ) -> str | None:
         tensor = self._expected[name]
         planned = PlannedTensor(name, tensor, self._wanted(tensor), found.start)
-        position = first_difference(planned, fd, files, buffer, self._count)
+        if found.strides is None:
+            position = first_difference(planned, fd, files, buffer, self._count)
+        else:
+            position = self._strided(planned, found, path, files, buffer)
         return None if position is None else f"differs from its source from byte {position} on"
+
+    def _strided(
+        self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
+    ) -> int | None:
+        """Compare a tensor that the result holds with strides: as a whole in memory, through torch."""
+        from .decode import decode_piece
+
+        piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)
+        data = decode_piece(SourceTensor(planned.name, found.dtype, found.shape, (piece,)), piece)
+        for position, block in blocks_of(planned, files, buffer):
+            if data[position : position + len(block)] != block:
+                return position
+            self._count(len(block))
+        return None
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._on_bytes(num_bytes)
-
-
-def _read_output(path: Path) -> tuple[list[SafetensorsFile], dict[str, str]]:
-    """Return the files of a result, and what its index says wrongly."""
-    if path.is_dir():
-        single, index = path / _SINGLE, path / _INDEX
-        path = single if single.is_file() else index
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path.parent} holds neither {_SINGLE} nor {_INDEX}. Only safetensors can be compared afterwards; for "
-                f"pytorch_model.bin merge with verify."
-            )
-    if path.name.endswith(".index.json"):
-        return _read_index(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a merged folder or a .safetensors file was looked for.")
-    return [read_safetensors(path)], {}
-
-
-def _read_index(path: Path) -> tuple[list[SafetensorsFile], dict[str, str]]:
-    if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path} is not a file of at most {_MAX_INDEX_BYTES} bytes.")
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(one, str) for one in weight_map.values()):
-            raise TypeError("weight_map must map names to files")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not an index of safetensors files ({error}).") from error
-    names = sorted(set(weight_map.values()))
-    files = [read_safetensors(file_inside(path.parent, name, str(path))) for name in names]
-    found: dict[str, str] = {}
-    wrong: dict[str, str] = {}
-    for file_name, file in zip(names, files, strict=True):
-        for name in file.tensors:
-            if name in found:
-                wrong[name] = f"in {found[name]} and in {file_name}"
-            elif weight_map.get(name) != file_name:
-                wrong[name] = f"in {file_name}, {path.name} says {weight_map.get(name)}"
-            found[name] = file_name
-    wrong |= {
-        name: f"not in {file_name}, where {path.name} says it is"
-        for name, file_name in weight_map.items()
-        if name not in found
-    }
-    return files, wrong

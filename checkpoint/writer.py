@@ -18,10 +18,16 @@ class AtomicFolder:
     it; else under a hidden temporary name. A folder that does not exist yet appears complete, by one rename; in one
     that exists, the files are renamed one after the other. Leaving the ``with`` block without `commit` removes all
     files, and the folders created above.
+
+    Args:
+        folder: Where the files go.
+        shared: Whether other processes write into the files, too. The files then have a name from the start, found with
+            `path_of` and the same each time, so that the next attempt takes over what a killed one left.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, shared: bool = False):
         self.folder = folder
+        self._shared = shared
         self._base = folder
         self._created: list[Path] = []
         self._files: dict[str, tuple[int, Path | None]] = {}
@@ -67,7 +73,17 @@ class AtomicFolder:
             _reserve(fd, num_bytes, self.folder / name)
         return fd
 
+    def path_of(self, name: str) -> Path:
+        """Return where a shared file lies until `commit`."""
+        return self._base / f".{self.folder.name}.{name}.unfinished"
+
     def _open(self, name: str) -> tuple[int, Path | None]:
+        if self._shared:
+            path = self.path_of(name)
+            path.unlink(
+                missing_ok=True
+            )  # not truncated: what hangs on there from a killed run must not write into ours
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), path
         if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
             try:
                 return os.open(self._base, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), None

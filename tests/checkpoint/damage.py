@@ -34,6 +34,12 @@ def index_of(metadata: Any, fqn: str) -> Any:
     return next(index for index in metadata.storage_data if index.fqn == fqn)
 
 
+def place_of(folder: Path, fqn: str) -> int:
+    """Return where a tensor's record begins in its file."""
+    offset: int = storage_of(pickle.loads((folder / ".metadata").read_bytes()), fqn).offset
+    return offset
+
+
 def replace_record(folder: Path, fqn: str, record: bytes) -> None:
     """Let ``fqn`` point at these bytes, in a file of their own."""
     (folder / "other.distcp").write_bytes(record)

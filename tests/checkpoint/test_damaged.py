@@ -114,7 +114,7 @@ METADATA_CASES: dict[str, tuple[Change, str]] = {
         r"'x' should be TensorStorage, found int",
     ),
     "planner data": (lambda m: setattr(m, "planner_data", 3), r"planner_data should be dict, found int"),
-    "planner paths": (lambda m: setattr(m, "planner_data", {"model.a": 3}), r"not the metadata of a DCP checkpoint"),
+    "planner paths": (lambda m: setattr(m, "planner_data", {"model.a": 3}), r"the path of 'model\.a' is 3"),
     "same names": (
         lambda m: setattr(m, "planner_data", {"model.a": ("model", "x"), "model.b": ("model", "x")}),
         r"two entries are called 'x': 'model\.a' and 'model\.b'",
@@ -271,6 +271,27 @@ def test_a_record_damaged_anywhere(tmp_path: Path) -> None:
                 assert merged.shape == (12,)
 
 
+def test_a_record_damaged_behind_one_like_it(tmp_path: Path) -> None:
+    """A record that begins as an earlier one is compared with it instead of parsed: the verdict must be the same."""
+    folder = damage.good(tmp_path / "in", a=torch.arange(12.0), b=torch.arange(12.0))
+    path = folder / "__0_0.distcp"
+    data = path.read_bytes()
+    first, second = (damage.place_of(folder, f"model.{name}") for name in "ab")
+    values = second + data[second:].index(torch.arange(12.0).numpy().tobytes())
+    for position in range(0, len(data) - second, 7):
+        if not values <= second + position < values + 48:
+            outcomes: list[object] = []
+            for start in (first, second):
+                at = start + position
+                path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+                try:
+                    merge_fsdp_weights(folder, tmp_path / "out")
+                    outcomes.append(torch.equal(load_file(tmp_path / "out/model.safetensors")["b"], torch.arange(12.0)))
+                except CheckpointError:
+                    outcomes.append("refused")
+            assert outcomes in ([True, True], ["refused", "refused"]), position
+
+
 # --- records
 
 
@@ -408,3 +429,28 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="became shorter while it was read"):
         merge_fsdp_weights(folder, tmp_path / "out", threads=1, progress=cut)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("step", [-64, -8, 1, 16])
+@pytest.mark.parametrize("numel", [12, 100_000])
+def test_a_wrong_length_of_the_names_before_a_members_bytes(tmp_path: Path, step: int, numel: int) -> None:
+    """It moves all bytes of the tensor, and what lies before or behind them would be taken for values."""
+    folder = damage.good(tmp_path / "in", a=torch.arange(float(numel)))
+    path = folder / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        local = next(one.header_offset for one in archive.infolist() if one.filename.endswith("/data/0"))
+    extra = int.from_bytes(data[local + 28 : local + 30], "little") + step
+    data[local + 28 : local + 30] = max(extra, 0).to_bytes(2, "little")
+    path.write_bytes(data)
+    assert_refused(folder, tmp_path / "out", "data/0 should end at byte|data/0 has .* bytes from byte")
+
+
+def test_weights_that_are_whole_already(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "in/pytorch_model.bin")
+    message = r"pytorch_model\.bin is one file, not shards: .* load it with torch\.load"
+    assert_refused(tmp_path / "in", tmp_path / "out", message)
+    assert_refused(tmp_path / "in/pytorch_model.bin", tmp_path / "out", message)
+    (tmp_path / "in/model.safetensors").touch()
+    assert_refused(tmp_path / "in", tmp_path / "out", r"model\.safetensors holds whole weights")

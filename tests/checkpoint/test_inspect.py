@@ -16,8 +16,19 @@ from accelight.checkpoint import CheckpointError, inspect_checkpoint, write_mani
 from accelight.checkpoint.cli import main
 from tests.checkpoint import damage, saving
 from tests.checkpoint.saving import save
+from tests.checkpoint.test_bombs import BOMBS
 from tests.checkpoint.test_cli import WITHOUT_TORCH
+from tests.checkpoint.test_unpickler import NAMES, hostile
 from tests.ranks import run_on_ranks
+
+INSPECT = """
+import resource, sys
+from accelight.checkpoint import inspect_checkpoint
+resource.setrlimit(resource.RLIMIT_AS, (600 * 2**20,) * 2)
+print(inspect_checkpoint(sys.argv[1]))
+"""
+META_BOMBS = {name: pickled for name, pickled in BOMBS.items() if len(pickled) < 2**20 or name == "equal hashes"}
+META_BOMBS |= {"empty dicts": BOMBS["empty dicts"][: 2**20] + b"."}
 
 
 def expected_totals() -> tuple[int, int, int]:
@@ -139,6 +150,40 @@ def test_a_compressed_meta_file_is_a_note(tmp_path: Path) -> None:
     damage.good(tmp_path)
     (tmp_path / "meta.pt").write_bytes(damage.rebuild(damage.torch_record({"epoch": 1}), zipfile.ZIP_DEFLATED))
     assert "no stored data.pkl" in inspect_checkpoint(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hostile_meta_file_is_harmless(tmp_path: Path, name: str) -> None:
+    """Objects in it are neither made nor called; what cannot be read is a note, and the rest is told."""
+    damage.good(tmp_path / "in")
+    marker = tmp_path / "marker"
+    pickled = hostile(f"touch {marker}".encode())[name]
+    (tmp_path / "in/meta.pt").write_bytes(damage.rebuild(damage.torch_record({"epoch": 1}), data_pkl=pickled))
+    info = inspect_checkpoint(tmp_path / "in")
+    assert (info.epoch, info.global_step, len(info.tensors)) == (None, None, 2)
+    assert (not info.notes) if name == "a wrong object" else ("meta.pt" in info.notes[0])  # that is a plain dict
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", META_BOMBS)
+def test_a_meta_file_that_is_a_bomb(tmp_path: Path, name: str) -> None:
+    damage.good(tmp_path / "in")
+    record = damage.rebuild(damage.torch_record({"epoch": 1}), data_pkl=META_BOMBS[name])
+    (tmp_path / "in/meta.pt").write_bytes(record)
+    command = [sys.executable, "-c", INSPECT, str(tmp_path / "in")]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
+    assert len(told) < 2000, told[:2000]
+    assert "model.b" not in told
+    assert "2 tensors" in told
+
+
+def test_a_meta_file_that_leads_out_of_the_folder(tmp_path: Path) -> None:
+    torch.save({"epoch": 5}, tmp_path / "elsewhere.pt")
+    damage.good(tmp_path / "in")
+    (tmp_path / "in/meta.pt").symlink_to(tmp_path / "elsewhere.pt")
+    info = inspect_checkpoint(tmp_path / "in")
+    assert info.epoch is None
+    assert "a link out of the checkpoint's folder" in info.notes[0]
 
 
 # --- damaged folders

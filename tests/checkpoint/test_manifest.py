@@ -37,7 +37,7 @@ def test_none_there(tmp_path: Path) -> None:
         ({"format_version": 2}, "format_version is 2, this release reads 1. Upgrade"),
         ({"format_version": None}, "format_version is None"),
         ({"more": 1}, r"unknown keys \['more'\]"),
-        ({"model_prefix": "x"}, "model_prefix must be 'model' or 'state_dict', got 'x'"),
+        ({"model_prefix": "x"}, "model_prefix must be 'model', 'state_dict' or 'module', got 'x'"),
         ({"model_prefix": None}, "model_prefix must be"),
         ({"ties": [1]}, "ties must map alias to fqn"),
         ({"ties": {"a": 3}}, "ties must map names to names, got 'a': 3"),

@@ -135,6 +135,19 @@ def test_compressed_records(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out/model.safetensors").keys() == (every_shape() | strided()).keys()
 
 
+def test_many_small_tensors(tmp_path: Path) -> None:
+    """Records like each other are told by comparison, and neighbours are written together: each value in its place."""
+    tensors = {
+        f"layers.{i}.w": torch.full((i % 5, i % 3 + 1), i, dtype=(torch.float32, torch.bfloat16, torch.int64)[i % 3])
+        for i in range(2000)
+    }
+    tensors |= {"large.0": torch.randn(150_000), "large.1": torch.randn(40_000, 4)}
+    save(tmp_path / "in", {"model": tensors})
+    merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
+    save_file(tensors, tmp_path / "reference", metadata={"format": "pt"})
+    assert filecmp.cmp(tmp_path / "out/model.safetensors", tmp_path / "reference", shallow=False)
+
+
 def test_what_is_not_a_tensor_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "in", {"model": {"w": torch.ones(2), "_extra_state": {"a": "b"}}, "step": 3, "rng": torch.ones(4)})
     report = merge_fsdp_weights(tmp_path / "in", tmp_path / "out")

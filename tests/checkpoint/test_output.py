@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import accelight.checkpoint.writer as writer
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
-from tests.checkpoint import damage
+from tests.checkpoint import damage, kills
 from tests.checkpoint.saving import save
 
 
@@ -306,3 +306,8 @@ def test_nothing_is_removed_after_an_error(folder: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError):
         merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True, include="no such name")
     assert (folder / ".metadata").is_file()
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """A short run of ``python -m tests.checkpoint.kills``."""
+    assert sum(kills.kill_merges(tmp_path, 6, seed=0).values()) == 6

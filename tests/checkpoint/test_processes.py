@@ -63,7 +63,7 @@ def test_an_error_reaches_all(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in")
     (folder / ".metadata").write_bytes(b"")
     main, *others = run_on_ranks(3, _merge_and_catch, str(folder), str(tmp_path / "out"))
-    assert main[:2] == ("CheckpointError", f"{folder}/.metadata: the pickle is cut off after 0 bytes.")
+    assert main[:2] == ("CheckpointError", f"{folder}/.metadata: the pickle is cut off after 0 bytes, or damaged.")
     for name, message, total in others:
         assert name == "CheckpointError"
         assert "failed on the main process" in message

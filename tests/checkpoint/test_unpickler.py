@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import struct
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
 from accelight.checkpoint.dcp_metadata import read_dcp_metadata
@@ -145,10 +141,11 @@ def test_an_extension_code_in_the_processs_cache(tmp_path: Path) -> None:
         copyreg.clear_extension_cache()
 
 
-@pytest.mark.parametrize("num_levels", [10_000, 1_000_000])
-def test_nesting_does_not_end_the_process(num_levels: int) -> None:
+@pytest.mark.parametrize("num_levels", [1, 10_000])
+def test_nested_keys_are_refused(num_levels: int) -> None:
     """A dict key that is a tuple in a tuple in a tuple: hashing it recurses in C."""
-    assert isinstance(load_restricted(b"\x80\x04})" + b"\x85" * num_levels + b"Ns.", {}, "it"), dict)
+    with pytest.raises(CheckpointError, match="nested tuple as a key"):
+        load_restricted(b"\x80\x04})\x85" + b"\x85" * num_levels + b"Ns.", {}, "it")
 
 
 def test_an_error_beside_a_deep_stack() -> None:
@@ -179,27 +176,7 @@ def test_sealed_things_stay_as_they_are() -> None:
         fn.__setstate__({})
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_flipped_bytes_end_in_checkpoint_error_or_in_the_same(data: st.DataObject) -> None:
-    """Whatever is flipped in a real ``.metadata``: it reads, or it is a CheckpointError."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / ".metadata"
-        pickled = bytearray(METADATA_FILE)
-        for _ in range(data.draw(st.integers(1, 3))):
-            pickled[data.draw(st.integers(0, len(pickled) - 1))] = data.draw(st.integers(0, 255))
-        path.write_bytes(pickled)
-        with contextlib.suppress(CheckpointError):
-            read_dcp_metadata(path)
-
-
-def _metadata_file() -> bytes:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        return (damage.good(Path(name) / "in", w=torch.ones(3, 4), v=torch.ones(2)) / ".metadata").read_bytes()
-
-
-METADATA_FILE = _metadata_file()
+def test_an_error_is_one_line_of_printable_text() -> None:
+    """A name from a checkpoint may neither break the line nor reach the terminal as a command."""
+    with pytest.raises(CheckpointError, match=r"asks for a\\nb\.\\x1b\[2Jc, which"):
+        load_restricted(text(b"a\nb") + text(b"\x1b[2Jc") + b"\x93.", {}, "it")

@@ -105,6 +105,71 @@ def test_ties(tmp_path: Path) -> None:
     assert list(verify_merged(folder, path).differences) == ["head"]
 
 
+# --- pytorch_model.bin
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "1KB"}, {"dtype": "fp16"}])
+def test_bin_files(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    write_manifest(folder, model_prefix="model", ties={"head": "a"})
+    report = merge_fsdp_weights(folder, tmp_path / "out", False, **options)
+    same = {name: value for name, value in options.items() if name != "max_shard_size"}
+    verified = verify_merged(folder, tmp_path / "out", **same)
+    assert verified.is_equal
+    assert verified.num_tensors == report.num_tensors + 1  # the tied name is a tensor there
+    assert verify_merged(folder, tmp_path / "out" / report.files[-1], **same).is_equal
+
+
+def test_bin_files_of_others(folder: Path, tmp_path: Path) -> None:
+    """Accelerate's, one with what ``Module.state_dict`` keeps on it, parameters, and strides of their own."""
+    from accelerate.utils import merge_fsdp_weights as accelerates_merge
+
+    accelerates_merge(str(folder), str(tmp_path / "theirs"), safe_serialization=False)
+    assert verify_merged(folder, tmp_path / "theirs").is_equal
+    path = tmp_path / "state_dict.bin"
+    tensors = torch.load(tmp_path / "theirs/pytorch_model.bin")
+    state_dict: Any = torch.nn.ParameterDict(tensors).state_dict()
+    assert state_dict._metadata
+    state_dict["a"] = torch.nn.Parameter(tensors["a"].t().contiguous().t())
+    state_dict["c"] = tensors["c"].repeat(3)[5:10]  # a part of a larger storage
+    torch.save(state_dict, path)
+    assert verify_merged(folder, path).is_equal
+    torch.save(state_dict | {"a": (tensors["a"] + 1).t().contiguous().t()}, path)
+    assert verify_merged(folder, path).differences == {"a": "state_dict.bin: differs from its source from byte 0 on"}
+
+
+def test_a_bin_file_that_differs(folder: Path, tmp_path: Path) -> None:
+    merge_fsdp_weights(folder, tmp_path / "out", False)
+    path = tmp_path / "out/pytorch_model.bin"
+    tensors = torch.load(path)
+    tensors["big"][BIG - 1] += 1
+    torch.save(tensors | {"a": tensors["a"].half(), "new": torch.ones(1)}, path)
+    differences = verify_merged(folder, path).differences
+    assert list(differences) == ["a", "big", "new"]
+    assert "float16 [3, 4], the checkpoint and these options give float32 [3, 4]" in differences["a"]
+    assert f"from byte {BIG * 4 - 4} on" in differences["big"] or f"from byte {BIG * 4 - 2} on" in differences["big"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "should hold a state dict, found list"),
+        ({1: torch.ones(2)}, "a state dict has names as keys, found int"),
+        ({"step": 3}, "'step' is no tensor but int"),
+        ({"m": torch.nn.Linear(1, 1)}, r"asks for torch\.nn\.modules\.linear\.Linear"),
+        (b"no zip", "too short for a zip"),
+        (b"x" * 100, "does not end as a zip of torch.save"),
+    ],
+)
+def test_no_bin_file(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message):
+        verify_merged(folder, tmp_path)
+
+
 # --- different
 
 
@@ -155,7 +220,9 @@ def test_an_index_that_is_wrong(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_result(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(
+        CheckpointError, match=r"holds none of model.safetensors, model.safetensors.index.json, pytorch_model.bin"
+    ):
         verify_merged(folder, tmp_path)
     with pytest.raises(CheckpointError, match=r"no.safetensors does not exist"):
         verify_merged(folder, tmp_path / "no.safetensors")
@@ -164,7 +231,7 @@ def test_a_folder_without_a_result(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "no json"])
 def test_no_index(folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match="not an index of safetensors files"):
+    with pytest.raises(CheckpointError, match="not an index of files"):
         verify_merged(folder, tmp_path)
 
 
@@ -270,5 +337,6 @@ def test_progress_reaches_the_whole(folder: Path, merged: Path) -> None:
 
 def test_torch_is_never_imported(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in")
-    merge_fsdp_weights(folder, tmp_path / "out")
-    subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "verify", folder, tmp_path / "out"], check=True)
+    for safe in (True, False):
+        merge_fsdp_weights(folder, tmp_path / f"{safe}", safe)
+        subprocess.run([sys.executable, "-c", WITHOUT_TORCH, "verify", folder, tmp_path / f"{safe}"], check=True)

@@ -1,0 +1,68 @@
+"""Finds and reads what a merge has written: one file, or several with an index."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .bin_file import read_bin
+from .errors import CheckpointError
+from .output import RESULT_NAMES
+from .paths import file_inside
+from .safetensors_file import read_safetensors
+from .tensor_file import TensorFile
+
+_MAX_INDEX_BYTES = 256 * 2**20
+
+
+def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
+    """Return the files of a result, and what its index says wrongly.
+
+    Args:
+        path: The folder, of which the file is taken that loaders prefer, or one of `RESULT_NAMES`.
+
+    Raises:
+        CheckpointError: If there is none, or it is not what its name says.
+    """
+    if path.is_dir():
+        found = [path / name for name in RESULT_NAMES if (path / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{path} holds none of {', '.join(RESULT_NAMES)}.")
+        path = found[0]
+    if path.name.endswith(".index.json"):
+        return _read_index(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; a merged folder, a .safetensors or a .bin file was looked for.")
+    return [_read_file(path)], {}
+
+
+def _read_file(path: Path) -> TensorFile:
+    return read_bin(path) if path.suffix == ".bin" else read_safetensors(path)
+
+
+def _read_index(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
+    if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
+        raise CheckpointError(f"{path} is not a file of at most {_MAX_INDEX_BYTES} bytes.")
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(one, str) for one in weight_map.values()):
+            raise TypeError("weight_map must map names to files")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not an index of files ({error}).") from error
+    names = sorted(set(weight_map.values()))
+    files = [_read_file(file_inside(path.parent, name, str(path))) for name in names]
+    found: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+    for file_name, file in zip(names, files, strict=True):
+        for name in file.tensors:
+            if name in found:
+                wrong[name] = f"in {found[name]} and in {file_name}"
+            elif weight_map.get(name) != file_name:
+                wrong[name] = f"in {file_name}, {path.name} says {weight_map.get(name)}"
+            found[name] = file_name
+    wrong |= {
+        name: f"not in {file_name}, where {path.name} says it is"
+        for name, file_name in weight_map.items()
+        if name not in found
+    }
+    return files, wrong
