@@ -2,6 +2,7 @@
 
 python examples/train_gpt.py                             # two CPU processes, or every GPU
 python examples/train_gpt.py --strategy accel_fsdp1 --accumulate 4 --steps 50
+python examples/train_gpt.py --strategy accel_deepspeed_stage_3 --steps 50
 torchrun --nproc-per-node 3 examples/train_gpt.py --devices 3
 """
 
@@ -136,14 +137,15 @@ def use_merged(weights: Path, expected: Path) -> None:
 def train(args: argparse.Namespace) -> None:
     from accelight.checkpoint import merge_fsdp_weights
     from accelight.state import PartialState
-    from accelight.strategies import AccelFSDPStrategy
+    from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 
-    strategy = AccelFSDPStrategy(
-        fsdp_version=int(args.strategy[-1]),
+    number = int(args.strategy[-1])  # FSDP's version, or ZeRO's stage
+    strategy: Any = AccelDeepSpeedStrategy(zero_stage=number) if "deepspeed" in args.strategy else AccelFSDPStrategy(
+        fsdp_version=number,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
         state_dict_type="sharded_state_dict",
-    )
+    )  # fmt: skip
     trainer = Trainer(
         strategy=strategy, accelerator=args.accelerator, devices=args.devices, precision=args.precision,
         max_steps=args.steps, accumulate_grad_batches=args.accumulate, gradient_clip_val=1.0,
@@ -158,7 +160,7 @@ def train(args: argparse.Namespace) -> None:
 
     state, checkpoint, merged = PartialState(), args.output / "checkpoint", args.output / "merged"
     trainer.save_checkpoint(checkpoint)
-    for shard in sorted(checkpoint.glob("*.distcp")):
+    for shard in sorted([*checkpoint.glob("*.distcp"), *checkpoint.rglob("*_states.pt")]):
         state.print(f"{shard}   {shard.stat().st_size:,} bytes")
     prompt = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8)
     prompts = DataLoader(TensorDataset(prompt.repeat(trainer.world_size, 1)))  # one for each process
@@ -174,7 +176,8 @@ def train(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=["accel_fsdp1", "accel_fsdp2"], default="accel_fsdp2")
+    choices = ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2", "accel_deepspeed_stage_3"]
+    parser.add_argument("--strategy", choices=choices, default="accel_fsdp2")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, help="processes on this machine (default: all GPUs, else 2)")
     parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true")

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .registration import register_strategies
 
 if TYPE_CHECKING:
+    from .deepspeed import (
+        AccelDeepSpeedStrategy,
+        DeepSpeedPlugin,
+        DummyOptim,
+        DummyScheduler,
+        HfDeepSpeedConfig,
+        get_active_deepspeed_plugin,
+    )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 
-__all__ = ["AccelFSDPStrategy", "FullyShardedDataParallelPlugin"]
+__all__ = [
+    "AccelDeepSpeedStrategy",
+    "AccelFSDPStrategy",
+    "DeepSpeedPlugin",
+    "DummyOptim",
+    "DummyScheduler",
+    "FullyShardedDataParallelPlugin",
+    "HfDeepSpeedConfig",
+    "get_active_deepspeed_plugin",
+]
+
+_HOMES = {  # the plugins must import without Lightning, so each name comes when it is asked for
+    "AccelDeepSpeedStrategy": ".deepspeed",
+    "AccelFSDPStrategy": ".fsdp",
+    "DeepSpeedPlugin": ".deepspeed",
+    "DummyOptim": ".deepspeed",
+    "DummyScheduler": ".deepspeed",
+    "FullyShardedDataParallelPlugin": ".fsdp",
+    "HfDeepSpeedConfig": ".deepspeed",
+    "get_active_deepspeed_plugin": ".deepspeed",
+}
 
 
-def __getattr__(name: str) -> Any:  # the plugins must import without Lightning
-    if name not in __all__:
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import fsdp
-
-    return getattr(fsdp, name)
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
 from ..state import GradientAccumulationPlugin, GradientState
+from .carried_windows import carried_windows
 
 
 class LoopTracker:
@@ -16,24 +19,22 @@ class LoopTracker:
 
     Args:
         gradient_accumulation: What the user gave the strategy, or None to follow ``accumulate_grad_batches`` alone.
-
-    Raises:
-        NotImplementedError: If a window is to go on over the end of an epoch.
     """
 
     def __init__(self, gradient_accumulation: GradientAccumulationPlugin | int | None = None) -> None:
         if isinstance(gradient_accumulation, int):
             gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
-        if not self.plugin.sync_with_dataloader:
-            raise NotImplementedError(
-                "sync_with_dataloader=False is not possible under the Trainer yet: a window ends with its epoch. "
-                "Leave it out, or use GradientState().accumulate() in a loop of your own."
-            )
-        self.micro_batches = 1
+        self.micro_batches = 0
         """Micro-batches in the present window, the present one included."""
+        self.expected_window_size = 1
+        """Micro-batches that the present window will have, as far as the loader's length tells."""
+        self._present: tuple[int, int] | None = None
+        self._changes = ExitStack()
         self._loaders: list[Any] = []
         self._num_training_loaders = 0
+        self._evaluated = (-1, 0)
+        """Index of the evaluation's present loader, and how many batches it has given. Lightning counts over all."""
 
     def start_fit(self, trainer: Trainer) -> None:
         """Make the Trainer and the plugin agree on the number of accumulation steps.
@@ -55,6 +56,9 @@ class LoopTracker:
                 )
             trainer.accumulate_grad_batches = wanted
         self._set_num_steps(trainer.accumulate_grad_batches)
+        self.micro_batches, self._present = 0, None
+        if not self.plugin.sync_with_dataloader:
+            self._changes.enter_context(carried_windows(trainer, lambda: self.micro_batches == 1))
 
     def _set_num_steps(self, num_steps: int) -> None:
         GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
@@ -75,9 +79,16 @@ class LoopTracker:
         self._follow(trainer.train_dataloader, above=0)
         self._num_training_loaders = 1
         is_last = progress.is_last_batch or batch == trainer.num_training_batches
-        self.micro_batches = (batch - 1) % num_steps + 1
-        state._set_end_of_dataloader(self._loaders[-1], is_last)
-        state._set_sync_gradients(self.micro_batches == num_steps or is_last)
+        if (trainer.current_epoch, batch) != self._present:  # each batch is noted twice
+            self._present = trainer.current_epoch, batch
+            self.micro_batches = 1 if state.sync_gradients else self.micro_batches + 1
+        if self.plugin.sync_with_dataloader:
+            window_ends = batch % num_steps == 0 or is_last
+        else:
+            window_ends = self.micro_batches >= num_steps
+        self.expected_window_size = state.window_size(batch - 1, max(trainer.num_training_batches, batch))
+        self._tell_end(batch, is_last)
+        state._set_sync_gradients(window_ends)
 
     def note_evaluation_batch(self, trainer: Trainer, dataloader_idx: int) -> None:
         """Take note of the batch that validation, testing or prediction is about to use."""
@@ -87,8 +98,17 @@ class LoopTracker:
         self._follow(loader, above=self._num_training_loaders)
         limits = loop.max_batches
         limit = limits[dataloader_idx] if isinstance(limits, list) and dataloader_idx < len(limits) else math.inf
-        is_last = loop.batch_progress.is_last_batch or loop.batch_progress.current.ready + 1 == limit
-        GradientState()._set_end_of_dataloader(self._loaders[-1], is_last)
+        previous, batch = self._evaluated
+        batch = batch + 1 if previous == dataloader_idx else 1
+        self._evaluated = dataloader_idx, batch
+        self._tell_end(batch, loop.batch_progress.is_last_batch or batch == limit)
+
+    def _tell_end(self, batch: int, is_last: bool) -> None:
+        """Say whether the loop uses no other batch than this; a limit may end it before the loader's padding."""
+        loader = self._loaders[-1]
+        length = sized_len(loader) if is_last else None
+        cut_short = length is not None and batch < length
+        GradientState()._set_end_of_dataloader(loader, is_last, cut_short=cut_short)
 
     def _follow(self, loader: Any, *, above: int) -> None:
         """Make ``loader`` the active one; the lowest ``above`` of the stack stay open under it."""
@@ -103,6 +123,7 @@ class LoopTracker:
 
     def end_evaluation(self) -> None:
         """Forget the evaluation's loaders; a training loop that it interrupted goes on."""
+        self._evaluated = (-1, 0)
         while len(self._loaders) > self._num_training_loaders:
             self._close_last()
 
@@ -111,6 +132,7 @@ class LoopTracker:
         self._num_training_loaders = 0
         self.end_evaluation()
         GradientState()._set_sync_gradients(True)
+        self._changes.close()
 
     @property
     def short_window_factor(self) -> float:

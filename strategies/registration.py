@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .deepspeed.strategy import AccelDeepSpeedStrategy
     from .fsdp.strategy import AccelFSDPStrategy
 
 _REGISTRY_MODULE = "lightning.pytorch.strategies"
@@ -22,7 +23,13 @@ def _make_fsdp(**arguments: Any) -> AccelFSDPStrategy:
     return AccelFSDPStrategy(**arguments)
 
 
-_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+def _make_deepspeed(**arguments: Any) -> AccelDeepSpeedStrategy:
+    from .deepspeed.strategy import AccelDeepSpeedStrategy
+
+    return AccelDeepSpeedStrategy(**arguments)
+
+
+_FSDP: dict[str, tuple[str, dict[str, Any]]] = {
     name + suffix: (f"{which} with Accelerate's semantics{where}", {**version, **offload})
     for name, which, version in (
         ("accel_fsdp", "FSDP (version from FSDP_VERSION, else 1)", {}),
@@ -30,6 +37,25 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         ("accel_fsdp2", "FSDP2", {"fsdp_version": 2}),
     )
     for suffix, where, offload in (("", "", {}), ("_offload", ", offloaded to host memory", {"cpu_offload": True}))
+}
+_OPTIMIZER_TO_CPU = {"offload_optimizer_device": "cpu"}
+_ALL_TO_CPU = {**_OPTIMIZER_TO_CPU, "offload_param_device": "cpu"}
+_ALL_TO_NVME = {
+    f"offload_{what}_{how}": value
+    for what in ("optimizer", "param")
+    for how, value in (("device", "nvme"), ("nvme_path", "/local_nvme"))
+}
+_DEEPSPEED: dict[str, tuple[str, dict[str, Any]]] = {
+    "accel_deepspeed": ("DeepSpeed (stage from ACCELERATE_DEEPSPEED_ZERO_STAGE, else 2)", {}),
+    "accel_deepspeed_stage_1": ("DeepSpeed ZeRO stage 1", {"zero_stage": 1}),
+    "accel_deepspeed_stage_2": ("DeepSpeed ZeRO stage 2", {"zero_stage": 2}),
+    "accel_deepspeed_stage_2_offload": ("DeepSpeed ZeRO stage 2, offloaded", {"zero_stage": 2, **_OPTIMIZER_TO_CPU}),
+    "accel_deepspeed_stage_3": ("DeepSpeed ZeRO stage 3", {"zero_stage": 3}),
+    "accel_deepspeed_stage_3_offload": ("DeepSpeed ZeRO stage 3, offloaded", {"zero_stage": 3, **_ALL_TO_CPU}),
+    "accel_deepspeed_stage_3_offload_nvme": (
+        "DeepSpeed ZeRO stage 3, offloaded to NVMe (/local_nvme)",
+        {"zero_stage": 3, **_ALL_TO_NVME},
+    ),
 }
 
 
@@ -48,9 +74,10 @@ def register_strategies() -> None:
 def _register() -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    for name, (description, arguments) in _NAMES.items():
-        # A factory: importing the strategy while Lightning is being imported would be a circle.
-        StrategyRegistry.register(name, _make_fsdp, description=description, override=True, **arguments)
+    # Factories: importing a strategy while Lightning is being imported would be a circle.
+    for make, names in ((_make_fsdp, _FSDP), (_make_deepspeed, _DEEPSPEED)):
+        for name, (description, arguments) in names.items():
+            StrategyRegistry.register(name, make, description=description, override=True, **arguments)
 
 
 class _AfterLightning(MetaPathFinder):

@@ -83,8 +83,13 @@ sys.meta_path.insert(0, Block())
             ["lightning", "deepspeed", "transformers"],
             "from accelight.strategies import FullyShardedDataParallelPlugin as P; P(fsdp_version=2)",
         ),
+        (["lightning"], "import accelight.callbacks as c; assert 'TriggerEarlyStopping' in dir(c)"),
+        (
+            ["lightning", "deepspeed", "transformers", "accelerate"],
+            "from accelight.strategies import DeepSpeedPlugin as P; P(zero_stage=3).set_deepspeed_weakref()",
+        ),
     ],
-    ids=["state", "checkpoint", "command", "plugin"],
+    ids=["state", "checkpoint", "command", "plugin", "callbacks", "deepspeed-plugin"],
 )
 def test_imports_without_heavy_packages(blocked: list[str], code: str) -> None:
     subprocess.run([sys.executable, "-c", _BLOCK.format(blocked=blocked, code=code)], check=True)

@@ -1,4 +1,4 @@
-"""Giving a finished folder the name of an older one, with no moment at which the name means half a checkpoint."""
+"""Giving a finished checkpoint the name of an older one, with no moment at which the name means half of one."""
 
 from __future__ import annotations
 
@@ -14,27 +14,42 @@ _RENAME_EXCHANGE = 2  # Linux, renameat2
 _RENAME_SWAP = 2  # macOS, renamex_np
 
 
-def replace_folder(path: Path, finished: Path) -> None:
-    """Rename ``finished`` to ``path`` and remove what stood there.
+def replace(path: Path, finished: Path) -> None:
+    """Rename ``finished``, a folder or a file, to ``path`` and remove what stood there.
 
     Where the system can exchange two names in one step (Linux and macOS on their usual file systems), ``path`` is at
-    every moment either the old folder or the new one. Elsewhere there is an instant between two renames in which the
-    old one is called ``.NAME.old``.
+    every moment either the old one or the new one. Elsewhere there is an instant between two renames in which an old
+    folder is called ``.NAME.old``; a file replaces a file in one step everywhere.
     """
     _sync(finished)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    if not path.exists():
+    if not os.path.lexists(path):
         finished.rename(path)
+    elif finished.is_file() and (path.is_symlink() or not path.is_dir()):
+        os.replace(finished, path)
     elif _exchange(path, finished):
-        shutil.rmtree(finished)  # the old one, by now
+        _remove(finished)  # the old one, by now
     else:
         old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         path.rename(old)
         finished.rename(path)
-        shutil.rmtree(old)
+        _remove(old)
     _sync_entry(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that its name never means a part of it."""
+    hidden = path.with_name(f".{path.name}.removed")
+    _remove(hidden)  # left by a killed run
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

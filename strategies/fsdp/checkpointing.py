@@ -6,9 +6,9 @@ what lets a checkpoint move between FSDP1, FSDP2, any number of processes, and p
 
 from __future__ import annotations
 
+import io
 import logging
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,21 +17,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from ...checkpoint.manifest import write_manifest
-from .atomic import replace_folder
+from ...checkpoint.manifest import Manifest, write_manifest
+from .atomic import replace
+from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .outcome import run_on_rank_zero
 from .safe_dcp import SafePlanner, SafeReader
+from .settings import WholeState
+from .state_dicts import put_where, state_dict_options, without_torch_noise
 
 _log = logging.getLogger(__name__)
 
@@ -40,122 +42,55 @@ METADATA_FILE = "meta.pt"
 _MODEL_KEYS = ("model", "state_dict")
 
 
-@contextmanager
-def _without_torch_noise() -> Iterator[None]:
-    """Hide torch 2.13's warnings about its own calls; a user can do nothing about them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*_get_pg_default_device.*")
-        warnings.filterwarnings("ignore", ".*Multiple backends are registered with this ProcessGroup.*")
-        warnings.filterwarnings("ignore", ".*FSDP.state_dict_type.*", FutureWarning)
-        warnings.filterwarnings("ignore", ".*NO_SHARD.*")
-        yield
-
-
-@_without_torch_noise()
-def model_state(module: nn.Module, *, full: bool) -> dict[str, Any]:
-    """Return the weights: DTensors (sharded), or whole tensors on rank 0 and nothing elsewhere (full)."""
-    return _on_rank_zero_only(get_model_state_dict(module, options=_options(module, full=full)), full)
-
-
-@_without_torch_noise()
-def optimizer_state(module: nn.Module, optimizer: Optimizer, *, full: bool) -> dict[str, Any]:
-    """Return the optimizer's state.
-
-    Sharded, it is keyed by parameter name. Full, it is on rank 0 alone and has the form of
-    ``torch.optim.Optimizer.state_dict()`` (numbered parameters), so that plain Lightning can load it; the names stand
-    beside in each group's ``param_names``, as torch itself writes them.
-    """
-    state = get_optimizer_state_dict(module, optimizer, options=_options(module, full=full))
-    state = _on_rank_zero_only(state, full)
-    return _numbered(state) if full and state else state
-
-
-def _options(module: nn.Module, *, full: bool, strict: bool = True) -> StateDictOptions:
-    # FSDP1's full state dict with cpu_offload=True kills the process when its tensors are on the CPU (torch 2.13).
-    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    return StateDictOptions(full_state_dict=full, cpu_offload=full and not on_cpu, strict=strict)
-
-
-def _on_rank_zero_only(state: dict[str, Any], full: bool) -> dict[str, Any]:
-    return {} if full and dist.get_rank() != 0 else state
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """Turn parameter names into the running numbers that ``Optimizer.state_dict()`` uses."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: index for index, name in enumerate(names)}
-    groups = [
-        {**group, "params": [number[name] for name in group["params"]], "param_names": list(group["params"])}
-        for group in state["param_groups"]
-    ]
-    return {"state": {number[name]: _own(value) for name, value in state["state"].items()}, "param_groups": groups}
-
-
-def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's state with scalars of its own.
-
-    FSDP1 hands the ``step`` of a flat parameter to all parameters in it, as one tensor; an optimizer over the original
-    parameters would count it up once for each of them.
-    """
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-        for name, value in state.items()
-    }
-
-
-def _named(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Turn running numbers back into parameter names, by ``param_names`` or else by the optimizer's order.
-
-    Raises:
-        ValueError: If the checkpoint numbers another number of parameters than the optimizer has.
-    """
-    groups = [dict(group) for group in state["param_groups"]]
-    numbers = [number for group in groups for number in group["params"]]
-    if all(isinstance(number, str) for number in numbers):
-        return {**state, "state": {name: _own(value) for name, value in state["state"].items()}}
-    if all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-    else:
-        current: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-        names = [name for group in current["param_groups"] for name in group["params"]]
-    if len(names) != len(numbers):
-        raise ValueError(
-            f"The checkpoint's optimizer has {len(numbers)} parameters, this one {len(names)}. "
-            "Build the optimizer over the same parameters as when the checkpoint was saved."
-        )
-    name_of = dict(zip(numbers, names, strict=True))
-    for group in groups:
-        group["params"] = [name_of[number] for number in group["params"]]
-        group.pop("param_names", None)
-    return {
-        "state": {name_of[number]: _own(value) for number, value in state["state"].items()},
-        "param_groups": groups,
-    }
+@without_torch_noise()
+def model_state(module: nn.Module, whole: WholeState | None) -> dict[str, Any]:
+    """Return the weights: DTensors (``whole`` is None), or whole tensors where it says, as a rule on rank 0 alone."""
+    options = state_dict_options(module, full=whole is not None, where=whole)
+    state = get_model_state_dict(module, options=options)
+    return state if whole is None else put_where(state, whole)
 
 
 def save_sharded(
     path: Path,
-    model_key: str,
-    weights: dict[str, Any],
-    optimizer_states: Sequence[dict[str, Any]],
-    metadata: Mapping[str, Any],
-    *,
-    ties: Mapping[str, str],
-    module_attribute: str | None,
+    state: dict[str, Any],
+    metadata: bytes,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
     Args:
         path: The folder; what is there already is replaced, last of all.
-        model_key: Key of the weights.
-        weights: Result of `model_state`.
-        optimizer_states: Results of `optimizer_state`, one for each optimizer.
-        metadata: Everything else, written by rank 0.
-        ties: Tied parameters, alias to stored name, for the merger.
-        module_attribute: Where the LightningModule holds its model, for the merger.
+        state: Weights under the engine's key, and optimizer state under ``optimizer_0`` and so on.
+        metadata: The file for everything else, written by rank 0.
+        manifest: For the merger.
+        group: Through which the ranks agree; the default group by default.
 
     Raises:
-        RuntimeError: On every rank, if any rank failed; it names what failed on rank 0, or torch names the rank.
+        RuntimeError: On every rank, if any rank failed; it names the rank.
+    """
+
+    def complete(folder: Path) -> None:
+        (folder / METADATA_FILE).write_bytes(metadata)
+        write_manifest(
+            folder, ties=manifest.ties, model_prefix=manifest.model_prefix, module_attribute=manifest.module_attribute
+        )
+
+    with new_folder(path, complete, group) as folder, _naming_ranks(f"saving {path}"):
+        save(state, checkpoint_id=folder, process_group=group)
+
+
+@contextmanager
+def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
+
+    Args:
+        path: The name; what is there already is replaced, last of all.
+        complete: Called with the folder on rank 0, in the end.
+        group: Through which the ranks agree; the default group by default.
+
+    Raises:
+        RuntimeError: On every rank, if rank 0 failed outside of the body.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
 
@@ -165,32 +100,70 @@ def save_sharded(
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        torch.save(dict(metadata), unfinished / METADATA_FILE)
-        write_manifest(unfinished, ties=ties, model_prefix=model_key, module_attribute=module_attribute)
-        replace_folder(path, unfinished)
+        complete(unfinished)
+        replace(path, unfinished)
 
-    run_on_rank_zero(prepare, f"preparing {unfinished}")
-    state = {model_key: weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizer_states)}}
-    save(state, checkpoint_id=unfinished)
-    run_on_rank_zero(finish, f"finishing {path}")
+    run_on_rank_zero(prepare, f"preparing {unfinished}", group)
+    yield unfinished
+    run_on_rank_zero(finish, f"finishing {path}", group)
 
 
-def save_full(path: Path, write: Callable[[], None]) -> None:
-    """Let rank 0 ``write`` one file at ``path``, where a sharded checkpoint may be in the way.
+@contextmanager
+def _naming_ranks(what: str) -> Iterator[None]:
+    """Turn DCP's report of failed ranks, which is no ``Exception``, into an error that one can catch and read."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [f"process {rank}: {type(one).__name__}: {one}" for rank, (one, _) in sorted(error.failures.items())]
+        first = next((one for one, _ in error.failures.values() if isinstance(one, ValueError | OSError)), None)
+        raise RuntimeError("\n".join([f"{what} failed.", *failures])) from (first or error)
+
+
+def sharded_state(
+    model_key: str, weights: dict[str, Any], optimizer_states: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Put together what DCP saves; Lightning's names."""
+    return {model_key: weights, **{f"optimizer_{index}": state for index, state in enumerate(optimizer_states)}}
+
+
+def serialised(metadata: Mapping[str, Any]) -> bytes:
+    """Return the metadata file's content: a snapshot, whatever is changed afterwards. Rank 0 alone needs it."""
+    if dist.get_rank() != 0:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(dict(metadata), buffer)
+    return buffer.getvalue()
+
+
+def save_full(
+    path: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None, *, beside: bool = True
+) -> None:
+    """Let rank 0 ``write`` one file that gets the name ``path``, where a sharded checkpoint may be in the way.
+
+    Args:
+        path: The file.
+        write: Told where to write.
+        group: Through which the ranks agree; the default group by default.
+        beside: Whether that is beside ``path``, whose name the file gets when it is complete.
 
     Raises:
         RuntimeError: On every rank, if rank 0 failed.
         IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint.
     """
 
-    def replace() -> None:
+    def save_one() -> None:
+        if path.is_dir() and not _is_sharded(path):
+            raise IsADirectoryError(f"{path} is a folder and no sharded checkpoint: it is not overwritten.")
+        if beside:
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            write(unfinished)
+            replace(path, unfinished)
+            return
         if path.is_dir():
-            if not _is_sharded(path):
-                raise IsADirectoryError(f"{path} is a folder and no sharded checkpoint: it is not overwritten.")
             shutil.rmtree(path)
-        write()
+        write(path)
 
-    run_on_rank_zero(replace, f"saving {path}")
+    run_on_rank_zero(save_one, f"saving {path}", group)
 
 
 def _is_sharded(path: Path) -> bool:
@@ -214,9 +187,15 @@ def loader_for(path: Path) -> Callable[..., dict[str, Any]]:
     raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
 
 
-@_without_torch_noise()
+@without_torch_noise()
 def load_sharded(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    order: Mapping[str, int],
+    *,
+    strict: bool,
+    weights_only: bool | None,
 ) -> dict[str, Any]:
     """Load a folder of any of the four kinds (FSDP1's and FSDP2's, ours and Lightning's) into a sharded model.
 
@@ -224,6 +203,7 @@ def load_sharded(
         path: The folder.
         module: What ``Engine.state_dict_module`` returns.
         optimizers: The optimizers to restore; none leaves optimizer state alone.
+        order: Not used here: everything has names.
         strict: Whether every name must be on both sides; otherwise the common ones are loaded and the rest logged.
         weights_only: For the metadata file, as in ``torch.load``.
 
@@ -241,18 +221,24 @@ def load_sharded(
     weights = _common_names(weights, stored, strict, path)
     _load(path, {model_key: weights})
     set_model_state_dict(module, weights, options=StateDictOptions(strict=strict))
+    metadata = dict(torch.load(path / METADATA_FILE, map_location="cpu", weights_only=weights_only))
     num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
     if optimizers and num_stored:
         _check_num_optimizers(num_stored, len(optimizers))
         for index, optimizer in enumerate(optimizers):
-            state = {f"optimizer_{index}": get_optimizer_state_dict(module, optimizer)}
-            _load(path, state)
-            set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"])
-    return dict(torch.load(path / METADATA_FILE, map_location="cpu", weights_only=weights_only))
+            key = f"optimizer_{index}"
+            stored = {name.removeprefix(f"{key}.") for name in names if name.startswith(f"{key}.")}
+
+            def fill(template: dict[str, Any], key: str = key) -> None:
+                _load(path, {key: template}, partial=True)
+
+            restore_optimizer(module, optimizer, stored, fill, num_steps=metadata.get("global_step"))
+    return metadata
 
 
-def _load(path: Path, state: dict[str, Any]) -> None:
-    load(state, storage_reader=SafeReader(path), planner=SafePlanner())
+def _load(path: Path, state: dict[str, Any], *, partial: bool = False) -> None:
+    with _naming_ranks(f"loading {path}"):
+        load(state, storage_reader=SafeReader(path), planner=SafePlanner(allow_partial_load=partial))
 
 
 def _model_key(names: Iterable[str], path: Path) -> str:
@@ -283,9 +269,15 @@ def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path:
     return {name: value for name, value in weights.items() if name in stored}
 
 
-@_without_torch_noise()
+@without_torch_noise()
 def load_full(
-    path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    order: Mapping[str, int],
+    *,
+    strict: bool,
+    weights_only: bool | None,
 ) -> dict[str, Any]:
     """Load a single-file checkpoint (ours or any plain Lightning one) into a sharded model.
 
@@ -295,6 +287,7 @@ def load_full(
         path: The file.
         module: What ``Engine.state_dict_module`` returns.
         optimizers: The optimizers to restore; none leaves optimizer state alone.
+        order: Each parameter's place before sharding: a plain optimizer's state has no names, only numbers.
         strict: Whether every name must be on both sides.
         weights_only: As in ``torch.load``.
 
@@ -310,11 +303,11 @@ def load_full(
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
     stored = checkpoint.pop("state_dict")
     present = _common_names(get_model_state_dict(module), set(stored), strict, path)
-    options = _options(module, full=True, strict=strict)
+    options = state_dict_options(module, full=True, strict=strict)
     set_model_state_dict(module, {name: stored[name] for name in present}, options=options)
     optimizer_states = checkpoint.pop("optimizer_states", None)
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))
         for optimizer, state in zip(optimizers, optimizer_states, strict=True):
-            set_optimizer_state_dict(module, optimizer, _named(state, module, optimizer), options=options)
+            restore_full_optimizer(module, optimizer, state, order, options, num_steps=checkpoint.get("global_step"))
     return checkpoint

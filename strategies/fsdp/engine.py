@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from .activation_checkpointing import checkpoint_units
-from .original_model import find_ties, module_attribute_of
+from .groups import without_split_ties
+from .optimizer_parameters import EarlyParameters
+from .original_model import find_ties, module_attribute_of, parameter_order
+from .parts import Plan, left_over, parts_called_alone
 from .root import ShardedForm, recall_form, remember_form
 from .settings import EngineSettings
+from .slots import Slot
+from .unit_wrappers import checkpoint_units, compile_units
 from .wrapping import resolve_ignored, units_to_wrap
 
 if TYPE_CHECKING:
@@ -36,16 +40,24 @@ class Engine(ABC, Generic[SettingsT]):
     """The number users know: 1 or 2."""
     model_key: ClassVar[str]
     """Key of the weights in a sharded checkpoint, as Lightning's strategy for the same FSDP version names it."""
+    renews_parameters: ClassVar[bool]
+    """Whether sharding replaces each parameter by a new object."""
+    hooks_units: ClassVar[bool]
+    """Whether sharding puts its hooks on the units themselves, instead of around them."""
 
     def __init__(self, settings: SettingsT, mesh: DeviceMesh, device: torch.device) -> None:
         self.settings = settings
         self.mesh = mesh
         self.device = device
 
-    def prepare(self, model: nn.Module) -> ShardedForm:
+    def prepare(self, model: nn.Module, *, to_be_filled: bool = False) -> ShardedForm:
         """Shard ``model``, whose submodules are changed in place.
 
         A module that comes back (validation after training) keeps the form it has.
+
+        Args:
+            model: Under Lightning the LightningModule.
+            to_be_filled: Whether all of it is on the meta device, and its values come through `slots` afterwards.
 
         Raises:
             RuntimeError: If ``model`` is sharded by the other FSDP version.
@@ -54,27 +66,47 @@ class Engine(ABC, Generic[SettingsT]):
         form = recall_form(model, self.version)
         if form is None:
             ignored = resolve_ignored(model, self.settings.ignored_modules)
-            for module in ignored:  # sharding moves what it manages; the rest is ours to move
-                _move_own_tensors(module, self.device)
-            unsharded = frozenset(parameter for module in ignored for parameter in module.parameters())
-            ties, attribute = find_ties(model), module_attribute_of(model)
+            ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
             if self.settings.activation_checkpointing:
                 units = checkpoint_units(model, units)
+            if (options := self.settings.compile_options) is not None:
+                units = compile_units(model, units, options, in_place=not self.hooks_units)
+            units = without_split_ties(model, units, ignored)
+            parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
+            whole = ignored | left_over(model, parts) if parts else ignored
+            for module in whole:  # sharding moves what it manages; the rest is ours to move
+                _move_own_tensors(module, self.device)
+            unsharded = frozenset(parameter for module in whole for parameter in module.parameters(recurse=False))
             if not self.settings.reshard_during_accumulation:
                 rank_zero_info(_memory_estimate(model))
-            root = self._shard(model, units, ignored)
-            form = ShardedForm(root, self.version, ties, attribute, unsharded)
+            if self.settings.cpu_offload and self.device.type == "cpu":
+                rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
+            early = EarlyParameters(model, kept=unsharded if self.renews_parameters else set(model.parameters()))
+            root = self._shard(model, Plan(units, whole, parts, to_be_filled))
+            form = ShardedForm(root, self.version, ties, attribute, unsharded, order, early)
             remember_form(model, form)
         return form
 
     @abstractmethod
-    def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> nn.Module:
-        """Shard ``units`` (children before parents), then what is left as the root's unit."""
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """Shard the units, then the parts, or what is left as the root's unit."""
+
+    @abstractmethod
+    def slots(self, form: ShardedForm) -> AbstractContextManager[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+        """Open a model that was prepared ``to_be_filled``.
+
+        Returns:
+            A context of its tensors and of a function that returns the memory to fill, one part for each tensor. The
+            model has the values when the context ends.
+        """
 
     @abstractmethod
     def reshard(self, root: nn.Module) -> None:
-        """Leave no unit gathered, so that ``root.parameters()`` are the sharded ones that optimizers must hold."""
+        """Free what is gathered: ``root.parameters()`` are the sharded ones, and the next forward gathers anew."""
+
+    def after_manual_backward(self, root: nn.Module) -> None:
+        """Put right what a backward inside ``training_step`` leaves behind."""
 
     @abstractmethod
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:

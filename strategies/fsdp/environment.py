@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
-import sys
-import warnings
-from collections.abc import Iterable, Mapping
-from enum import Enum
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import torch
+
+from ..spelling import Speller, warn_once
+
+__all__ = [
+    "VARIABLES",
+    "as_bool",
+    "as_dtype",
+    "as_int",
+    "as_member",
+    "as_names",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "fields_from_env",
+    "warn_once",
+    "wrong_type",
+    "wrong_value",
+]
 
 VARIABLES: Mapping[str, str] = {
     "fsdp_version": "FSDP_VERSION",
@@ -31,14 +43,6 @@ VARIABLES: Mapping[str, str] = {
 }
 """The plugin's fields that a variable can fill."""
 
-_BOOLEANS = {"true": True, "yes": True, "on": True, "t": True, "y": True, "1": True} | {
-    "false": False,
-    "no": False,
-    "off": False,
-    "f": False,
-    "n": False,
-    "0": False,
-}
 _DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -48,9 +52,9 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_HERE = Path(__file__).parent.parent
-_warned: set[str] = set()
-EnumT = TypeVar("EnumT", bound=Enum)
+_speller = Speller(VARIABLES)
+as_bool, as_int, as_member, as_names = _speller.as_bool, _speller.as_int, _speller.as_member, _speller.as_names
+wrong_type, wrong_value = _speller.wrong_type, _speller.wrong_value
 
 
 def fields_from_env(env: Mapping[str, str]) -> dict[str, str]:
@@ -72,92 +76,6 @@ def disable_fsdp_ram_efficient_loading() -> None:
     os.environ[VARIABLES["cpu_ram_efficient_loading"]] = "False"
 
 
-def wrong_value(field: str, value: object, allowed: Iterable[object]) -> ValueError:
-    """Return the error for a value outside ``allowed``."""
-    return ValueError(f"{_source(field)} must be one of {', '.join(map(str, allowed))}; got {value!r}.")
-
-
-def wrong_type(field: str, value: object, allowed: str) -> TypeError:
-    """Return the error for a value that is not even of an allowed type."""
-    return TypeError(f"{_source(field)} must be {allowed}; got {value!r} of type {type(value).__name__}.")
-
-
-def warn_once(field: str, message: str) -> None:
-    """Warn who made the plugin, unless this process has been warned about ``field`` before."""
-    if field in _warned:
-        return
-    _warned.add(field)
-    depth, frame = 1, sys._getframe()
-    while frame.f_back and (frame.f_code.co_filename == "<string>" or _HERE in Path(frame.f_code.co_filename).parents):
-        depth, frame = depth + 1, frame.f_back  # a dataclass's __init__ lies in the file "<string>"
-    warnings.warn(message, stacklevel=depth)
-
-
-def as_bool(field: str, value: object) -> bool:
-    """Return the boolean that ``value`` is or spells.
-
-    Raises:
-        ValueError: If a string spells none.
-        TypeError: If it is neither boolean nor string.
-    """
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, str):
-        raise wrong_type(field, value, "a bool")
-    if value.lower() not in _BOOLEANS:
-        raise wrong_value(field, value, _BOOLEANS)
-    return _BOOLEANS[value.lower()]
-
-
-def as_int(field: str, value: object) -> int:
-    """Return the integer that ``value`` is or spells.
-
-    Raises:
-        ValueError: If a string spells none.
-        TypeError: If it is neither integer nor string.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise wrong_type(field, value, "an int")
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{_source(field)} must be a whole number; got {value!r}.") from None
-
-
-def as_member(field: str, value: object, members: type[EnumT]) -> EnumT:
-    """Return the member of an enumeration of torch that ``value`` is, names (in any case) or numbers.
-
-    Raises:
-        ValueError: If no member has that name or number.
-        TypeError: If it is none of the three.
-    """
-    if isinstance(value, members):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise wrong_type(field, value, f"a str, an int or a {members.__name__}")
-    # torch spells HYBRID_SHARD_ZERO2 with a leading underscore, Accelerate without.
-    spellings = {member.name.lstrip("_"): member for member in members}
-    spellings |= {str(member.value): member for member in members}
-    member = spellings.get(str(value).upper().lstrip("_"))
-    if member is None:
-        raise wrong_value(field, value, spellings)
-    return member
-
-
-def as_names(field: str, value: object) -> list[str]:
-    """Return the class names in a comma-separated string or in an iterable of strings, as a new list.
-
-    Raises:
-        TypeError: If it is neither.
-    """
-    if isinstance(value, str):
-        return [name.strip() for name in value.split(",") if name.strip()]
-    names: list[Any] = list(value) if isinstance(value, Iterable) else [value]
-    if not all(isinstance(name, str) for name in names) or not isinstance(value, Iterable):
-        raise wrong_type(field, value, "a list of class names")
-    return names
-
-
 def as_dtype(field: str, value: object) -> torch.dtype:
     """Return the floating-point dtype that ``value`` is or names.
 
@@ -171,8 +89,3 @@ def as_dtype(field: str, value: object) -> torch.dtype:
     if dtype is None or dtype not in _DTYPES.values():
         raise wrong_value(field, value, _DTYPES)
     return dtype
-
-
-def _source(field: str) -> str:
-    variable = VARIABLES.get(field)
-    return f"{field} (argument or environment variable {variable})" if variable else field

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
 )
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from typing_extensions import override
 
 from .engine import Engine
+from .gradients import clip_to_norm, gradients_of, norm_of_parts
+from .parts import Plan
+from .root import ShardedForm, ShardedRoot
 from .settings import FSDP1Settings
+from .slots import Slot, slots_of, swap_for_empty
+
+if TYPE_CHECKING:
+    from .gradients import Sharding
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _KEPT_AFTER_FORWARD = {
@@ -33,35 +42,64 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     version = 1
     model_key = "model"
+    renews_parameters = False  # they are kept, or become part of a flat one
+    hooks_units = False  # and its state dict would show the wrappers that torch.compile makes
 
     @override
-    def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> nn.Module:
-        chosen = set(units)
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.to_be_filled:
+            for module in plan.whole:
+                self._give_memory(module)
+        with warnings.catch_warnings():
+            # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
+            warnings.filterwarnings("ignore", ".*NO_SHARD.*")
+            if not plan.parts:
+                return self._wrap(model, plan)
+            _replace(model, {part: self._wrap(part, plan) for part in plan.parts})
+        return ShardedRoot(model)
+
+    def _wrap(self, model: nn.Module, plan: Plan) -> FullyShardedDataParallel:
+        chosen, settings = set(plan.units), self.settings
 
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             return recurse or module in chosen
 
-        settings = self.settings
-        with warnings.catch_warnings():
-            # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
-            warnings.filterwarnings("ignore", ".*NO_SHARD.*")
-            return FullyShardedDataParallel(
-                model,
-                device_mesh=self.mesh,
-                sharding_strategy=self._sharding_strategy(),
-                # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
-                cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
-                auto_wrap_policy=policy if units else None,
-                backward_prefetch=settings.backward_prefetch,
-                mixed_precision=self._mixed_precision(),
-                ignored_modules=[module for module in ignored if module is not model],
-                param_init_fn=settings.param_init_fn,
-                device_id=self.device,
-                sync_module_states=settings.sync_module_states,
-                forward_prefetch=settings.forward_prefetch,
-                limit_all_gathers=settings.limit_all_gathers,
-                use_orig_params=settings.use_orig_params,
-            )
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=self.mesh,
+            sharding_strategy=self._sharding_strategy(),
+            # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
+            cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
+            auto_wrap_policy=policy if plan.units else None,
+            backward_prefetch=settings.backward_prefetch,
+            mixed_precision=self._mixed_precision(),
+            ignored_modules=[module for module in model.modules() if module in plan.whole and module is not model],
+            param_init_fn=settings.param_init_fn or (self._give_memory if plan.to_be_filled else None),
+            device_id=self.device,
+            forward_prefetch=settings.forward_prefetch,
+            limit_all_gathers=settings.limit_all_gathers,
+            use_orig_params=settings.use_orig_params,
+        )
+
+    def _give_memory(self, module: nn.Module) -> None:
+        """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_meta:
+                swap_for_empty(tensor, self.device)
+
+    @override
+    @contextmanager
+    def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+        module = self.state_dict_module(form.root)
+        state: dict[str, Any] = get_model_state_dict(module)
+        names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
+        for alias, name in form.ties.items():
+            names[name].append(alias)
+        slots = [Slot(tuple(known), state[name], persistent=True) for name, known in names.items()]
+        slots += [slot for slot in slots_of(module) if not slot.persistent]
+        yield slots, lambda: [slot.local() for slot in slots]
+        state.update({alias: state[name] for alias, name in form.ties.items()})
+        set_model_state_dict(module, state)
 
     def _sharding_strategy(self) -> ShardingStrategy:
         """Return the strategy that fits the mesh.
@@ -93,20 +131,45 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def reshard(self, root: nn.Module) -> None:
-        pass  # FSDP1 keeps the identity of its parameters, gathered or not
+        if isinstance(root, FullyShardedDataParallel):
+            return  # FSDP1 keeps the identity of its parameters, gathered or not
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            # What is a root of its own stays gathered after a forward without backward, with the values of that time.
+            if unit._handle is not None and _is_gathered(unit._handle.flat_param):
+                _reshard(unit, unit._handle, True)
 
     @override
-    def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
-        return _as_fsdp(root).no_sync()
+    def after_manual_backward(self, root: nn.Module) -> None:
+        for unit in FullyShardedDataParallel.fsdp_modules(root):
+            # A unit that was frozen when it ran, and that no gradient came back to, keeps the (single) hook that waits
+            # for it: thawed, it would reduce nothing. Found with torch 2.13.
+            flat_param: Any = unit._flat_param
+            waiting: tuple[Any, ...] = getattr(flat_param, "_post_backward_hook_state", ())
+            if len(waiting) == 1:
+                waiting[0].remove()
+                del flat_param._post_backward_hook_state
+
+    @override
+    @contextmanager
+    def no_sync(self, root: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for fsdp_root in _roots(root):
+                stack.enter_context(fsdp_root.no_sync())
+            yield
 
     @override
     def clip_grad_norm(
         self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        with warnings.catch_warnings():
-            # A rank whose shards happen to be all padding has no gradient: right, and not worth a warning.
-            warnings.filterwarnings("ignore", "Called FSDP.clip_grad_norm_.*no gradients")
-            return _as_fsdp(root).clip_grad_norm_(max_norm, norm_type)
+        parameters = list(parameters)
+        sharded = _sharded_parameters(root)
+        ours = [parameter for parameter in parameters if parameter in sharded]
+        parts: dict[Sharding, list[torch.Tensor]] = {}
+        if ours:  # also where this rank has no gradient of them: the others wait for it
+            parts[self.mesh, (self.mesh.ndim - 1,)] = gradients_of(ours)
+        parts[None, ()] = gradients_of(parameter for parameter in parameters if parameter not in sharded)
+        device = parameters[0].device if parameters else self.device
+        return clip_to_norm(gradients_of(parameters), norm_of_parts(parts, norm_type, device), max_norm)
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
@@ -114,10 +177,35 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
-        return root  # only the FSDP root can switch all its units to another state-dict type
+        # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
+        return root.module if isinstance(root, ShardedRoot) else root
 
 
-def _as_fsdp(root: nn.Module) -> FullyShardedDataParallel:
-    if not isinstance(root, FullyShardedDataParallel):
-        raise TypeError(f"expected the FSDP1 root that prepare() returned, got {type(root).__name__}.")
-    return root
+def _roots(root: nn.Module) -> list[FullyShardedDataParallel]:
+    if isinstance(root, FullyShardedDataParallel):
+        return [root]
+    return FullyShardedDataParallel.fsdp_modules(root, root_only=True)
+
+
+def _is_gathered(flat_param: Any) -> bool:
+    gathered = getattr(flat_param, "_full_param_padded", None)
+    return gathered is not None and gathered.untyped_storage().size() > 0
+
+
+def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """Return what optimizers may hold whose gradients are this rank's part alone."""
+    sharded: set[nn.Parameter] = set()
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            sharded.update(cast("Iterable[nn.Parameter]", handle.flat_param._params or [handle.flat_param]))
+    return sharded
+
+
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement where ``model`` registers the module that it stands for, under every name."""
+    for parent in list(model.modules()):
+        if parent not in replacements.values():
+            for name, child in list(parent._modules.items()):
+                if child is not None and child in replacements:
+                    parent._modules[name] = replacements[child]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,12 @@ from torch.distributed.fsdp import (
 from typing_extensions import override
 
 from .engine import Engine
-from .gradients import clip_to_norm, gradients_of
-from .root import ShardedRoot
+from .gradients import clip_to_norm, global_norm, gradients_of
+from .groups import late_heads
+from .parts import Plan
+from .root import ShardedForm, ShardedRoot, inside_root
 from .settings import FSDP2Settings
+from .slots import Slot, open_slots
 
 
 class FSDP2Engine(Engine[FSDP2Settings]):
@@ -29,26 +32,36 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     version = 2
     model_key = "state_dict"
+    renews_parameters = True
+    hooks_units = True
 
     @override
-    def _shard(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> nn.Module:
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
-        ignored_params = {parameter for module in ignored for parameter in module.parameters()}
+        ignored_params = {parameter for module in plan.whole for parameter in module.parameters(recurse=False)}
         if ignored_params:  # an argument of torch 2.7 and later
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
         policy = self._mp_policy(is_root=False)
-        for unit in units:
+        for unit in [*plan.units, *plan.parts]:
             if not isinstance(unit, FSDPModule):
                 fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
+        heads = [] if plan.parts else self._heads(model, plan)
+        for head in heads:  # gathered once for each forward and backward, and treated otherwise as in the root's unit
+            fully_shard(head, reshard_after_forward=False, mp_policy=self._mp_policy(is_root=True), **common)
         if not isinstance(root, FSDPModule):
             # No reshard_after_forward: torch keeps the root gathered, whose parameters backward needs first.
             fully_shard(root, mp_policy=self._mp_policy(is_root=True), **common)
         if self.settings.forward_prefetch:
-            _prefetch_in_order([unit for unit in units if isinstance(unit, FSDPModule)])
+            _prefetch_in_order([unit for unit in [*plan.units, *heads] if isinstance(unit, FSDPModule)])
         return root
+
+    def _heads(self, model: nn.Module, plan: Plan) -> list[nn.Module]:
+        """A policy that names layers says nothing of the rest; any other says what it wants."""
+        by_class = self.settings.wrap.kind == "transformer_based_wrap"
+        return late_heads(model, plan.units, plan.whole) if by_class else []
 
     def _root_of(self, model: nn.Module) -> nn.Module:
         return ShardedRoot(model)
@@ -68,6 +81,11 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         pin = self.settings.pin_memory
         # Pinning on a machine without an accelerator raises (torch 2.13).
         return CPUOffloadPolicy(pin_memory=self.device.type != "cpu" if pin is None else pin)
+
+    @override
+    @contextmanager
+    def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+        yield open_slots(form.root, self.device)
 
     @override
     def reshard(self, root: nn.Module) -> None:
@@ -91,7 +109,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def clip_grad_norm(
         self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        return clip_to_norm(gradients_of(parameters), max_norm, norm_type)
+        gradients = gradients_of(parameters)
+        return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
@@ -99,7 +118,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
-        return root.module if isinstance(root, ShardedRoot) else root
+        return inside_root(root)
 
 
 def _as_fsdp(root: nn.Module) -> FSDPModule:

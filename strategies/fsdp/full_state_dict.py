@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...state.agreement import sending_device
 from .outcome import failing_together, num_ranks, raise_together
-from .root import ShardedRoot
-from .slots import Slot, materialise, reshard, slots_of
+from .root import inside_root
+from .slots import Slot, open_slots, slots_of
 
 _WHAT = "Loading a full state dict into the sharded model"
 _MAX_IN_FLIGHT = 8
@@ -75,13 +75,33 @@ def fsdp2_load_full_state_dict(
 
     Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each whole tensor to every rank.
     """
-    root = model  # it may hold a unit of its own, and that unit's setup
-    if isinstance(model, ShardedRoot):
-        model = model.module
+    with failing_together(_WHAT):
+        slots, targets = open_slots(model, accelerator.device)
+        buffers = buffers_by_name(inside_root(model) if buffers_from is None else buffers_from)
+    send_from_rank_zero(accelerator, slots, full_sd or {}, buffers, targets)
+
+
+def send_from_rank_zero(
+    accelerator: Process,
+    slots: Sequence[Slot],
+    full_sd: Mapping[str, Any],
+    buffers: Mapping[str, Tensor],
+    targets: Callable[[], list[Tensor]],
+) -> None:
+    """Fill this rank's part of each slot with rank 0's values; every rank calls it.
+
+    Args:
+        accelerator: Anything with ``device`` and ``is_main_process``.
+        slots: The tensors to fill.
+        full_sd: Rank 0's values of persistent slots, by any of their names; ignored elsewhere.
+        buffers: Rank 0's values of the others, likewise.
+        targets: Returns the memory of this rank's part of each slot, called when all is found to fit.
+
+    Raises:
+        RuntimeError: On every rank, before anything is sent, if names, shapes, dtypes or ties do not fit.
+    """
     reports: list[Any] = [None] * num_ranks()
     with failing_together(_WHAT):
-        reshard(root)
-        slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
         needs = [_need(slot) for slot in slots]
         if accelerator.is_main_process != (_rank() == 0):
             raise ValueError(f"is_main_process={accelerator.is_main_process}: the state dict must be on rank 0.")
@@ -92,23 +112,22 @@ def fsdp2_load_full_state_dict(
     sources: dict[str, Tensor] = {}
     problems: list[str] = []
     if _rank() == 0:
-        sources = {name: value for name, value in (full_sd or {}).items() if isinstance(value, Tensor)}
-        others = sorted(set(full_sd or {}) - set(sources))
+        sources = {name: value for name, value in full_sd.items() if isinstance(value, Tensor)}
+        others = sorted(set(full_sd) - set(sources))
         problems = [f"not tensors in the state dict: {listed(others)}"] if others else []
         problems += _compare(sources, reports)
-        problems += _find_buffers(sources, buffers_by_name(model if buffers_from is None else buffers_from), reports)
+        problems += _compare_dtypes(reports)
+        problems += _find_buffers(sources, buffers, reports)
     raise_together(_WHAT, problems)
     with failing_together(_WHAT):
-        materialise(root, accelerator.device)
-        slots_by_names = {slot.names: slot for slot in slots_of(model)}
-        targets = [slots_by_names[need.names].local() for need in needs]
+        parts = targets()
     device = accelerator.device if num_ranks() == 1 else sending_device(accelerator.device, _world())
     if _rank() == 0:
         _send(sources, reports, device)
-        for need, target in zip(needs, targets, strict=True):
-            target.copy_(_cut(_source_of(need, sources), need))
+        for need, part in zip(needs, parts, strict=True):
+            part.copy_(_cut(_source_of(need, sources), need))
     else:
-        _receive(needs, targets, device)
+        _receive(needs, parts, device)
 
 
 def _rank() -> int:
@@ -151,6 +170,17 @@ def _compare(sources: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[
     problems.update(
         {f"{name!r} is on the meta device in the state dict": None for name in sources if sources[name].is_meta}
     )
+    return list(problems)
+
+
+def _compare_dtypes(reports: list[list[_Need]]) -> list[str]:
+    """Return which tensors have other dtypes on other ranks: gathering their shards would mix up bytes."""
+    first = {need.names: need.dtype for need in reports[0]}
+    problems: dict[str, None] = {}
+    for rank, needs in enumerate(reports):
+        for need in needs:
+            if need.dtype != first.get(need.names, need.dtype):
+                problems[f"{need.names[0]!r} is {first[need.names]} on rank 0 and {need.dtype} on rank {rank}"] = None
     return list(problems)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
+    """A mesh, and the dimensions of it that something is sharded over."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,28 +42,50 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
     Returns:
         Scalar float32 tensor on the gradients' device, the same on every rank.
     """
-    by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = defaultdict(list)
+    parts: dict[Sharding, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         mesh: DeviceMesh | None = None
         dims: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             dims = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
-        by_sharding[(mesh if dims else None, dims)].append(local_tensor(gradient))
-    powers = [_power_over_mesh(tensors, mesh, dims, norm_type) for (mesh, dims), tensors in by_sharding.items()]
+        parts[mesh if dims else None, dims].append(local_tensor(gradient))
+    return norm_of_parts(parts, norm_type, gradients[0].device if gradients else torch.device("cpu"))
+
+
+def norm_of_parts(
+    parts: Mapping[Sharding, Sequence[torch.Tensor]], norm_type: float, device: torch.device
+) -> torch.Tensor:
+    """Return the `global_norm` of what this rank holds of each kind of gradient.
+
+    Args:
+        parts: Local tensors by the mesh and its dimensions that they are sharded over. Every rank gives the same keys
+            in the same order, also where it has no tensor.
+        norm_type: p of the p-norm.
+        device: Of the result, and of a part without tensors.
+    """
+    powers = [_power_over_mesh(tensors, *sharding, norm_type, device) for sharding, tensors in parts.items()]
     if not powers:
         return torch.tensor(0.0)
-    stacked = torch.stack([power.to(powers[0].device) for power in powers])
+    stacked = torch.stack([power.to(device) for power in powers])
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
 
 def _power_over_mesh(
-    tensors: list[torch.Tensor], mesh: DeviceMesh | None, dims: tuple[int, ...], norm_type: float
+    tensors: Sequence[torch.Tensor],
+    mesh: DeviceMesh | None,
+    dims: tuple[int, ...],
+    norm_type: float,
+    device: torch.device,
 ) -> torch.Tensor:
     """Return norm**p (the norm itself for inf) of ``tensors`` taken together over the mesh dimensions ``dims``."""
-    # float32 whatever the gradients' dtype: a bfloat16 sum of squares loses the small ones.
-    norms = torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)))
-    power = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest value
+    if tensors:
+        # float32 whatever the gradients' dtype: a bfloat16 sum of squares loses the small ones.
+        norms = torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)))
+        power = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    else:
+        power = torch.zeros((), device=device)
     for dim in dims if mesh is not None else ():
         operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         dist.all_reduce(power, op=operation, group=mesh.get_group(dim))  # type: ignore[union-attr]
@@ -100,11 +125,10 @@ def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | fl
         torch._foreach_mul_(tensors, factor)
 
 
-def clip_to_norm(gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients so that their `global_norm` is at most ``max_norm``; return the norm before.
+def clip_to_norm(gradients: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale gradients whose `global_norm` is ``total`` so that it is at most ``max_norm``; return ``total``.
 
     Source: ``torch.nn.utils.clip_grad_norm_`` (same 1e-6 in the divisor, no host synchronisation).
     """
-    total = global_norm(gradients, norm_type)
     scale_gradients(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from .wrapping import clean_name
 
@@ -31,6 +32,32 @@ def map_parameters(before: Mapping[str, nn.Parameter], model: nn.Module) -> dict
     """
     after = parameters_by_name(model)
     return {parameter: after[name] for name, parameter in before.items() if name in after}
+
+
+class EarlyParameters:
+    """The parameters of a model before sharding, for optimizers that may hold them.
+
+    It keeps none of them alive: without such an optimizer they are freed.
+
+    Args:
+        model: Not sharded yet.
+        kept: Those that sharding leaves alone.
+    """
+
+    def __init__(self, model: nn.Module, kept: Container[nn.Parameter]) -> None:
+        named = parameters_by_name(model).items()
+        self._parameters = {name: TensorWeakRef(parameter) for name, parameter in named if parameter not in kept}
+
+    def switch(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Let ``optimizer`` hold the parameters of ``model``, sharded by now, as `fsdp2_switch_optimizer_parameters`.
+
+        Raises:
+            KeyError: If one of its parameters is no parameter of the model, or now part of a flat one.
+        """
+        before = {name: parameter for name, weak in self._parameters.items() if (parameter := weak()) is not None}
+        mapping = map_parameters(before, model)
+        mapping.update({parameter: parameter for parameter in model.parameters()})
+        fsdp2_switch_optimizer_parameters(optimizer, mapping)
 
 
 def fsdp2_switch_optimizer_parameters(
@@ -72,7 +99,8 @@ def fsdp2_switch_optimizer_parameters(
     if problems:
         raise KeyError(
             f"{type(optimizer).__name__} cannot be switched to the sharded parameters: {'; '.join(problems)}. "
-            "Make the optimizer over parameters of the model that is sharded, or make it after sharding."
+            "Make the optimizer over parameters of the model that is sharded, or make it after sharding (under the "
+            "Trainer: in configure_optimizers()). FSDP1 keeps parameters with use_orig_params=True only."
         )
     carried = {
         sharded: _carry(optimizer.state[parameter], parameter, sharded)

@@ -1,8 +1,10 @@
-"""What a checkpoint's reader wants to know of the model as it was before sharding: ties, and where it lies."""
+"""What a checkpoint's reader wants to know of the model as it was before sharding: ties, order, where it lies."""
 
 from __future__ import annotations
 
 from torch import nn
+
+from ...checkpoint.names import clean_name
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
@@ -18,6 +20,16 @@ def find_ties(model: nn.Module) -> dict[str, str]:
         else:
             kept[parameter] = name
     return ties
+
+
+def parameter_order(model: nn.Module) -> dict[str, int]:
+    """Return the place in ``model.parameters()`` of each parameter, under all its names without traces of wrappers.
+
+    Ask before sharding: FSDP1's flat parameters come in another order than the parameters in them.
+    """
+    places = {parameter: place for place, parameter in enumerate(model.parameters())}
+    named = model.named_parameters(remove_duplicate=False)
+    return {clean_name(name): places[parameter] for name, parameter in named}
 
 
 def module_attribute_of(model: nn.Module) -> str | None:

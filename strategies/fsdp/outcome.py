@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def num_ranks() -> int:
@@ -13,8 +16,10 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def raise_together(what: str, problems: Sequence[str], cause: BaseException | None = None) -> None:
-    """Raise on every rank if any rank has a problem; every rank must call it.
+def raise_together(
+    what: str, problems: Sequence[str], cause: BaseException | None = None, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise on every rank if any rank has a problem; every rank must call it, on a group of all (default: the default).
 
     Raises:
         RuntimeError: With ``what`` failed and each problem, with the ranks that have it.
@@ -22,7 +27,7 @@ def raise_together(what: str, problems: Sequence[str], cause: BaseException | No
     everyone: list[list[str] | None] = [list(problems)]
     if num_ranks() > 1:
         everyone = [None] * num_ranks()
-        dist.all_gather_object(everyone, list(problems))
+        dist.all_gather_object(everyone, list(problems), group=group)
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, found in enumerate(everyone):
         for problem in found or ():
@@ -33,7 +38,7 @@ def raise_together(what: str, problems: Sequence[str], cause: BaseException | No
 
 
 @contextmanager
-def failing_together(what: str) -> Iterator[None]:
+def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a body that does not communicate, on every rank; an exception of one is raised on all.
 
     Raises:
@@ -44,26 +49,30 @@ def failing_together(what: str) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
         error = caught
-    raise_together(what, [] if error is None else [f"{type(error).__name__}: {error}"], error)
+    raise_together(what, [] if error is None else [f"{type(error).__name__}: {error}"], error, group)
 
 
-def run_on_rank_zero(action: Callable[[], None], what: str) -> None:
-    """Run ``action`` on rank 0 while the others wait; its failure is raised on all.
+def run_on_rank_zero(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 while the others wait; its result, or its failure, is everyone's.
+
+    ``group`` holds all ranks; the default group by default.
 
     Raises:
         RuntimeError: If it failed, naming ``what`` and the error.
     """
-    outcome: list[str | None] = [None]
+    outcome: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            action()
+            outcome[1] = action()
         except Exception as caught:  # noqa: BLE001 (raised again below, after the others have been told)
             error = caught
-            outcome = [f"{type(caught).__name__}: {caught}"]
-    dist.broadcast_object_list(outcome, src=0)
+            outcome[0] = f"{type(caught).__name__}: {caught}"
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[0] is not None:
         raise RuntimeError(f"{what} failed on rank 0: {outcome[0]}") from error
+    result: T = outcome[1]
+    return result
 
 
 def _ranks(ranks: Sequence[int], world_size: int) -> str:

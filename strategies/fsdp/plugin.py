@@ -17,6 +17,7 @@ from .environment import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_eff
 from .settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings, as_modules
 from .settings import StateDictType as StateDictName
 from .sharding import replicated, reshard_for_fsdp2, strategy_for_fsdp1
+from .state_dict_configs import fitting_configs, warn_of_no_effect, whole_state
 from .wrapping import check_policy, layer_classes
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """Dtypes: torch's policy for this version, a dict of its fields, or ``"bf16"``, ``"fp16"``, ``"fp32"`` for all.
     It wins over the Trainer's precision."""
-    auto_wrap_policy: Callable[..., bool] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
+    auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | Callable[..., bool] | None = (
         None
     )
     """Which submodules become units: a policy of torch, or a name; ``"no_wrap"`` (the default, held as None)."""
@@ -104,9 +105,9 @@ class FullyShardedDataParallelPlugin:
     state_dict_type: str | StateDictType | None = None
     """``"full_state_dict"`` (the default of FSDP1), ``"sharded_state_dict"`` (of FSDP2) or ``"local_state_dict"``."""
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
-    """Of the kind that ``state_dict_type`` asks for; made when None."""
+    """Of the kind that ``state_dict_type`` asks for: where full weights are. None: on rank 0, in host memory."""
     optim_state_dict_config: FullOptimStateDictConfig | ShardedOptimStateDictConfig | None = None
-    """Of the kind that ``state_dict_type`` asks for; made when None."""
+    """The same for the optimizer's state."""
     limit_all_gathers: bool = True
     """FSDP1: hold back the host so that not too many gathers are in flight."""
     use_orig_params: bool | None = None
@@ -219,12 +220,14 @@ class FullyShardedDataParallelPlugin:
                 "state_dict_type='local_state_dict' is not possible with fsdp_version=2. "
                 "Use 'sharded_state_dict' or 'full_state_dict', or fsdp_version=1."
             )
-        for name, config in _state_dict_configs(kind).items():
+        for name, config in fitting_configs(kind).items():
             given = getattr(self, name)
             fits = isinstance(given, type(config))
             if given is not None and not fits and state_dict_type is None:
                 raise env.wrong_type(name, given, f"a {type(config).__name__} with state_dict_type={kind.name.lower()}")
             setattr(self, name, copy.copy(given) if fits else config)
+            if fits:
+                warn_of_no_effect(name, given, kind)
         self.state_dict_type = kind
 
     def set_cpu_offload(self) -> None:
@@ -295,6 +298,8 @@ class FullyShardedDataParallelPlugin:
             "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
             "forward_prefetch": bool(self.forward_prefetch),
             "state_dict_type": cast("StateDictName", kind.name.lower()),
+            "whole_weights": whole_state(self.state_dict_config),
+            "whole_optimizer": whole_state(self.optim_state_dict_config),
             "dp_replicate": dp_replicate,
         }
 
@@ -474,21 +479,3 @@ def materialize(module: nn.Module) -> None:
     """Give the tensors that ``module`` itself holds (uninitialised) memory on the accelerator, or on the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=accelerator or torch.device("cpu"), recurse=False)
-
-
-def _state_dict_configs(kind: StateDictType) -> dict[str, Any]:
-    """Return the configs that fit ``kind``, by field."""
-    from torch.distributed import fsdp
-
-    configs: dict[str, tuple[Any, Any]] = {
-        "FULL_STATE_DICT": (
-            fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-            fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        ),
-        "SHARDED_STATE_DICT": (
-            fsdp.ShardedStateDictConfig(offload_to_cpu=True),
-            fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True),
-        ),
-        "LOCAL_STATE_DICT": (fsdp.LocalStateDictConfig(), fsdp.LocalOptimStateDictConfig()),
-    }
-    return dict(zip(("state_dict_config", "optim_state_dict_config"), configs[kind.name], strict=True))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .gradients import gradients_of, local_tensor
+from .gradients import gradients_of, local_tensor, scale_gradients
 from .settings import PrecisionSettings
 
 if TYPE_CHECKING:
@@ -88,8 +90,54 @@ class AccelFSDPPrecision(FSDPPrecision):
             self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
             return result
 
-        with nullcontext() if self.scaler is None else self._strategy.skipped_steps.watch(optimizer):
+        if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure_with_whole_gradients, **kwargs)
+        result = closure_with_whole_gradients()
+        self.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:  # backward was skipped
+            return result
+        with self._strategy.skipped_steps.watch(optimizer), _without_scaling_of_its_own(optimizer):
+            result = self.scaler.step(optimizer, **kwargs)
+        if model.automatic_optimization:
+            self.scaler.update()
+        return result
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scaler's factor, once for each step."""
+        if self.scaler is None:
+            return
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self.scaler._per_optimizer_states[id(plain)]["stage"] is OptState.STEPPED:  # the second time in one batch
+            self.update_scale(step_goes_on=True)
+        if self.scaler._per_optimizer_states[id(plain)]["stage"] is OptState.READY:
+            self.scaler.unscale_(plain)
+
+    def update_scale(self, *, step_goes_on: bool = False) -> None:
+        """Let the scaler look at the steps since the last time: in manual optimization once for each training step.
+
+        Gradients that still wait for their optimizer (it steps every other batch, say) were scaled by the old factor;
+        they are brought to the new one, so that unscaling them comes out right.
+
+        Args:
+            step_goes_on: Whether optimizers that are unscaled (clipped, say) have yet to step.
+        """
+        if self.scaler is None:
+            return
+        states = dict(self.scaler._per_optimizer_states)
+        if not any(state["found_inf_per_device"] for state in states.values()):
+            return
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        factor = self.scaler.get_scale() / before
+        for optimizer in self._strategy.optimizers:
+            state = states.get(id(optimizer))
+            if state is not None and state["stage"] is OptState.UNSCALED:
+                if step_goes_on:
+                    self.scaler._per_optimizer_states[id(optimizer)] = state
+            elif factor != 1.0:  # of one that has stepped, too: it may have new gradients, or some that nobody uses
+                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                scale_gradients(gradients_of(parameters), factor)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -97,5 +145,33 @@ class AccelFSDPPrecision(FSDPPrecision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._strategy.prepare_to_clip(optimizer)
         for gradient in gradients_of(self.main_params(optimizer)):
             local_tensor(gradient).clamp_(-clip_val, clip_val)
+
+
+@contextmanager
+def _without_scaling_of_its_own(optimizer: Optimizer) -> Iterator[None]:
+    """Let the scaler decide on a fused optimizer's step, as on any other's.
+
+    Left to itself, a fused optimizer would unscale inside its step: after clipping, which needs true gradients, and
+    with each rank looking for overflows in its own shards alone.
+    """
+    plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    fused = getattr(plain, "_step_supports_amp_scaling", None)
+    if not fused:
+        yield
+        return
+    plain._step_supports_amp_scaling = False
+    try:
+        yield
+    finally:
+        plain._step_supports_amp_scaling = fused
+
+
+def share_scaler_state(checkpoint: dict[str, Any]) -> None:
+    """Put the gradient scaler's state under the names under which our plugin and Lightning's look for it."""
+    names = (AccelFSDPPrecision.__qualname__, FSDPPrecision.__qualname__, MixedPrecision.__qualname__)
+    state = next((checkpoint[name] for name in names if name in checkpoint), None)
+    if state is not None:
+        checkpoint.update(dict.fromkeys(names, state))

@@ -12,10 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from .fsdp2 import FSDP2Engine
-from .full_state_dict import fsdp2_load_full_state_dict
+from .initial_weights import prepare_with_weights
 from .mesh import build_mesh
 from .plugin import FullyShardedDataParallelPlugin
-from .ram_efficient import take_weights
 from .root import recall_form
 from .settings import FSDP2Settings
 
@@ -85,13 +84,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         )
     if not dist.is_initialized():
         raise RuntimeError("There is no process group: call torch.distributed.init_process_group() first.")
-    engine = _engine_for(accelerator)
-    if not engine.settings.cpu_ram_efficient_loading:
-        engine.prepare(model)
-        return model
-    taken = take_weights(model, keep=accelerator.is_main_process)
-    engine.prepare(model)
-    fsdp2_load_full_state_dict(accelerator, model, taken.state_dict, buffers_from=taken.buffers)
+    prepare_with_weights(_engine_for(accelerator), model, accelerator)
     return model
 
 

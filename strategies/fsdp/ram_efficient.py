@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .slots import slots_of
+from .slots import slots_of, swap_for_empty
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,5 @@ def take_weights(model: nn.Module, *, keep: bool) -> TakenWeights:
             into = taken.state_dict if slot.persistent else taken.buffers
             into[slot.name] = slot.tensor.detach()
         if not slot.tensor.is_meta:
-            meta = torch.empty_like(slot.tensor, device="meta")
-            if isinstance(slot.tensor, nn.Parameter):
-                meta = nn.Parameter(meta, requires_grad=slot.tensor.requires_grad)
-            torch.utils.swap_tensors(slot.tensor, meta)  # type: ignore[no-untyped-call]
+            swap_for_empty(slot.tensor, torch.device("meta"))
     return taken

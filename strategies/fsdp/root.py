@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .optimizer_parameters import EarlyParameters
+
 _ATTRIBUTE = "_accelight_sharded_form"
 
 
@@ -23,8 +25,27 @@ class ShardedRoot(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.module(*args, **kwargs)
+        """Call the wrapped module.
+
+        Raises:
+            RuntimeError: If weights are used outside of the ``forward`` that they are gathered for.
+        """
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "Weights of a module that is gathered on its own were used while they are sharded: by a method other "
+                "than its forward, or by somebody who reads its weight (a fused loss that reads the output head's, "
+                "say). Call the module, or leave it to the root's unit: give auto_wrap_policy a policy object such as "
+                "ModuleWrapPolicy({Block}), which wraps nothing else."
+            ) from error
+
+
+def inside_root(root: nn.Module) -> nn.Module:
+    """Return the module whose names are the plain ones."""
+    return root.module if isinstance(root, ShardedRoot) else root
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,10 @@ class ShardedForm:
     """Attribute that held the whole model, see `module_attribute_of`."""
     unsharded: frozenset[nn.Parameter]
     """Parameters of ignored modules: whole on every rank, their gradients reduced by nobody but us."""
+    order: Mapping[str, int]
+    """Each parameter's place in ``parameters()`` before sharding, see `parameter_order`."""
+    early: EarlyParameters
+    """The parameters as they were, for optimizers made before sharding."""
 
 
 def remember_form(module: nn.Module, form: ShardedForm) -> None:

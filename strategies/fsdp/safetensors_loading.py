@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 from .full_state_dict import Process, buffers_by_name, listed
 from .outcome import failing_together, raise_together
-from .root import ShardedRoot
-from .slots import Slot, materialise, reshard, slots_of
+from .slots import Slot, open_slots
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,6 +26,7 @@ def fsdp2_load_safetensors(
     path: str | os.PathLike[str],
     *,
     buffers_from: nn.Module | Mapping[str, Tensor] | None = None,
+    prefix: str = "",
 ) -> None:
     """Load weights from files that all processes see into a sharded model, in place; every rank calls it.
 
@@ -40,43 +41,79 @@ def fsdp2_load_safetensors(
             file's metadata says ``alias: name``, the tensor serves both.
         buffers_from: A module with the same names, or its buffers by name, for non-persistent buffers that are on the
             meta device on this rank: files do not hold them.
+        prefix: What the model's names begin with and the files' do not, such as ``"model."`` where a LightningModule
+            holds a Hugging Face model as ``self.model``.
 
     Raises:
         RuntimeError: On every rank, before anything is changed: if a file cannot be read, names are missing or
             unexpected, or shapes differ.
     """
-    root = model  # it may hold a unit of its own, and that unit's setup
-    if isinstance(model, ShardedRoot):
-        model = model.module
+    with failing_together(f"Loading {path} into the sharded model"):
+        slots, targets = open_slots(model, accelerator.device)
+        buffers = {} if buffers_from is None else buffers_by_name(buffers_from)
+    read_slices(path, slots, buffers, targets, prefixes=(prefix,))
+
+
+def read_slices(
+    path: str | os.PathLike[str],
+    slots: Sequence[Slot],
+    buffers: Mapping[str, Tensor],
+    targets: Callable[[], list[Tensor]],
+    *,
+    prefixes: Sequence[str] = ("",),
+) -> None:
+    """Fill this rank's part of each slot from files; every rank calls it.
+
+    Args:
+        path: A safetensors file, or a folder with one or with an index.
+        slots: The tensors to fill.
+        buffers: Values of those that are not persistent.
+        targets: Returns the memory of this rank's part of each slot, called when all is found to fit.
+        prefixes: What the model's names may begin with and the files' do not; the one that fits most names is taken.
+
+    Raises:
+        RuntimeError: On every rank, before anything is changed, if the files do not fit.
+    """
     what = f"Loading {path} into the sharded model"
     with ExitStack() as files:
         with failing_together(what):
             opened = _open(Path(path), files)
-            reshard(root)
-            slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
-            parts = [slot.part() for slot in slots]
-            found, problems = _match(slots, opened)
-            buffers = {} if buffers_from is None else buffers_by_name(buffers_from)
+            names = {name for slot in slots for name in slot.names}
+            prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in names for name in opened))
+            stored = {f"{prefix}{name}": tensor for name, tensor in opened.items()}
+            wanted = [slot.part() for slot in slots]
+            found, problems = _match(slots, stored)
             problems += _check_buffers(slots, buffers)
         raise_together(what, problems)
         with failing_together(what):
-            materialise(root, accelerator.device)
-            after = {slot.names: slot for slot in slots_of(model)}
-            for slot, (offsets, sizes) in zip(slots, parts, strict=True):
-                target = after[slot.names].local()
+            for slot, part, (offsets, sizes) in zip(slots, targets(), wanted, strict=True):
                 if not slot.persistent:
-                    target.copy_(buffers[slot.name])
-                elif not target.ndim:
-                    name = found[slot.names]
-                    target.copy_(opened[name].get_tensor(name))
+                    part.copy_(buffers[slot.name])
                 elif 0 not in sizes:
-                    name = found[slot.names]
-                    where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-                    target.copy_(opened[name].get_slice(name)[where])
+                    part.copy_(found[slot.names].read(offsets, sizes))
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, Any]:
-    """Return the open file of each tensor, and of each alias that its metadata tells of."""
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in an open file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a part of it, and read no more."""
+        if not sizes:
+            return self.file.get_tensor(self.name)
+        where = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        return self.file.get_slice(self.name)[where]
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
+    """Return every tensor by its name, and by each alias that a file's metadata tells of."""
     from safetensors import safe_open
 
     index: dict[str, str] | None = None
@@ -93,53 +130,44 @@ def _open(path: Path, files: ExitStack) -> dict[str, Any]:
     missing = [str(one) for one in paths if not one.is_file()]
     if missing:
         raise FileNotFoundError(f"no such file: {listed(missing)}.")
-    opened: dict[str, Any] = {}
+    stored: dict[str, _Stored] = {}
+    aliases: dict[str, str] = {}
     for one in paths:
         file = files.enter_context(safe_open(one, framework="pt"))
+        aliases.update(file.metadata() or {})  # as safetensors' save_model and our merger note tied tensors
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if index is None or index.get(name) == one.name:
-                opened[name] = file
-    absent = sorted(set(index or ()) - set(opened))
+                stored[name] = _Stored(file, name)
+    absent = sorted(set(index or ()) - set(stored))
     if absent:
         raise ValueError(f"{path / INDEX_FILE} names tensors that its files do not hold: {listed(absent)}.")
-    return opened
+    return {**{alias: stored[name] for alias, name in aliases.items() if name in stored}, **stored}
 
 
-def _aliases(opened: Mapping[str, Any]) -> dict[str, str]:
-    """Return alias to stored name, as safetensors' ``save_model`` and our merger note tied tensors."""
-    files = {id(file): file for file in opened.values()}.values()
-    metadata = {alias: name for file in files for alias, name in (file.metadata() or {}).items()}
-    return {alias: name for alias, name in metadata.items() if name in opened and alias not in opened}
-
-
-def _match(slots: list[Slot], opened: Mapping[str, Any]) -> tuple[dict[tuple[str, ...], str], list[str]]:
-    """Return the stored name for each slot's names, and what is wrong."""
-    aliases = _aliases(opened)
-    found: dict[tuple[str, ...], str] = {}
+def _match(slots: Sequence[Slot], stored: Mapping[str, _Stored]) -> tuple[dict[tuple[str, ...], _Stored], list[str]]:
+    """Return what is stored for each slot's names, and what is wrong."""
+    found: dict[tuple[str, ...], _Stored] = {}
     problems: list[str] = []
     missing: list[str] = []
-    for slot in slots:
-        if not slot.persistent:
-            continue
-        stored = [name for name in slot.names if name in opened]
-        stored += [aliases[name] for name in slot.names if name in aliases]
-        if not stored:
+    persistent = [slot for slot in slots if slot.persistent]
+    for slot in persistent:
+        present = {name: stored[name] for name in slot.names if name in stored}
+        if not present:
             missing.append(slot.name)
             continue
-        found[slot.names] = stored[0]
-        for name in stored:
-            shape = tuple(opened[name].get_slice(name).get_shape())
-            if shape != slot.shape:
-                problems.append(f"{name!r} is {shape} in the file, {slot.shape} in the model")
-    wanted = {name for slot in slots if slot.persistent for name in slot.names} | set(found.values())
-    unexpected = sorted(set(opened) - wanted)
+        found[slot.names] = next(iter(present.values()))
+        for name, tensor in present.items():
+            if tensor.shape != slot.shape:
+                problems.append(f"{name!r} is {tensor.shape} in the file, {slot.shape} in the model")
+    used = {stored[name] for slot in persistent for name in slot.names if name in stored}
+    unexpected = sorted(name for name, tensor in stored.items() if tensor not in used)
     for kind, names in (("missing in", missing), ("unexpected in", unexpected)):
         if names:
             problems.append(f"{kind} the file: {listed(names)}")
     return found, problems
 
 
-def _check_buffers(slots: list[Slot], buffers: Mapping[str, Tensor]) -> list[str]:
+def _check_buffers(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> list[str]:
     problems = []
     for slot in slots:
         if slot.persistent:

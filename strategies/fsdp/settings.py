@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -58,6 +59,16 @@ class PrecisionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WholeState:
+    """Where a full state dict is."""
+
+    rank0_only: bool = True
+    """Nothing of it on the other ranks."""
+    offload_to_cpu: bool = True
+    """In host memory, tensor by tensor; else on the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """What both engines need."""
 
@@ -73,17 +84,28 @@ class EngineSettings:
     """Modules left whole on every rank; a string is a regular expression, fully matched on module names."""
     activation_checkpointing: bool = False
     """Recompute the wrapped units' activations in backward instead of keeping them."""
+    compile_options: Mapping[str, Any] | None = None
+    """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False
     """Only rank 0 holds real weights before sharding."""
     forward_prefetch: bool = False
     """Gather the next unit's parameters while the present one computes (static graphs only)."""
     state_dict_type: StateDictType = "full_state_dict"
     """Form of saved checkpoints."""
+    whole_weights: WholeState = field(default_factory=WholeState)
+    """For the full form: where the weights are."""
+    whole_optimizer: WholeState = field(default_factory=WholeState)
+    """For the full form: where the optimizer's state is."""
     dp_replicate: int = 1
     """Model copies (HSDP). 1 shards over every rank."""
     reshard_during_accumulation: bool = True
     """Whether the inner micro-batches of a window free what they gathered. False gathers each parameter once for each
     optimizer step, and holds the unsharded parameters and gradients meanwhile."""
+
+    @property
+    def weights_from_rank_zero(self) -> bool:
+        """Whether rank 0's weights replace the other ranks', which may have none."""
+        return self.cpu_ram_efficient_loading
 
     def __post_init__(self) -> None:
         if self.dp_replicate < 1:
@@ -118,7 +140,20 @@ class FSDP1Settings(EngineSettings):
     param_init_fn: Callable[[nn.Module], None] | None = None
     """How a module on the meta device is materialised."""
     sync_module_states: bool = False
-    """Broadcast rank 0's parameters and buffers to all ranks while wrapping."""
+    """Give every rank rank 0's parameters and buffers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compile_options is not None and not self.use_orig_params:
+            raise ValueError(
+                "compile with fsdp_version=1 needs use_orig_params=True: torch does not compile over flat parameters. "
+                "Set it, or use fsdp_version=2."
+            )
+
+    @property
+    @override
+    def weights_from_rank_zero(self) -> bool:
+        return self.cpu_ram_efficient_loading or self.sync_module_states
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from .root import inside_root
 from .wrapping import clean_name
 
 
@@ -80,6 +82,27 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def open_slots(root: nn.Module, device: torch.device) -> tuple[list[Slot], Callable[[], list[Tensor]]]:
+    """Return what of an FSDP2 model is to be filled, and a function that gives it memory.
+
+    Non-persistent buffers that have values are left alone.
+
+    Args:
+        root: Sharded, on the meta device or with values; the strategy's own root is left out of names.
+        device: Where meta tensors get memory; shards under CPU offloading get it on the CPU.
+    """
+    reshard(root)
+    model = inside_root(root)
+    slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
+
+    def targets() -> list[Tensor]:
+        materialise(root, device)
+        after = {slot.names: slot for slot in slots_of(model)}
+        return [after[slot.names].local() for slot in slots]
+
+    return slots, targets
+
+
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory with undefined values, in place: optimizers, ties and sets still hold the same objects.
 
@@ -89,14 +112,18 @@ def materialise(model: nn.Module, device: torch.device) -> None:
     """
     offloaded = _offloaded(model)
     for slot in slots_of(model):
-        tensor = slot.tensor
-        if tensor.is_meta:
-            empty = torch.empty_like(tensor, device=torch.device("cpu") if tensor in offloaded else device)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        if slot.tensor.is_meta:
+            swap_for_empty(slot.tensor, torch.device("cpu") if slot.tensor in offloaded else device)
     # FSDP2 notices new memory here, and pads and pins it.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
+
+
+def swap_for_empty(tensor: Tensor, device: torch.device) -> None:
+    """Give ``tensor``, which stays the same object, undefined values on ``device``; on ``meta`` it takes no memory."""
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
 
 
 def _offloaded(model: nn.Module) -> set[Tensor]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping
+import os
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -40,36 +38,24 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
-from ...state.meeting import meet
-from ..launcher import SubprocessScriptLauncher
+from ..loop_following import LoopFollowing
 from ..loop_tracker import LoopTracker
 from ..skipped_steps import SkippedSteps
-from . import checkpointing
-from .engine import Engine
+from .background_saves import BackgroundSaves
+from .checkpointing_strategy import CheckpointingStrategy
 from .engines import build_engine
 from .gradients import average_over_ranks, gradients_of, scale_gradients
+from .initial_weights import prepare_with_weights
 from .mesh import build_mesh
+from .meta_init import parameters_on_meta
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
-from .root import ShardedForm
+from .root import inside_root
 
 _log = logging.getLogger(__name__)
 
 
-def _refuse_what_is_missing(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Raise for what the plugin can say and the strategy cannot do yet, rather than train without it."""
-    if plugin.cpu_ram_efficient_loading:
-        raise NotImplementedError(
-            "cpu_ram_efficient_loading=True is not possible with AccelFSDPStrategy yet. Leave it out: every process "
-            "then builds the model, and keeps its shards alone."
-        )
-    if plugin.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise NotImplementedError(
-            "state_dict_type='local_state_dict' is not possible with AccelFSDPStrategy yet. Use 'sharded_state_dict'."
-        )
-
-
-class AccelFSDPStrategy(FSDPStrategy):
+class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
     """Fully sharded training with FSDP1 or FSDP2, on any device, CPU included.
 
     Give either ``fsdp_plugin`` or the plugin's fields as keyword arguments; a field left None comes from its
@@ -87,16 +73,19 @@ class AccelFSDPStrategy(FSDPStrategy):
         auto_wrap_policy: ``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap`` (default) or a callable.
         cpu_offload: Keep shards, gradients and optimizer state in host memory. Default False.
         ignored_modules: Modules left whole on every rank, or a regular expression matched on their names.
-        state_dict_type: ``full_state_dict`` (default of FSDP1) or ``sharded_state_dict`` (default of FSDP2).
-        state_dict_config: torch's config for the model's state dict.
-        optim_state_dict_config: torch's config for the optimizer's state dict.
+        state_dict_type: ``full_state_dict`` (default of FSDP1), ``sharded_state_dict`` (default of FSDP2) or
+            ``local_state_dict`` (FSDP1: flat shards as they are, for the same number of processes only).
+        state_dict_config: torch's config: where a full state dict of the weights is. Default: rank 0, in host memory.
+        optim_state_dict_config: The same for the optimizer's state.
         limit_all_gathers: FSDP1: hold back the host so that not too many gathers are in flight. Default True.
         use_orig_params: FSDP1: let optimizers see the original parameters. Default False.
         param_init_fn: FSDP1: how modules on the meta device are materialised.
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
-        cpu_ram_efficient_loading: Not possible yet: True raises.
+        cpu_ram_efficient_loading: Only rank 0 needs weights: built in ``configure_model`` or ``trainer.init_module()``,
+            the model takes no memory on the others, ``from_pretrained`` of transformers included. Each rank is sent
+            its own shards. Default False.
         transformer_cls_names_to_wrap: Class names of the units for ``transformer_based_wrap``; default the model's
             ``_no_split_modules``.
         min_num_params: Smallest unit for ``size_based_wrap``.
@@ -105,6 +94,12 @@ class AccelFSDPStrategy(FSDPStrategy):
         reshard_during_accumulation: False keeps parameters gathered over a whole accumulation window: each is gathered
             once and each gradient reduced once for each optimizer step, at the price of holding the unsharded
             parameters and gradients. Default True.
+        pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
+            one attribute that holds it. The model is built without memory, and each rank reads its own slices.
+        compile: Compile each unit, after activation checkpointing and before sharding; a dict gives keyword arguments
+            of ``torch.compile``. FSDP1 needs ``use_orig_params=True`` for it. Default False.
+        async_save: Write checkpoints in the background while training goes on; the loop waits for the copy to host
+            memory alone. See `wait_for_saves`. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
@@ -112,7 +107,6 @@ class AccelFSDPStrategy(FSDPStrategy):
 
     Raises:
         ValueError: If both a plugin and fields of it are given, or a field has a value that is not allowed.
-        NotImplementedError: If the plugin asks for ``cpu_ram_efficient_loading`` or ``local_state_dict``.
 
     Source: accelerate 1.15 ``FullyShardedDataParallelPlugin``; lightning 2.6 ``FSDPStrategy``.
     """
@@ -128,8 +122,9 @@ class AccelFSDPStrategy(FSDPStrategy):
         reshard_after_forward: str | ShardingStrategy | bool | None = None,
         backward_prefetch: str | BackwardPrefetch | None = None,
         mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None,
-        auto_wrap_policy: Callable[..., bool]
-        | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"]
+        # The names first: jsonargparse takes the first that fits, and a name passes as a callable that it cannot write.
+        auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"]
+        | Callable[..., bool]
         | None = None,
         cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None,
         ignored_modules: Iterable[nn.Module] | str | None = None,
@@ -147,6 +142,9 @@ class AccelFSDPStrategy(FSDPStrategy):
         min_num_params: int | None = None,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         reshard_during_accumulation: bool = True,
+        pretrained_weights: str | os.PathLike[str] | None = None,
+        compile: bool | dict[str, Any] = False,
+        async_save: bool = False,
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -163,54 +161,22 @@ class AccelFSDPStrategy(FSDPStrategy):
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(**fields)
-        _refuse_what_is_missing(self.fsdp_plugin)
         self.last_grad_norm: torch.Tensor | None = None
         """Global norm of the gradients before the last clipping by norm, a scalar."""
         self.skipped_steps = SkippedSteps()
         """Whether the gradient scaler left the last optimizer step out."""
         self._given_mesh = device_mesh
+        self._compile_options = compile if isinstance(compile, dict) else {} if compile else None
+        self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
         self._tracker = LoopTracker(gradient_accumulation)
-        self._engine: Engine[Any] | None = None
-        self._form: ShardedForm | None = None
+        self._saves = BackgroundSaves(timeout) if async_save else None
 
     # ------------------------------------------------------------------ what it knows
-    @property
-    def engine(self) -> Engine[Any]:
-        """The FSDP1 or FSDP2 engine.
-
-        Raises:
-            RuntimeError: Before the processes are connected.
-        """
-        if self._engine is None:
-            raise RuntimeError("The engine exists once the Trainer has connected the processes: in setup() and later.")
-        return self._engine
-
-    @property
-    def form(self) -> ShardedForm:
-        """The sharded model and what sharding hid of it.
-
-        Raises:
-            RuntimeError: Before the model is sharded.
-        """
-        if self._form is None:
-            raise RuntimeError("There is no sharded model yet: it exists from the strategy's setup on.")
-        return self._form
-
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh over all ranks: ``("shard",)``, or ``("replicate", "shard")`` for HSDP."""
         return self.engine.mesh
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.root_device
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.is_global_zero
 
     @property
     @override
@@ -237,25 +203,7 @@ class AccelFSDPStrategy(FSDPStrategy):
         """Whether the last optimizer step was left out because fp16 gradients overflowed."""
         return self.skipped_steps.last
 
-    @property
-    def _full(self) -> bool:
-        return self.engine.settings.state_dict_type == "full_state_dict"
-
     # ------------------------------------------------------------------ processes
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
-            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        device = self.root_device
-        if device.type == "cpu":
-            return "gloo"
-        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -266,7 +214,13 @@ class AccelFSDPStrategy(FSDPStrategy):
         settings = self.fsdp_plugin.settings(
             precision=self.precision_plugin.settings, dp_replicate=mesh.size(0) if mesh.ndim == 2 else 1
         )
-        settings = replace(settings, reshard_during_accumulation=self._reshard_during_accumulation)
+        settings = replace(
+            settings,
+            reshard_during_accumulation=self._reshard_during_accumulation,
+            compile_options=self._compile_options,
+        )
+        if self._saves is not None:
+            self._saves.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
         AcceleratorState._fill(
             mixed_precision=self.precision_plugin.accelerate_name,
@@ -282,6 +236,14 @@ class AccelFSDPStrategy(FSDPStrategy):
             dist.barrier(device_ids=None if self.root_device.index is None else [self.root_device.index])
 
     # ------------------------------------------------------------------ model and optimizers
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        from_rank_zero = self.fsdp_plugin.settings().weights_from_rank_zero
+        without_values = self._pretrained_weights is not None or (from_rank_zero and not self.is_global_zero)
+        with super().tensor_init_context(empty_init), parameters_on_meta() if without_values else nullcontext():
+            yield
+
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -307,7 +269,8 @@ class AccelFSDPStrategy(FSDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        self._form = self.engine.prepare(self.precision_plugin.convert_module(model))
+        model = self.precision_plugin.convert_module(model)
+        self._form = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
         root = self._form.root
         _materialize_distributed_module(root, self.root_device)
         for module in root.modules():
@@ -322,74 +285,20 @@ class AccelFSDPStrategy(FSDPStrategy):
         self._reset_optimizers_and_schedulers()  # of an earlier fit: their parameters may be gone
         self.engine.reshard(self.form.root)
         super(FSDPStrategy, self).setup_optimizers(trainer)
-        self._check_optimizers()
+        for optimizer in self.optimizers:
+            self.form.early.switch(optimizer, inside_root(self.form.root))
         if self.precision_plugin.scaler is not None and self.lightning_module is not None:
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
 
-    def _check_optimizers(self) -> None:
-        """Refuse optimizers over parameters that the sharded model does not have: they would train nothing.
-
-        Raises:
-            ValueError: If a parameter of an optimizer is not a parameter of the sharded model.
-        """
-        if self.model is None:
-            return
-        present = set(self.model.parameters())
-        for index, optimizer in enumerate(self.optimizers):
-            stale = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in present]
-            if stale:
-                raise ValueError(
-                    f"Optimizer {index} holds {len(stale)} parameters that are not in the sharded model (shapes "
-                    f"{stale[:5]}): it was made before sharding. Make it in configure_optimizers(), over "
-                    "self.parameters()."
-                )
-
     # ------------------------------------------------------------------ loops and gradients
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        trainer = self._running_trainer()
-        if trainer is not None:
-            if trainer.training:
-                self._tracker.note_train_batch(trainer, counted=False)
-            else:
-                self._tracker.note_evaluation_batch(trainer, dataloader_idx)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def _running_trainer(self) -> Trainer | None:
-        """Return the Trainer if it is inside a loop over batches."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        return trainer if trainer is not None and trainer.state.stage is not None else None
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        trainer = self._running_trainer()
-        if trainer is not None:  # again, for training_step(dataloader_iter), whose batches pass nowhere else
-            self._tracker.note_train_batch(trainer, counted=True)
-
-    @override
-    def on_train_end(self) -> None:
-        self._tracker.close()
-
     def _end_evaluation(self) -> None:
-        self._tracker.end_evaluation()
+        super()._end_evaluation()
         self.engine.reshard(self.form.root)
 
     @override
-    def on_validation_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
-        self._tracker.close()
+        super().on_exception(exception)
         if isinstance(exception, torch.OutOfMemoryError) and not self._reshard_during_accumulation:
             _log.error("Out of memory with reshard_during_accumulation=False: set it to True to hold shards alone.")
 
@@ -399,6 +308,36 @@ class AccelFSDPStrategy(FSDPStrategy):
         with nullcontext() if self._tracker.plugin.sync_each_batch else self.engine.no_sync(self.form.root):
             yield
 
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._is_manual:
+            self.engine.after_manual_backward(self.form.root)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._is_manual:  # a forward without backward may have left old values gathered
+            self.engine.reshard(self.form.root)
+        return result
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().training_step(*args, **kwargs)
+        if self._is_manual:
+            self.precision_plugin.update_scale()
+        return result
+
+    @property
+    def _is_manual(self) -> bool:
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
+
     def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
         """Make gradients whole before they are unscaled, clipped and used; called once for each optimizer step.
 
@@ -406,8 +345,8 @@ class AccelFSDPStrategy(FSDPStrategy):
             optimizer: Whose gradients.
             rescale: Whether a shorter last window is divided by the micro-batches it really has.
         """
+        self._make_whole(optimizer)
         parameters = self._parameters_of(optimizer)
-        average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
         factor = self._tracker.short_window_factor
         if rescale and factor != 1.0:
             scale_gradients(gradients_of(parameters), factor)
@@ -416,8 +355,6 @@ class AccelFSDPStrategy(FSDPStrategy):
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the optimizer's gradients by their global norm over all shards.
-
-        FSDP1 clips all parameters of the model together, whichever optimizer is named.
 
         Args:
             optimizer: Whose gradients.
@@ -431,75 +368,26 @@ class AccelFSDPStrategy(FSDPStrategy):
         Raises:
             RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; on every rank.
         """
+        self.prepare_to_clip(optimizer)
         norm = self.engine.clip_grad_norm(self.form.root, self._parameters_of(optimizer), max_norm, norm_type)
         self.last_grad_norm = norm
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}: they cannot be clipped.")
         return norm
 
+    def prepare_to_clip(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
+        if self._is_manual:
+            self._make_whole(optimizer)
+            self.precision_plugin.unscale(optimizer)
+
+    def _make_whole(self, optimizer: Optimizer) -> None:
+        parameters = self._parameters_of(optimizer)
+        average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
+
     @staticmethod
     def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    # ------------------------------------------------------------------ checkpoints
-    def _state_dict_module(self) -> nn.Module:
-        return self.engine.state_dict_module(self.form.root)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
-        return checkpointing.model_state(self._state_dict_module(), full=self._full)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpointing.optimizer_state(self._state_dict_module(), plain, full=self._full)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        path = Path(self.broadcast(str(filepath)))
-        if self._full:
-            checkpointing.save_full(
-                path, lambda: self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            )
-            return
-        if storage_options is not None:
-            raise TypeError(
-                "storage_options is for a CheckpointIO, which sharded checkpoints do not use. Leave it out."
-            )
-        weights = checkpoint.pop("state_dict")
-        optimizer_states = checkpoint.pop("optimizer_states", [])
-        form = self.form
-        checkpointing.save_sharded(
-            path,
-            self.engine.model_key,
-            weights,
-            optimizer_states,
-            checkpoint,
-            ties=form.ties,
-            module_attribute=form.module_attribute,
-        )
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else []
-        load = checkpointing.loader_for(path)
-        return load(
-            path, self._state_dict_module(), optimizers, strict=module.strict_loading, weights_only=weights_only
-        )
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        pass  # load_checkpoint() has done it
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pass  # load_checkpoint() has done it
 
     # ------------------------------------------------------------------ end
     @override

@@ -168,8 +168,8 @@ def check_policy(policy: object) -> None:
 
 
 def clean_name(name: str) -> str:
-    """Return a module's or parameter's name without the parts that activation and compile wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _TRANSPARENT)
+    """Return a module's or parameter's name without the parts that activation, compile and FSDP1 wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in (*_TRANSPARENT, "_fsdp_wrapped_module"))
 
 
 def _inside(module: nn.Module) -> nn.Module:

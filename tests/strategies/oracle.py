@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from accelight.state import PartialState
+from accelight.state import GradientAccumulationPlugin, PartialState
 from accelight.strategies import AccelFSDPStrategy
 
 WIDTH = 8
@@ -55,6 +56,10 @@ class Case:
     optimizer: str = "sgd"
     epochs: int = 2
     precision: Any = "32-true"
+    sync_with_dataloader: bool = True
+    """Whether the last window of an epoch is cut short; else the next epoch goes on with it."""
+    validate_every: int | None = None
+    """Micro-batches between validations, which must not change anything."""
 
 
 @dataclass
@@ -87,6 +92,8 @@ def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tup
 
 
 def build_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "fused_adamw":
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
     if name == "sgd":  # shows a wrong gradient scale, which Adam hides
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=0.01)
@@ -142,6 +149,8 @@ def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
 def train_sharded(case: Case, options: dict[str, Any], accelerator: str = "cpu") -> Outcome:
     """Train under the Trainer, inside one of several processes."""
     world_size, outcome = PartialState().num_processes, Outcome()
+    if not case.sync_with_dataloader:
+        options = {**options, "gradient_accumulation": GradientAccumulationPlugin(sync_with_dataloader=False)}
     strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", **options)
     trainer = quiet_trainer(
         strategy,
@@ -150,12 +159,13 @@ def train_sharded(case: Case, options: dict[str, Any], accelerator: str = "cpu")
         max_epochs=case.epochs,
         precision=case.precision,
         accumulate_grad_batches=case.accumulate,
+        val_check_interval=case.validate_every,
         gradient_clip_val=case.clip_norm or case.clip_value,
         gradient_clip_algorithm="norm" if case.clip_norm else "value" if case.clip_value else None,
         callbacks=[_Recorder()],
     )
     module = TinyModule(case, outcome)
-    trainer.fit(module, rank_loader(world_size))
+    trainer.fit(module, rank_loader(world_size), rank_loader(world_size) if case.validate_every else None)
     weights = trainer.strategy.lightning_module_state_dict()
     outcome.weights = {name.removeprefix("model."): tensor.cpu().clone() for name, tensor in weights.items()}
     outcome.global_step = trainer.global_step
@@ -173,23 +183,31 @@ def train_plain(
     optimizer = build_optimizer(case.optimizer, parameters)
     inputs, targets = dataset(world_size).tensors
     global_size = BATCH_SIZE * world_size
-    for _ in range(case.epochs):
-        for start in range(0, NUM_MICRO_BATCHES, case.accumulate):
-            window = range(start, min(start + case.accumulate, NUM_MICRO_BATCHES))
-            optimizer.zero_grad()
-            for index in window:
-                batch = slice(index * global_size, (index + 1) * global_size)
-                loss = functional.mse_loss(model(inputs[batch]), targets[batch])
-                (loss / len(window)).backward()
-                outcome.losses.append(loss.item())
-            if case.clip_norm:
-                outcome.grad_norms.append(nn.utils.clip_grad_norm_(parameters, case.clip_norm).item())
-            if case.clip_value:
-                nn.utils.clip_grad_value_(parameters, case.clip_value)
-            optimizer.step()
-            outcome.global_step += 1
+    for window in _windows(case):
+        optimizer.zero_grad()
+        for index in window:
+            batch = slice(index * global_size, (index + 1) * global_size)
+            loss = functional.mse_loss(model(inputs[batch]), targets[batch])
+            (loss / len(window)).backward()
+            outcome.losses.append(loss.item())
+        if not case.sync_with_dataloader and len(window) < case.accumulate:
+            break  # of the last epoch: no other goes on with it
+        if case.clip_norm:
+            outcome.grad_norms.append(nn.utils.clip_grad_norm_(parameters, case.clip_norm).item())
+        if case.clip_value:
+            nn.utils.clip_grad_value_(parameters, case.clip_value)
+        optimizer.step()
+        outcome.global_step += 1
     outcome.weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     return outcome
+
+
+def _windows(case: Case) -> list[list[int]]:
+    """Indices of the micro-batches of each window."""
+    epochs = [list(range(NUM_MICRO_BATCHES))] * case.epochs
+    if not case.sync_with_dataloader:
+        epochs = [list(itertools.chain(*epochs))]
+    return [epoch[at : at + case.accumulate] for epoch in epochs for at in range(0, len(epoch), case.accumulate)]
 
 
 def assert_same(found: Outcome, expected: Outcome, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

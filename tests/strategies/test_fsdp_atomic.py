@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelight.strategies.fsdp import atomic
+from tests.strategies.kill_while_saving import kill_once
 
 NUM_FILES = 20
 
@@ -40,7 +41,7 @@ def test_the_finished_folder_takes_the_name(
         path.write_text("old")
     elif before == "link":
         path.symlink_to(_write(tmp_path / "target", "untouched"))
-    atomic.replace_folder(path, _write(tmp_path / ".last.unfinished", "new"))
+    atomic.replace(path, _write(tmp_path / ".last.unfinished", "new"))
     assert _content(path) == {"new"}
     assert not path.is_symlink()
     left = {"last", "target"} if before == "link" else {"last"}
@@ -49,10 +50,30 @@ def test_the_finished_folder_takes_the_name(
         assert _content(tmp_path / "target") == {"untouched"}
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("before", ["nothing", "folder", "file", "link"])
+def test_a_finished_file_takes_the_name(
+    before: str, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+    path, new = tmp_path / "last", tmp_path / ".last.unfinished"
+    if before == "folder":
+        _write(path, "old")
+    elif before == "file":
+        path.write_text("old")
+    elif before == "link":
+        path.symlink_to(_write(tmp_path / "target", "untouched"))
+    new.write_text("new")
+    atomic.replace(path, new)
+    assert path.read_text() == "new"
+    assert {item.name for item in tmp_path.iterdir()} == ({"last", "target"} if before == "link" else {"last"})
+
+
 _FOREVER = """
 import itertools, sys
 from pathlib import Path
-from accelight.strategies.fsdp.atomic import replace_folder
+from accelight.strategies.fsdp.atomic import replace
 path = Path(sys.argv[1])
 print("started", flush=True)
 for number in itertools.count():
@@ -60,7 +81,7 @@ for number in itertools.count():
     new.mkdir()
     for index in range(20):
         (new / f"{index}").write_text(f"{number}")
-    replace_folder(path, new)
+    replace(path, new)
 """
 
 
@@ -76,3 +97,14 @@ def test_killed_at_any_moment_the_name_means_a_whole_folder(tmp_path: Path) -> N
         process.wait()
         process.stdout.close()
         assert len(_content(path)) == 1, os.listdir(path)
+
+
+@pytest.mark.parametrize(
+    ("form", "in_background", "only_one", "seconds"),
+    [("sharded", False, False, 0.1), ("sharded", True, True, 0.3), ("full", True, False, 0.2)],
+)
+def test_training_killed_while_it_saves_leaves_a_checkpoint(
+    form: str, in_background: bool, only_one: bool, seconds: float, tmp_path: Path
+) -> None:
+    """The short form of ``python -m tests.strategies.kill_while_saving``, which kills 50 times at random moments."""
+    kill_once(tmp_path, form, in_background, only_one, seconds)

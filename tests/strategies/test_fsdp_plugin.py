@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from accelight.strategies.fsdp import environment
+from accelight.strategies import spelling
 from accelight.strategies.fsdp.environment import (
     VARIABLES,
     disable_fsdp_ram_efficient_loading,
@@ -118,7 +118,7 @@ def initialise(module: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(environment, "_warned", set())
+    monkeypatch.setattr(spelling, "_warned", set())
     for variable in (*VARIABLES.values(), "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(variable, raising=False)
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from accelight.strategies.fsdp import (
 )
 from accelight.strategies.fsdp.engines import build_engine
 from tests.ranks import run_on_ranks
+from tests.scripts import run_script
 from tests.strategies.oracle import TinyModel, build_model
 
 
@@ -143,3 +145,11 @@ def test_a_model_that_cannot_be_prepared_is_refused(kind: str, message: str) -> 
     for text in run_on_ranks(2, _refuse, kind):
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError(text)
+
+
+def test_the_example_reads_again_what_it_trained() -> None:
+    example = Path(__file__).parents[2] / "examples" / "fsdp2_plain_loop.py"
+    losses = [line.split(": loss ") for line in run_script(example, launcher="torchrun", nproc=2).lines]
+    printed = dict(line for line in losses if len(line) == 2)
+    assert list(printed) == ["epoch 0", "epoch 1", "epoch 2", "read again"]
+    assert printed["read again"] == printed["epoch 2"] < printed["epoch 0"]

@@ -1,0 +1,84 @@
+"""Locks that a killed build has left: torch waits for ever for who took one, and says nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_LONGEST_BUILD_S = 600.0
+
+
+def check_build_locks(*ops: str) -> None:
+    """Check that nobody left the locks of these ops behind, before DeepSpeed compiles or loads them.
+
+    A lock that a process of this machine has open is that of a running build. Another one may belong to another machine
+    with the same home folder, as long as it is young: that is a warning.
+
+    Args:
+        *ops: DeepSpeed's names of the ops, as ``cpu_adam``.
+
+    Raises:
+        RuntimeError: If a lock is too old for a build; nothing is deleted.
+
+    Source: torch 2.13 ``utils/file_baton.py``: the holder keeps the file open, and removes it in the end.
+    """
+    for op in set(ops) - _loaded():
+        lock = _lock_of(op)
+        age = _age_s(lock)
+        if age is None or _is_open(lock) or not lock.exists():  # it may have ended meanwhile
+            continue
+        advice = f"If no other machine builds it, a killed process left it: rm '{lock}', and start again."
+        if age > _LONGEST_BUILD_S:
+            raise RuntimeError(
+                f"DeepSpeed's op {op} is locked by {lock}, {age / 60:.0f} minutes old, which no process on this "
+                f"machine has open; torch would wait for it for ever. {advice}"
+            )
+        warnings.warn(
+            f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open; torch waits until it "
+            f"is gone. {advice}",
+            stacklevel=2,
+        )
+
+
+def ops_of_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the op that DeepSpeed compiles for the optimizer that a config defines, if any."""
+    section = config.get("optimizer") or {}
+    name = str(section.get("type")).lower().replace("adamw", "adam")
+    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if name in ("adam", "lamb", "lion", "adagrad") and not (section.get("params") or {}).get("torch_adam"):
+        yield f"cpu_{name}" if offload.get("device", "none") != "none" else f"fused_{name}"
+
+
+def _loaded() -> set[str]:
+    """Return the ops that this process has already."""
+    module = sys.modules.get("deepspeed.ops.op_builder.builder")
+    return set() if module is None else set(module.OpBuilder._loaded_ops)
+
+
+def _lock_of(op: str) -> Path:
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory(op, False), "lock").resolve()
+
+
+def _age_s(path: Path) -> float | None:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process on this machine has the file open, as far as one may look (nowhere, without ``/proc``)."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) == str(path):
+                return True
+        except OSError:  # closed meanwhile, or another user's
+            continue
+    return False

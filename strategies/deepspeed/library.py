@@ -1,0 +1,118 @@
+"""DeepSpeed itself: imported when it is used, on the device that is used, without its noise."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+OLDEST = "0.16"
+
+
+def require_deepspeed(who: str) -> None:
+    """Check that a DeepSpeed is installed that works here; nothing is imported.
+
+    Raises:
+        ModuleNotFoundError: If not.
+    """
+    found = importlib.metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else None
+    if found is None or Version(found) < Version(OLDEST):
+        raise ModuleNotFoundError(
+            f"{who} needs DeepSpeed {OLDEST} or newer, and {found or 'none'} is installed: "
+            "pip install 'accelight[deepspeed]'."
+        )
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Make DeepSpeed compute on ``device``'s kind: it decides once, when it is first imported.
+
+    Raises:
+        RuntimeError: If it has decided otherwise already.
+    """
+    if "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+    chosen = deepspeed_library().accelerator.get_accelerator()._name
+    if chosen != device.type:
+        raise RuntimeError(
+            f"DeepSpeed computes on {chosen!r} in this process, and the Trainer on {device.type!r}. Set "
+            f"DS_ACCELERATOR={device.type} in the environment before deepspeed is imported, or change "
+            "Trainer(accelerator=...)."
+        )
+
+
+def deepspeed_library() -> Any:
+    """Import DeepSpeed, without what it makes torch say at every step and a user can do nothing about."""
+    if "deepspeed" in sys.modules:
+        _silence()
+        return sys.modules["deepspeed"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = importlib.import_module("deepspeed")
+    _silence()
+    return library
+
+
+@functools.cache
+def _silence() -> None:
+    warnings.filterwarnings("ignore", r".*`torch\.distributed\.\w+_tensor` is deprecated.*", FutureWarning)
+    importlib.import_module("deepspeed.utils").logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a user should see a line of DeepSpeed's log: not that an optimizer is no Adam, which trains well."""
+    return "ZeRO with an untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Drop what DeepSpeed prints inside this context; its log and its exceptions stay."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def check_async_io(config: Mapping[str, Any]) -> None:
+    """Check, if the config offloads to NVMe, that DeepSpeed's asynchronous I/O can be built here.
+
+    Raises:
+        RuntimeError: If not; it says what to install.
+    """
+    zero = config.get("zero_optimization") or {}
+    where = [what for what in ("optimizer", "param") if (zero.get(f"offload_{what}") or {}).get("device") == "nvme"]
+    if not where:
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with ninja_on_path():
+        if AsyncIOBuilder().is_compatible(verbose=False):
+            return
+    raise RuntimeError(
+        f"offload_{where[0]}_device='nvme' needs DeepSpeed's asynchronous I/O, which cannot be built here: it needs a "
+        "C++ compiler and libaio with its headers (apt install libaio-dev). Install them, or offload to 'cpu'."
+    )
+
+
+@contextmanager
+def ninja_on_path() -> Iterator[None]:
+    """Let torch find the ninja that is installed beside this Python, also where its folder is not on the PATH."""
+    before = os.environ.get("PATH", "")
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

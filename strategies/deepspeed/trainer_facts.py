@@ -1,0 +1,126 @@
+"""What the Trainer, its loaders, its module and its optimizer tell, for the ``"auto"`` values of a DeepSpeed config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from .auto_values import TrainingFacts, resolve
+from .config import AUTO, HfDeepSpeedConfig, is_auto_value
+from .hidden_size import hidden_size_of
+from .optimizers import Chosen
+from .plugin import DeepSpeedPlugin
+
+_MICRO, _TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
+
+
+def config_for_training(
+    plugin: DeepSpeedPlugin, trainer: Trainer, module: LightningModule, chosen: Chosen, precision: Any
+) -> dict[str, Any]:
+    """Return a copy of the plugin's config, complete for ``deepspeed.initialize``.
+
+    Args:
+        plugin: Its config is not changed.
+        trainer: Gives batch size, accumulation, clipping and the number of steps.
+        module: The model; gives the hidden size.
+        chosen: What ``configure_optimizers`` returned.
+        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+
+    Raises:
+        ValueError: If the config contradicts the Trainer, or a value cannot be found out; it names each key.
+    """
+    algorithm = trainer.gradient_clip_algorithm
+    if trainer.gradient_clip_val and algorithm is not None and algorithm.value != "norm":
+        raise ValueError("DeepSpeed clips gradients by their norm only. Use gradient_clip_algorithm='norm'.")
+    config = HfDeepSpeedConfig(plugin.deepspeed_config)
+    config.config.setdefault("zero_allow_untested_optimizer", True)
+    clip_val = trainer.gradient_clip_val
+    facts = TrainingFacts(
+        world_size=trainer.world_size,
+        micro_batch_size=_micro_batch_size(trainer, plugin.is_train_batch_min)
+        if _asks_for_batch_size(config)
+        else None,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=None if clip_val is None else float(clip_val),
+        mixed_precision=precision,
+        optimizer=chosen.optimizer,
+        scheduler=chosen.scheduler,
+        estimated_steps=_estimated_steps(trainer, config),
+        hidden_size=hidden_size_of(module),
+    )
+    return resolve(config, facts).config
+
+
+def config_by_hand(
+    plugin: DeepSpeedPlugin, module: nn.Module, optimizer: Optimizer, precision: Any, world_size: int
+) -> dict[str, Any]:
+    """Return a copy of the plugin's config for a model that a loop by hand trains: its ``step()`` ends a window."""
+    config = HfDeepSpeedConfig(plugin.deepspeed_config)
+    config.config.setdefault("zero_allow_untested_optimizer", True)
+    for key in (_TOTAL, "gradient_accumulation_steps"):
+        config.del_config_sub_tree(key)
+    facts = TrainingFacts(
+        world_size=world_size,
+        micro_batch_size=1,  # for DeepSpeed's counters alone
+        mixed_precision=precision,
+        optimizer=optimizer,
+        hidden_size=hidden_size_of(module),
+    )
+    return resolve(config, facts).config
+
+
+def config_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision: Any) -> dict[str, Any]:
+    """Return what of the plugin's config counts without training."""
+    config = HfDeepSpeedConfig(plugin.deepspeed_config)
+    for key in ("optimizer", "scheduler", _TOTAL, _MICRO, "gradient_accumulation_steps", "gradient_clipping"):
+        config.del_config_sub_tree(key)
+    if not config.is_zero3():  # nothing to shard without gradients and optimizer state
+        config.del_config_sub_tree("zero_optimization")
+    facts = TrainingFacts(micro_batch_size=1, mixed_precision=precision, hidden_size=hidden_size_of(module))
+    resolved = resolve(config, facts).config
+    del resolved[_TOTAL]  # is for one process, and nothing uses it
+    return resolved
+
+
+def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:
+    return config.is_auto(_MICRO) or (_MICRO not in config.config and is_auto_value(config.get_value(_TOTAL, AUTO)))
+
+
+def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
+    """Return the smallest or largest batch size of the loaders; None if one does not tell."""
+    sizes = [_batch_size_of(loader) for loader in (*_training_loaders(trainer), *_validation_loaders(trainer))]
+    known = [size for size in sizes if size is not None]
+    if not sizes or len(known) < len(sizes):
+        return None
+    return min(known) if is_train_batch_min else max(known)
+
+
+def _training_loaders(trainer: Trainer) -> Iterator[Any]:
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if loop._combined_loader is not None:
+        yield from loop._combined_loader.flattened
+
+
+def _validation_loaders(trainer: Trainer) -> Iterator[Any]:
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if trainer.enable_validation:
+        loop.setup_data()
+    if loop._combined_loader is not None:
+        yield from loop._combined_loader.flattened
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _estimated_steps(trainer: Trainer, config: HfDeepSpeedConfig) -> float | None:
+    return float(trainer.estimated_stepping_batches) if config.is_auto("scheduler.params.total_num_steps") else None

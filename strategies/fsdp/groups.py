@@ -1,0 +1,80 @@
+"""Which parameters are gathered and reduced together beyond what the wrap policy says: ties and the output head."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+_WORTH_A_COLLECTIVE = 2**20
+"""Below about a million parameters, starting a collective takes longer than sending them."""
+
+
+def without_split_ties(model: nn.Module, units: list[nn.Module], whole: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """Return ``units`` without those that hold one use of a tied parameter while another use is outside of them.
+
+    Their parameters then belong to the unit around all uses, at last to the root's. Two groups must not manage one
+    parameter: FSDP1 would train two copies, and FSDP2 fails at the first forward since torch 2.13
+    (huggingface/accelerate#4171).
+
+    Args:
+        model: The root.
+        units: Candidates, children before parents.
+        whole: Modules that nobody shards.
+    """
+    ties = [users for users in _users(model, whole).values() if len(users) > 1]
+    if not ties:
+        return units
+    kept = [unit for unit in units if not any(_splits(unit, users) for users in ties)]
+    if len(kept) < len(units):
+        names = {module: name for name, module in model.named_modules()}
+        rank_zero_warn(
+            "These share parameters with modules outside of them, and are gathered with what is around them instead of "
+            f"on their own: {', '.join(names[unit] for unit in units if unit not in kept)}."
+        )
+    return kept
+
+
+def late_heads(model: nn.Module, units: list[nn.Module], whole: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the large linear layers registered after the last unit, output heads as a rule.
+
+    In the root's unit they would be gathered before the first layer runs, and reduced after the last one has, with
+    nothing to hide behind. In a group of their own they are gathered while layers compute, their gradients are reduced
+    first, and a step that does not use them does not gather them. The embeddings and the final norm stay with the
+    root: what is needed first is gathered first either way, and a group more would be a collective more.
+
+    Args:
+        model: The root.
+        units: What is sharded on its own already.
+        whole: Modules that nobody shards.
+    """
+    taken = {submodule for unit in units for submodule in unit.modules()}
+    users = _users(model, whole)
+    modules = list(model.modules())
+    last = max((index for index, module in enumerate(modules) if module in taken), default=len(modules))
+    return [
+        module
+        for module in modules[last + 1 :]
+        if type(module) is nn.Linear
+        and module not in whole
+        and module.weight.numel() >= _WORTH_A_COLLECTIVE
+        and all(len(users[parameter]) == 1 for parameter in module.parameters())
+    ]
+
+
+def _users(model: nn.Module, whole: Collection[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return the modules that hold each parameter themselves; without parameters of ``whole``."""
+    unmanaged = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+    users: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter not in unmanaged:
+                users[parameter].append(module)
+    return users
+
+
+def _splits(unit: nn.Module, users: list[nn.Module]) -> bool:
+    inside = set(unit.modules())
+    return 0 < sum(module in inside for module in users) < len(users)

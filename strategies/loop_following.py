@@ -1,0 +1,98 @@
+"""What every strategy of accelight does alike: it starts processes, and tells `LoopTracker` what the Trainer does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from typing_extensions import override
+
+from .launcher import SubprocessScriptLauncher
+from .loop_tracker import LoopTracker
+
+
+class LoopFollowing(ParallelStrategy):
+    """Comes before Lightning's strategy among the bases; `GradientState` is right in every hook then."""
+
+    _tracker: LoopTracker
+    _process_group_backend: str | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.root_device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.is_global_zero
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            num_nodes = getattr(self, "num_nodes", 1)
+            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is not None:
+            return self._process_group_backend
+        device = self.root_device
+        if device.type == "cpu":
+            return "gloo"
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+    def _running_trainer(self) -> Trainer | None:
+        """Return the Trainer if it is inside a loop over batches."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer if trainer is not None and trainer.state.stage is not None else None
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self._running_trainer()
+        if trainer is not None:
+            if trainer.training:
+                self._tracker.note_train_batch(trainer, counted=False)
+            else:
+                self._tracker.note_evaluation_batch(trainer, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer = self._running_trainer()
+        if trainer is not None:  # again, for training_step(dataloader_iter), whose batches pass nowhere else
+            self._tracker.note_train_batch(trainer, counted=True)
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def on_train_end(self) -> None:
+        self._tracker.close()
+        super().on_train_end()
+
+    def _end_evaluation(self) -> None:
+        self._tracker.end_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._tracker.close()
+        super().on_exception(exception)
