@@ -1,0 +1,65 @@
+"""``python -m accelight.callbacks.single_file FILE FOLDER``: a single-file checkpoint as a sharded one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.manifest import write_manifest
+
+_KEY = "state_dict"
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Write the weights of a Lightning checkpoint as a folder of torch.distributed.checkpoint, ties noted.
+
+    Raises:
+        CheckpointError: If the file holds no weights, or objects that are not loaded from files.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{file} cannot be read without running what it says ({type(error).__name__}: {error}). "
+            "Keep objects of your own out of it (hyperparameters, on_save_checkpoint)."
+        ) from error
+    weights = checkpoint.get(_KEY) if isinstance(checkpoint, dict) else None
+    if not weights:
+        raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is no checkpoint of Lightning.")
+    ties = _ties(weights)
+    kept = {name: tensor for name, tensor in weights.items() if name not in ties}
+    save({_KEY: kept}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    heads = {name.split(".", 1)[0] for name in weights}
+    write_manifest(folder, model_prefix=_KEY, ties=ties, module_attribute=heads.pop() if len(heads) == 1 else "")
+
+
+def _ties(weights: dict[str, Any]) -> dict[str, str]:
+    """Return alias to kept name of tensors that are one and the same memory."""
+    kept: dict[tuple[Any, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in weights.items():
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and kept.setdefault(place, name) != name:
+            ties[name] = kept[place]
+    return ties
+
+
+def main() -> int:
+    """Run the command; 0, or 1 with a line on stderr."""
+    file, folder = map(Path, sys.argv[1:])
+    try:
+        unpack(file, folder)
+    except (CheckpointError, OSError) as error:
+        print(f"accelight: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

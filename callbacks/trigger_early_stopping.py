@@ -1,0 +1,288 @@
+"""`TriggerEarlyStopping`: stopping on all processes at the same step when any of them says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from ..state import check_triggers, gather_object, set_trigger, triggered_by
+from ..state.triggers import DEFAULT
+from .resuming import skip_used_batches
+from .signals import SignalNotes
+from .uneven_data import EpochEnd
+
+Condition = Callable[[Trainer, LightningModule, Any, Any, int], bool]
+
+_log = logging.getLogger(__name__)
+
+_CONDITION = "accelight/condition"
+_FAILED = "accelight/condition failed"
+_NONFINITE = "accelight/non-finite loss"
+_SIGNAL = "accelight/signal/"
+_REASONS = {DEFAULT: "set_trigger()", _CONDITION: "condition", _NONFINITE: "non-finite loss"}
+
+
+class TriggerEarlyStopping(Callback):
+    """Stops training on every process at the same step when any process says so.
+
+    A process says so by ``condition``, by a loss that is not finite, by a signal, or by ``set_trigger()`` anywhere in
+    user code (the unnamed trigger; named ones are left to whoever checks them). The processes agree at the end of
+    optimizer steps, so that no gradient is lost. After that Lightning ends as with its own ``EarlyStopping``, which may
+    run beside this: not before ``min_steps`` and ``min_epochs``, and with a last validation.
+
+    **Signals** only leave a note; the next check does the rest on all processes: a checkpoint, then Lightning's
+    ``SIGTERMException`` (a ``SystemExit`` of status 0). ``min_steps`` does not hold that back. The checkpoint lies in
+    the folder of the first ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in
+    ``default_root_dir``; `checkpoint_path` tells. A run that resumes from it goes on with the next batch of the epoch:
+    loaders with a ``state_dict`` are restored by Lightning, of others the used batches are skipped. (The same order
+    again comes from a sampler that draws by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single
+    device's ``shuffle=True`` draws anew.) While training runs, the handlers replace Lightning's own, which communicate
+    inside the handler (Lightning-AI/pytorch-lightning#20806, #21406); afterwards the previous ones are back.
+
+    Args:
+        condition: ``condition(trainer, pl_module, outputs, batch, batch_idx)``, called after each batch on each process
+            with that process's own values. If it raises, all processes raise.
+        check_every_n_steps: Optimizer steps between two checks.
+        stop_on_nonfinite_loss: Whether a loss that is NaN or infinite on any process stops training. On an accelerator
+            with ``lag`` it is looked at one check later, to not wait for the device.
+        stop_on_signals: Signals that stop training, such as ``[signal.SIGTERM, "SIGUSR1"]``.
+        lag: Whether checks answer for what was set before the previous one. They hardly wait then, and the stop comes
+            one check later, on all processes alike. False stops at the check itself, and waits for all at each.
+        verbose: Whether to say on process 0 what stopped training.
+        end_epoch_when_exhausted: Whether the epoch ends on all processes when the data of one ends, instead of hanging.
+            What the others have left is not used in this epoch. Loaders without a length cost a reduction each batch.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Source of the semantics: accelerate 1.15 ``Accelerator.set_trigger``, ``check_trigger``; lightning 2.6
+    ``EarlyStopping``.
+    """
+
+    def __init__(
+        self,
+        condition: Condition | None = None,
+        check_every_n_steps: int = 1,
+        stop_on_nonfinite_loss: bool = False,
+        stop_on_signals: Iterable[int | str] = (),
+        lag: bool = True,
+        verbose: bool = True,
+        end_epoch_when_exhausted: bool = False,
+    ) -> None:
+        if condition is not None and not callable(condition):
+            raise TypeError(
+                f"condition must be a function of (trainer, pl_module, outputs, batch, batch_idx), got {condition!r}."
+            )
+        if isinstance(check_every_n_steps, bool) or not isinstance(check_every_n_steps, int) or check_every_n_steps < 1:
+            raise ValueError(f"check_every_n_steps must be an int >= 1, got {check_every_n_steps!r}.")
+        if isinstance(stop_on_signals, int | str):
+            raise TypeError(f"stop_on_signals must be a list of signals, got {stop_on_signals!r}.")
+        self.condition = condition
+        self.check_every_n_steps = check_every_n_steps
+        self.stop_on_nonfinite_loss = stop_on_nonfinite_loss
+        self.lag = lag
+        self.verbose = verbose
+        self._signals = SignalNotes(stop_on_signals)
+        self._epoch_end = EpochEnd() if end_epoch_when_exhausted else None
+        self._names = [DEFAULT, _CONDITION, _FAILED, _NONFINITE, *(_SIGNAL + s.name for s in self._signals.signals)]
+        self._forget()
+
+    def _forget(self) -> None:
+        self.stopped_step: int | None = None
+        """``trainer.global_step`` at which the processes agreed to stop."""
+        self.reason: str | None = None
+        """What was set: ``"condition"``, ``"non-finite loss"``, ``"set_trigger()"``, a signal's name, or several."""
+        self.triggered_by: tuple[int, ...] = ()
+        """The processes that set it."""
+        self.checkpoint_path: str | None = None
+        """The checkpoint that was saved for a signal."""
+        self._resume_within_epoch = False
+        self._start()
+
+    def _start(self) -> None:
+        """Forget what belongs to one call of ``fit``."""
+        self._num_steps = 0
+        self._nonfinite: Tensor | None = None
+        self._nonfinite_before: Tensor | None = None
+        self._failure: Exception | None = None
+        self._asked_to_stop = False
+
+    # ------------------------------------------------------------------ hooks
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._forget()
+            # Before those that save, which tell of the stop then; after all others, so that a signal's checkpoint
+            # has what they did after the batch. A new list: Lightning is iterating over the old one.
+            owner: Any = trainer  # a connector gives it its callbacks, which type checkers do not see
+            others = [callback for callback in owner.callbacks if callback is not self]
+            place = next((i for i, callback in enumerate(others) if isinstance(callback, Checkpoint)), len(others))
+            owner.callbacks = [*others[:place], self, *others[place:]]
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._signals.install()  # Lightning has set its own just before
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start()
+        self._signals.install()
+        if self._epoch_end is not None:
+            self._epoch_end.start(trainer)
+        if self._resume_within_epoch:
+            self._resume_within_epoch = False
+            skip_used_batches(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._epoch_end is not None:
+            self._epoch_end.start(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._epoch_end is not None:
+            self._epoch_end.before_batch(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._ask_condition(trainer, pl_module, outputs, batch, batch_idx)
+        if self.stop_on_nonfinite_loss:
+            self._note_loss(outputs, pl_module)
+        loop = trainer.fit_loop.epoch_loop
+        if loop._should_accumulate() and not loop._num_ready_batches_reached():
+            return  # a stop here would lose the gradients of an open window
+        self._num_steps += 1
+        if self._num_steps % self.check_every_n_steps == 0:
+            self._check(trainer, blocking=not self.lag)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._epoch_end is not None:
+            self._epoch_end.after_epoch(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check(trainer, blocking=True)  # what came too late for the last check; nothing is left for a next fit
+        # After an exception Lightning puts the handlers back, with all others, when it has cleaned up.
+        self._signals.remove()
+
+    # ------------------------------------------------------------------ what this process has to say
+    def _ask_condition(self, *args: Any) -> None:
+        if self.condition is None or self._failure is not None:
+            return
+        try:
+            if self.condition(*args):
+                set_trigger(_CONDITION)
+        except Exception as error:  # noqa: BLE001 (raised in the next check, on all processes)
+            self._failure = error
+            set_trigger(_FAILED)
+
+    def _note_loss(self, outputs: Any, pl_module: LightningModule) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor):
+            if pl_module.automatic_optimization:
+                return  # training_step returned None: Lightning has skipped the batch
+            raise RuntimeError(
+                "stop_on_nonfinite_loss=True needs the loss, but training_step returned none. Return the loss, or a "
+                "dict with it under 'loss'."
+            )
+        nonfinite = ~torch.isfinite(loss.detach()).all()
+        self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite
+
+    def _set_own_triggers(self, *, at_once: bool) -> None:
+        for number in self._signals.take():
+            set_trigger(_SIGNAL + number.name)
+        nonfinite, self._nonfinite = self._nonfinite, None
+        if at_once:
+            flags = [self._nonfinite_before, nonfinite]
+            self._nonfinite_before = None
+        else:
+            flags, self._nonfinite_before = [self._nonfinite_before], nonfinite
+        if any(bool(flag) for flag in flags if flag is not None):
+            set_trigger(_NONFINITE)
+
+    # ------------------------------------------------------------------ agreeing and acting
+    def _check(self, trainer: Trainer, *, blocking: bool) -> None:
+        self._set_own_triggers(at_once=blocking or trainer.strategy.root_device.type == "cpu")
+        found = [name for name, is_set in check_triggers(blocking, self._names).items() if is_set]
+        if _FAILED in found:
+            self._raise_failure()
+        signals = [name.removeprefix(_SIGNAL) for name in found if name.startswith(_SIGNAL)]
+        if found and (signals or not self._asked_to_stop):
+            self._asked_to_stop = True
+            self.stopped_step = trainer.global_step
+            self.reason = ", ".join([*signals, *(_REASONS[name] for name in found if name in _REASONS)])
+            self.triggered_by = tuple(sorted({process for name in found for process in triggered_by(name)}))
+            self._tell(
+                f"Training stops at step {self.stopped_step} (epoch {trainer.current_epoch}): {self.reason}, from "
+                f"process {', '.join(map(str, self.triggered_by))}."
+            )
+            trainer.should_stop = True
+        if signals:
+            self._save(trainer)
+            raise SIGTERMException
+
+    def _raise_failure(self) -> None:
+        """Raise on all processes what the condition raised on some.
+
+        Raises:
+            RuntimeError: Where the condition itself did not raise.
+        """
+        text = None if self._failure is None else f"{type(self._failure).__name__}: {self._failure}"
+        everyone = gather_object([text])
+        if self._failure is not None:
+            raise self._failure
+        lines = [f"process {process}: {text}" for process, text in enumerate(everyone) if text is not None]
+        raise RuntimeError("\n".join(["The condition of TriggerEarlyStopping failed.", *lines]))
+
+    def _save(self, trainer: Trainer) -> None:
+        first = trainer.checkpoint_callback
+        folder, last, extension = trainer.default_root_dir, "last", ".ckpt"
+        if isinstance(first, ModelCheckpoint):  # the names that its search for ckpt_path="last" knows
+            folder = str(first.dirpath or folder)
+            last, extension = first.CHECKPOINT_NAME_LAST, first.FILE_EXTENSION
+        name = f"{last}-stopped-epoch={trainer.current_epoch}-step={trainer.global_step}{extension}"
+        self.checkpoint_path = os.path.join(folder, name)
+        self._resume_within_epoch = True
+        trainer.save_checkpoint(self.checkpoint_path)
+        wait: Callable[[], None] | None = getattr(trainer.strategy, "wait_for_saves", None)
+        if wait is not None:  # with async_save=True the process would end while the checkpoint is being written
+            wait()
+        self._tell(f"Saved {self.checkpoint_path}. Resume with fit(..., ckpt_path={self.checkpoint_path!r}).")
+
+    def _tell(self, message: str) -> None:
+        if self.verbose:
+            rank_zero_info(message)
+        else:
+            _log.info(message)
+
+    # ------------------------------------------------------------------ checkpoints
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "stopped_step": self.stopped_step,
+            "reason": self.reason,
+            "triggered_by": list(self.triggered_by),
+            "checkpoint_path": self.checkpoint_path,
+            "resume_within_epoch": self._resume_within_epoch,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.stopped_step = state_dict["stopped_step"]
+        self.reason = state_dict["reason"]
+        self.triggered_by = tuple(state_dict["triggered_by"])
+        self.checkpoint_path = state_dict["checkpoint_path"]
+        self._resume_within_epoch = state_dict["resume_within_epoch"]

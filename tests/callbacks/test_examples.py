@@ -1,0 +1,30 @@
+"""The examples of the callbacks run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_stopping_together(tmp_path: Path) -> None:
+    output = run_script(EXAMPLES / "stop_together.py", "--output", str(tmp_path)).output
+    [(step, process)] = re.findall(r"stopped at step (\d+): non-finite loss, seen by process (\d)$", output, re.M)
+    assert 0 < int(step) <= 128 + 1  # within the first epoch
+    assert process in "01"
+
+
+def test_monitoring_gradients() -> None:
+    output = run_script(EXAMPLES / "monitor_gradients.py").output
+    number = r"'(\d+\.\d+)'"
+    found = re.findall(
+        rf"step \d+: {{'grad_norm': {number}, 'grad_norm/encoder': {number}, .*head': {number}}}", output
+    )
+    assert len(found) == 3
+    for whole, *parts in (map(float, norms) for norms in found):
+        assert whole**2 == pytest.approx(sum(part**2 for part in parts), rel=0.02)  # printed with three digits
