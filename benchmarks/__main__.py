@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import imports, merge
+from benchmarks import (
+    accumulate,
+    first_weights,
+    imports,
+    load_full,
+    merge,
+    merge_background,
+    merge_zero,
+    overhead,
+    save,
+    scale,
+    trigger,
+)
 
-BENCHMARKS = {"import": imports, "merge": merge}
+BENCHMARKS = {
+    "accumulate": accumulate,
+    "first-weights": first_weights,
+    "import": imports,
+    "load-full": load_full,
+    "merge": merge,
+    "merge-background": merge_background,
+    "merge-zero": merge_zero,
+    "overhead": overhead,
+    "save": save,
+    "scale": scale,
+    "trigger": trigger,
+}
 
 
 def main() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,42 @@ def time_commands(commands: Mapping[str, Sequence[str]], repeats: int = 9) -> di
             if repeat:
                 seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def time_into(commands: Mapping[str, Sequence[str]], outputs: Mapping[str, Path], repeats: int) -> dict[str, Timing]:
+    """Run commands that write into their folders, all in turn; folders are emptied outside of the measurement."""
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
+            empty(outputs[name])
+            start = time.perf_counter()
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def peak_bytes(command: Sequence[str]) -> tuple[int, int]:
+    """Run a command and return its largest resident memory, and that without pages of files; of a shell, the shell's.
+
+    Looks into ``/proc`` while it runs: ``ru_maxrss`` would count what the measuring process had when it started it.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peaks = {"VmHWM": 0, "RssAnon": 0}
+    while process.poll() is None:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in peaks:
+                peaks[name] = max(peaks[name], int(value.split()[0]) * 1024)
+        time.sleep(0.005)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return peaks["VmHWM"], peaks["RssAnon"]
+
+
+def empty(folder: Path) -> None:
+    """Make a folder with nothing in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 def python(code: str) -> list[str]:

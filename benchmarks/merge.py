@@ -1,7 +1,7 @@
-"""``merge``: a checkpoint of two shards to one safetensors file, against Accelerate and against ``cat`` of the shards.
+"""``merge``: a checkpoint of two shards to one safetensors file, against Accelerate, Lightning, torch and ``cat``.
 
 ``ACCELIGHT_BENCH_GB`` sets the size of the model; ``ACCELIGHT_BENCH_DIR`` the folder for everything that is written
-(four times the size, on the disk that is to be measured)::
+(eight times the size, on the disk that is to be measured)::
 
     python -m benchmarks merge                          # 1 GB, a minute or two
     ACCELIGHT_BENCH_GB=2 python -m benchmarks merge
@@ -19,17 +19,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.measure import Timing, python
+from benchmarks.measure import empty, peak_bytes, python, time_into
 
-REPEATS = 5
+REPEATS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "5"))
+_ROOM = 8  # two checkpoints and five results, of one model
 TARGETS = {"rows": "<= 1.2 x cat", "columns": "<= 3 x cat"}
 _NUM_SHARDS = 2
 _SIDE = 4096  # a matrix of 64 MB, as in a model of a few billion parameters
 _OURS, _CAT, _ACCELERATE = "accelight merge-weights", "cat of the shards", "accelerate"
+_LIGHTNING, _TORCH = "lightning consolidation", "torch HF consolidation"
 _SAVE = "import sys; from benchmarks.merge import save_shards; save_shards(*sys.argv[1:])"
 _MERGE = """
 import os, sys
@@ -38,6 +38,29 @@ merge_fsdp_weights(sys.argv[1], sys.argv[2])
 fd = os.open(os.path.join(sys.argv[2], "model.safetensors"), os.O_RDWR)
 os.fsync(fd)
 """
+_LIGHTNING_MERGE = """
+import os, sys
+from pathlib import Path
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+path = os.path.join(sys.argv[2], "model.ckpt")
+torch.save(_load_distributed_checkpoint(Path(sys.argv[1])), path)
+fd = os.open(path, os.O_RDWR)
+os.fsync(fd)
+"""
+# torch consolidates its own safetensors shards; the same tensors are saved in that format, too.
+_TORCH_MERGE = """
+import os, sys
+from pathlib import Path
+from safetensors import safe_open
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+with safe_open(next(Path(sys.argv[1]).glob("*.safetensors")), "pt") as shard:
+    files = dict.fromkeys(shard.keys(), 1)
+consolidate_safetensors_files(sys.argv[1], sys.argv[2], files, num_threads=2)
+for name in os.listdir(sys.argv[2]):
+    fd = os.open(os.path.join(sys.argv[2], name), os.O_RDWR)
+    os.fsync(fd)
+"""
 
 
 def run() -> None:
@@ -45,8 +68,8 @@ def run() -> None:
     num_bytes = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "1")) * 10**9)
     with tempfile.TemporaryDirectory(prefix="bench_merge_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
         free = shutil.disk_usage(scratch).free
-        if free < 5 * num_bytes:
-            raise OSError(f"{scratch} has {free} bytes free, {5 * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
+        if free < _ROOM * num_bytes:
+            raise OSError(f"{scratch} has {free} bytes free, {_ROOM * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
         for layout, target in TARGETS.items():
             folder = Path(scratch, layout)
             _run_savers(folder, layout, num_bytes)
@@ -56,17 +79,22 @@ def run() -> None:
 
 def _compare(folder: Path, layout: str, target: str) -> None:
     shards = sorted((folder / "in").glob("*.distcp"))
-    outputs = {name: folder / f"out{number}" for number, name in enumerate((_OURS, _CAT, _ACCELERATE))}
+    names = (_OURS, _CAT, _ACCELERATE, _LIGHTNING, _TORCH)
+    outputs = {name: folder / f"out{number}" for number, name in enumerate(names)}
     commands = {
         _OURS: [str(Path(sys.executable).with_name("accelight")), "merge-weights", str(folder / "in")],
         _CAT: ["sh", "-c", f'cat {shlex.join(map(str, shards))} > "$0/cat" && sync "$0/cat"'],
         _ACCELERATE: [*python(_MERGE), str(folder / "in")],
+        _LIGHTNING: [*python(_LIGHTNING_MERGE), str(folder / "in")],
+        _TORCH: [*python(_TORCH_MERGE), str(folder / "hf")],
     }
     commands = {name: [*command, str(outputs[name])] for name, command in commands.items()}
-    peaks = {name: _peak_bytes(command, outputs[name]) for name, command in commands.items()}  # the warm-up, too
+    for output in outputs.values():
+        empty(output)
+    peaks = {name: peak_bytes(command)[0] for name, command in commands.items()}  # the warm-up, too
     if not filecmp.cmp(outputs[_OURS] / "model.safetensors", outputs[_ACCELERATE] / "model.safetensors", shallow=False):
         raise AssertionError(f"{layout}: the two merged files differ")
-    timings = _time(commands, outputs)
+    timings = time_into(commands, outputs, REPEATS)
     total = sum(path.stat().st_size for path in shards)
     print(f"{layout}: {total / 1e9:.2f} GB in {len(shards)} shards; merged files are identical")
     ours = timings[_OURS].median
@@ -77,41 +105,6 @@ def _compare(folder: Path, layout: str, target: str) -> None:
             f"this / ours {timing.median / ours:6.2f}"
         )
     print(f"  targets: {target}, <= 32 MB, and (rows) >= 8 times faster than Accelerate at 2 GB, >= 4 times at 6 GB")
-
-
-def _time(commands: Mapping[str, Sequence[str]], outputs: Mapping[str, Path]) -> dict[str, Timing]:
-    """Run all in turn, so that drift hits all alike; what was written before is removed outside of the measurement."""
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in range(REPEATS):
-        for name, command in commands.items():
-            _empty(outputs[name])
-            start = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
-
-
-def _peak_bytes(command: Sequence[str], output: Path) -> int:
-    """Run a command and return its largest resident memory; of a shell, the shell's.
-
-    Looks into ``/proc`` while it runs: ``ru_maxrss`` would count what the measuring process had when it started it.
-    """
-    _empty(output)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peak = 0
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        line = next((line for line in status.splitlines() if line.startswith("VmHWM")), None)
-        peak = max(peak, int(line.split()[1]) * 1024 if line else 0)
-        time.sleep(0.005)
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return peak
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
 
 
 def _run_savers(folder: Path, layout: str, num_bytes: int) -> None:
@@ -130,6 +123,7 @@ def save_shards(folder: str, layout: str, num_bytes: str, rank: str) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -144,4 +138,5 @@ def save_shards(folder: str, layout: str, num_bytes: str, rank: str) -> None:
         state[f"layers.{layer}.weight"] = DTensor.from_local(torch.rand(shape), mesh, [Shard(dim)], run_check=False)
         state[f"layers.{layer}.bias"] = DTensor.from_local(torch.rand(half), mesh, [Shard(0)], run_check=False)
     save({"model": state}, storage_writer=FileSystemWriter(f"{folder}/in"))
+    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
     dist.destroy_process_group()

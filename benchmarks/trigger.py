@@ -1,0 +1,139 @@
+"""``trigger``: what checking a trigger adds to each step, against Accelerate's blocking ``check_trigger``.
+
+Two gloo processes run the same loop without a check, with ours (``blocking=False``) at each step and at every eighth,
+and with Accelerate's, in turn: around an empty step, a step that computes for 2.7 ms, and a training step of a small
+model that FSDP2 shards::
+
+    python -m benchmarks trigger                             # a minute on two idle cores
+    ACCELIGHT_BENCH_STEPS=400 python -m benchmarks trigger   # more steps for each of the measurements
+
+Where steps are slow, fewer are measured, so that it ends within about two minutes; should it hang, it shows the stacks
+of both processes and fails. The processes need a core each: with fewer, waiting for each other is all that is measured.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+REPEATS = 9
+_NUM_PROCESSES = 2
+_LONGEST_S = 0.6  # of one measurement
+_HANGS_AFTER_S = 600.0
+_NONE, _EACH, _EIGHTH, _BLOCKING = "no check", "accelight", "accelight, every 8 steps", "accelight, blocking"
+_ACCELERATE = "accelerate"
+_TARGETS = {_EACH: "<= 0.33", _EIGHTH: "<= 0.10"}
+
+
+def run() -> None:
+    """Print what each way of checking adds to a step, and the ratio to what Accelerate's adds."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={_NUM_PROCESSES}", "--standalone"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    subprocess.run([*torchrun, "-m", "benchmarks.trigger"], check=True, env=env)
+
+
+def measure() -> None:
+    """Measure inside one of the processes."""
+    from accelerate import Accelerator
+
+    from accelight.state import PartialState, check_trigger
+
+    state = PartialState(cpu=True)
+    accelerator = Accelerator(cpu=True)
+    checks: dict[str, Callable[[int], object]] = {
+        _NONE: lambda step: None,
+        _EACH: lambda step: check_trigger(blocking=False),
+        _EIGHTH: lambda step: check_trigger(blocking=False) if step % 8 == 7 else None,
+        _BLOCKING: lambda step: check_trigger(),
+        _ACCELERATE: lambda step: accelerator.check_trigger(),
+    }
+    faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
+    for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
+        seconds: dict[str, list[float]] = {check: [] for check in checks}
+        num_steps = _affordable_steps(work)
+        for repeat in range(REPEATS + 1):
+            for check, function in checks.items():
+                duration = _time(work, function, num_steps)
+                if repeat:
+                    seconds[check].append(duration)
+        if state.is_main_process:
+            _report(name, seconds)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _time(work: Callable[[], object], check: Callable[[int], object], num_steps: int) -> float:
+    """Return seconds for each step, of the slower process."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    for step in range(num_steps):
+        work()
+        check(step)
+    dist.barrier()
+    return (time.perf_counter() - start) / num_steps
+
+
+def _affordable_steps(work: Callable[[], object]) -> int:
+    """Return the same multiple of 8 on both processes, 80 or as many as asked for, and fewer where steps are slow."""
+    import torch
+    import torch.distributed as dist
+
+    asked = int(os.environ.get("ACCELIGHT_BENCH_STEPS", "0"))
+    seconds = torch.tensor(_time(work, lambda step: dist.barrier(), 8))
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    affordable = int(_LONGEST_S / seconds.item())
+    return max(8, (asked or min(80, affordable)) // 8 * 8)
+
+
+def _compute() -> None:
+    end = time.perf_counter() + 0.0027
+    while time.perf_counter() < end:
+        pass
+
+
+def _fsdp2_step() -> Callable[[], object]:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    mesh = init_device_mesh("cpu", (_NUM_PROCESSES,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(16, 256)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _report(name: str, seconds: dict[str, list[float]]) -> None:
+    print(f"{name}: {statistics.median(seconds[_NONE]) * 1e3:.3f} ms without a check")
+    added = {  # each against the run without a check next to it
+        check: [(with_it - without) * 1e3 for with_it, without in zip(values, seconds[_NONE], strict=True)]
+        for check, values in seconds.items()
+    }
+    theirs = statistics.median(added[_ACCELERATE])
+    for check in (_EACH, _EIGHTH, _BLOCKING, _ACCELERATE):
+        median, spread = statistics.median(added[check]), max(added[check]) - min(added[check])
+        print(
+            f"  {check:26} adds {median:7.3f} ms   spread {spread:6.3f} ms   ratio to accelerate {median / theirs:6.3f}"
+            f"   {'target ' + _TARGETS[check] if check in _TARGETS else ''}".rstrip(),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    measure()
