@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -101,7 +100,7 @@ class MergeQueue:
         with self._lock:
             process = self._process
         if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGINT)  # the command then removes what it began
+            process.terminate()  # the command then removes what it began; SIGINT is ignored below nohup and `&`
             try:
                 process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, add_commands
 from .errors import CheckpointError
@@ -25,13 +27,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return int(arguments.run(arguments))
+        with _hearing_sigterm():
+            return int(arguments.run(arguments))
     except (CheckpointError, OSError, ModuleNotFoundError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:
         return _fail(error, EXIT_USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind", 130)
+        return _fail("interrupted; nothing was left behind", 128 + signal.SIGINT)
+    except _TerminatedError:
+        return _fail("terminated; nothing was left behind", 128 + signal.SIGTERM)
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, as Python makes KeyboardInterrupt of SIGINT: what was begun is removed on the way out."""
+
+
+@contextmanager
+def _hearing_sigterm() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise _TerminatedError
+
+    try:
+        previous = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread: who called this from there hears signals by itself
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _fail(error: object, status: int) -> int:

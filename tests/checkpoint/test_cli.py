@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +155,33 @@ def test_interrupted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(merge, "merge_fsdp_weights", interrupt)
     assert main(["merge-weights", str(folder), str(tmp_path / "out")]) == 130
+
+
+TERMINATED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as below nohup and `&`
+if sys.argv.pop() == "hidden name":
+    del os.O_TMPFILE
+from accelight.checkpoint import cli, progress
+progress.Progress.add = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("way", ["without a name", "hidden name"])
+def test_terminated(folder: Path, tmp_path: Path, way: str) -> None:
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-c", TERMINATED, "merge-weights", str(folder), str(tmp_path / "out"), way]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (143, "")
+    assert ended.stderr == "accelight: error: terminated; nothing was left behind\n"
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_handler_of_sigterm_is_put_back(folder: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["merge-weights", str(folder), str(tmp_path / "out")]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:

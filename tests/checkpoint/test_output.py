@@ -59,6 +59,7 @@ def test_permissions_are_those_of_a_new_file(folder: Path, tmp_path: Path) -> No
 
 KILLED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # below nohup and `&` it is ignored
 if sys.argv[3] == "hidden name":
     del os.O_TMPFILE
 from accelight.checkpoint import merge_fsdp_weights
