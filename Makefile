@@ -42,4 +42,4 @@ bench: $(STAMP)  ## Measure against the peers (see benchmarks/)
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist demo_output .mypy_cache .ruff_cache .pytest_cache .torch_extensions

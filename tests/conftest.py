@@ -5,11 +5,14 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import deepspeed_ops
 from tests.ranks import reset_singletons
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: threads would only fight
@@ -17,11 +20,30 @@ _TEST_LIMIT_S = 300.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and this machine has none"))
+    items.sort(key=lambda item: _uses_deepspeed(item.path))  # the others run while its ops are built
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(_uses_deepspeed(item.path) for item in session.items) and not session.config.option.collectonly:
+        deepspeed_ops.start_building(session.config.rootpath / ".torch_extensions")
+
+
+def pytest_unconfigure() -> None:
+    deepspeed_ops.end_building()
+
+
+@cache
+def _uses_deepspeed(file: Path) -> bool:
+    return "deepspeed" in file.read_text(encoding="utf-8").lower()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ops_are_built(request: pytest.FixtureRequest) -> None:
+    if _uses_deepspeed(request.path):
+        deepspeed_ops.wait_until_built()
 
 
 @pytest.fixture(autouse=True)
