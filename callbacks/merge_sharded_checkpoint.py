@@ -19,6 +19,7 @@ from ..checkpoint.errors import CheckpointError
 from ..checkpoint.names import checked_prefix
 from ..checkpoint.processes import run_on_main
 from ..checkpoint.shards import parse_size
+from ..strategies.paths import local_path
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
 from .pretrained_files import PretrainedFiles, find_pretrained
 
@@ -77,7 +78,7 @@ class MergeShardedCheckpoint(Callback):
         if max_shard_size is not None:
             parse_size(max_shard_size)
         conversion_target(dtype)
-        self.output_dir = Path(output_dir)
+        self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
         self.max_shard_size, self.strip_prefix = max_shard_size, checked_prefix(strip_prefix)
@@ -147,7 +148,8 @@ class MergeShardedCheckpoint(Callback):
         """Return the strategy's ``save_checkpoint`` that tells of each checkpoint: the way that every save takes."""
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-            path = Path(os.path.abspath(filepath))
+            path = local_path(os.fspath(filepath), "checkpoints that MergeShardedCheckpoint merges")
+            path = Path(os.path.abspath(path))
             if self.when == "every_save":
                 run_on_main(partial(self._make_way, path))  # a merge may still read what is about to be overwritten
             before = identity_of(path)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.meeting import meet
 from ..loop_following import LoopFollowing
 from ..loop_tracker import LoopTracker
+from ..paths import local_path
 from ..skipped_steps import SkippedSteps
 from . import checkpointing
 from . import engine as engines
@@ -398,7 +398,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         if storage_options is not None:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
         meet("trainer.save_checkpoint")  # alone, a process would hang in the collectives that follow
-        path = Path(self.broadcast(str(filepath)))
+        path = local_path(self.broadcast(str(filepath)), "sharded checkpoints")
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         write_16bit = self.zero_stage_3 and bool(self.deepspeed_plugin.zero3_save_16bit_model)
         checkpointing.save(self.deepspeed_engine, path, state, write_16bit=write_16bit)
@@ -410,7 +410,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         return checkpointing.load(
             self.deepspeed_engine,
-            Path(self.broadcast(str(checkpoint_path))),
+            local_path(self.broadcast(str(checkpoint_path)), "sharded checkpoints"),
             with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
             strict=module.strict_loading,
             load_universal=self.load_universal,

@@ -152,7 +152,7 @@ def save_full(
     """
 
     def save_one() -> None:
-        if path.is_dir() and not _is_sharded(path):
+        if path.is_dir() and not is_sharded(path):
             raise IsADirectoryError(f"{path} is a folder and no sharded checkpoint: it is not overwritten.")
         if beside:
             unfinished = path.with_name(f".{path.name}.unfinished")
@@ -166,25 +166,23 @@ def save_full(
     run_on_rank_zero(save_one, f"saving {path}", group)
 
 
-def _is_sharded(path: Path) -> bool:
+def is_sharded(path: Path) -> bool:
     """Return whether ``path`` is a folder that DCP wrote."""
     return (path / ".metadata").is_file()
 
 
-def loader_for(path: Path) -> Callable[..., dict[str, Any]]:
-    """Return `load_sharded` or `load_full`, whichever reads ``path``.
+def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return what a single-file checkpoint holds, mapped into memory and not read.
 
     Raises:
         FileNotFoundError: If there is nothing.
-        ValueError: If it is a folder that DCP did not write.
+        ValueError: If it is a folder.
     """
-    if _is_sharded(path):
-        return load_sharded
-    if path.is_file():
-        return load_full
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint.")
-    raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
+    if not path.is_file():
+        raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
+    return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
 
 
 @without_torch_noise()
@@ -192,7 +190,6 @@ def load_sharded(
     path: Path,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
-    order: Mapping[str, int],
     *,
     strict: bool,
     weights_only: bool | None,
@@ -203,7 +200,6 @@ def load_sharded(
         path: The folder.
         module: What ``Engine.state_dict_module`` returns.
         optimizers: The optimizers to restore; none leaves optimizer state alone.
-        order: Not used here: everything has names.
         strict: Whether every name must be on both sides; otherwise the common ones are loaded and the rest logged.
         weights_only: For the metadata file, as in ``torch.load``.
 
@@ -257,7 +253,7 @@ def _check_num_optimizers(num_stored: int, num_present: int) -> None:
         )
 
 
-def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path: Path) -> dict[str, Any]:
+def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path: Path | str) -> dict[str, Any]:
     """Return the weights that the checkpoint has; report the rest, or raise if ``strict``."""
     missing, unexpected = sorted(set(weights) - stored), sorted(stored - set(weights))
     if missing or unexpected:
@@ -271,25 +267,25 @@ def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path:
 
 @without_torch_noise()
 def load_full(
-    path: Path,
+    checkpoint: Mapping[str, Any],
+    path: Path | str,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     order: Mapping[str, int],
     *,
     strict: bool,
-    weights_only: bool | None,
 ) -> dict[str, Any]:
     """Load a single-file checkpoint (ours or any plain Lightning one) into a sharded model.
 
-    The file is mapped into memory, and each rank copies out its own shards.
+    Each rank copies its own shards out of it.
 
     Args:
-        path: The file.
+        checkpoint: What the file holds.
+        path: The file, for errors.
         module: What ``Engine.state_dict_module`` returns.
         optimizers: The optimizers to restore; none leaves optimizer state alone.
         order: Each parameter's place before sharding: a plain optimizer's state has no names, only numbers.
         strict: Whether every name must be on both sides.
-        weights_only: As in ``torch.load``.
 
     Returns:
         Everything but weights and optimizer state.
@@ -298,7 +294,7 @@ def load_full(
         RuntimeError: If ``strict`` and names are missing or unexpected.
         ValueError: If the optimizers do not fit.
     """
-    checkpoint = dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
+    checkpoint = dict(checkpoint)
     if "state_dict" not in checkpoint:
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
     stored = checkpoint.pop("state_dict")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from typing_extensions import override
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.report import MergeReport
 from ...state.meeting import meet
+from ..paths import is_remote, local_path
 from . import checkpointing, local_state
 from .atomic import remove_folder
 from .background_saves import BackgroundSaves
 from .engine import Engine
 from .optimizer_states import optimizer_state
+from .outcome import run_on_rank_zero
 from .precision import share_scaler_state
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
 from .root import ShardedForm
@@ -100,7 +102,7 @@ class CheckpointingStrategy(FSDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        path = Path(self.broadcast(str(filepath)))
+        path = self.broadcast(str(filepath))
         self.wait_for_saves()
         if "optimizer_states" in checkpoint:  # not one of weights alone
             checkpoint[CHECKPOINT_KEY] = gather_random_states(self.root_device)
@@ -121,30 +123,34 @@ class CheckpointingStrategy(FSDPStrategy):
         state = self._trainer_state
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
-    def _full_save(self, checkpoint: dict[str, Any], path: Path, storage_options: Any, stage: _Stage) -> _Write:
+    def _full_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         staged = stage(checkpoint)
 
-        def write(where: Path) -> None:
+        def write(where: Path | str) -> None:
             self.checkpoint_io.save_checkpoint(staged, where, storage_options=storage_options)
 
+        if is_remote(path):
+            return lambda group: run_on_rank_zero(partial(write, path), f"saving {path}", group)
+        file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
         beside = type(self.checkpoint_io) is TorchCheckpointIO
-        return lambda group: checkpointing.save_full(path, write, group, beside=beside)
+        return lambda group: checkpointing.save_full(file, write, group, beside=beside)
 
-    def _folder_save(self, checkpoint: dict[str, Any], path: Path, storage_options: Any, stage: _Stage) -> _Write:
+    def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         if storage_options is not None:
             raise TypeError(
                 "storage_options is for a CheckpointIO, which sharded checkpoints do not use. Leave it out."
             )
+        folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if self._local:
             local, metadata = local_state.local_state(weights, optimizer_states), checkpointing.serialised(checkpoint)
-            return partial(local_state.save_local, path, stage(local), metadata)
+            return partial(local_state.save_local, folder, stage(local), metadata)
         key, form = self.engine.model_key, self.form
         state = checkpointing.sharded_state(key, weights, optimizer_states)
         staged, metadata = stage(state), checkpointing.serialised(checkpoint)
         manifest = Manifest(key, form.ties, form.module_attribute)
-        return lambda group: checkpointing.save_sharded(path, staged, metadata, manifest, group)
+        return lambda group: checkpointing.save_sharded(folder, staged, metadata, manifest, group)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -190,7 +196,7 @@ class CheckpointingStrategy(FSDPStrategy):
             RuntimeError: On every process, naming the one that failed; or if some processes do not call it.
         """
         meet("strategy.save_safetensors")
-        module, file = self._state_dict_module(), Path(self.broadcast(str(path)))
+        module, file = self._state_dict_module(), local_path(self.broadcast(str(path)), "weights")
         return save_safetensors(
             file,
             checkpointing.model_state(module, None),
@@ -203,30 +209,35 @@ class CheckpointingStrategy(FSDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
+        path = self.broadcast(str(checkpoint_path))
         module = self.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []
-        if local_state.is_local(path):
-            if self.engine.version != 1:
-                raise ValueError(f"{path} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
-            checkpoint = local_state.load_local(path, self.form, optimizers, weights_only=weights_only)
-        else:
-            load = checkpointing.loader_for(path)
-            checkpoint = load(
-                path,
-                self._state_dict_module(),
-                optimizers,
-                self.form.order,
-                strict=module.strict_loading,
-                weights_only=weights_only,
-            )
+        checkpoint = self._read_checkpoint(path, optimizers, strict=module.strict_loading, weights_only=weights_only)
         share_scaler_state(checkpoint)
         if fitting and checkpoint.get(CHECKPOINT_KEY):
             self._random_state.load(checkpoint[CHECKPOINT_KEY], self.root_device)
         return checkpoint
+
+    def _read_checkpoint(
+        self, path: str, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load weights and optimizer states, and return the rest."""
+        module, order = self._state_dict_module(), self.form.order
+        if is_remote(path):
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            return checkpointing.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+        place = local_path(path, "checkpoints")
+        if local_state.is_local(place):
+            if self.engine.version != 1:
+                raise ValueError(f"{place} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
+            return local_state.load_local(place, self.form, optimizers, weights_only=weights_only)
+        if checkpointing.is_sharded(place):
+            return checkpointing.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
+        checkpoint = checkpointing.read_file(place, weights_only)
+        return checkpointing.load_full(checkpoint, path, module, optimizers, order, strict=strict)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,100 @@
+"""Checkpoints behind URLs: one file goes through Lightning's CheckpointIO, folders are refused, never `./s3:/...`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from accelight.callbacks import MergeShardedCheckpoint
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies.paths import is_remote, local_path
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
+
+CASE = Case(accumulate=1, optimizer="adamw")
+
+
+class Storage(LocalFileSystem):  # type: ignore[misc]
+    """A storage that all processes reach, by a URL alone: ``storage:///folder``."""
+
+    protocol = "storage"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return os.fspath(path).removeprefix("storage://")
+
+
+fsspec.register_implementation("storage", Storage, clobber=True)
+
+
+def _train(strategy: Any, epochs: int, save_to: str | None, resume_from: str | None, **more: Any) -> Outcome:
+    outcome = Outcome()
+    trainer, module = quiet_trainer(strategy, 2, max_epochs=epochs, **more), TinyModule(CASE, outcome)
+    trainer.fit(module, rank_loader(2), ckpt_path=resume_from, weights_only=True if resume_from else None)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    outcome.global_step = trainer.global_step
+    outcome.weights = {
+        name.removeprefix("model."): value.clone()
+        for name, value in trainer.strategy.lightning_module_state_dict().items()
+    }
+    return outcome
+
+
+def train_fsdp(version: int, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:
+    strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type="full_state_dict")
+    return _train(strategy, epochs, save_to, resume_from)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_full_checkpoint_is_saved_to_a_storage_and_resumed_from_there(version: int, tmp_path: Path) -> None:
+    url = f"storage://{tmp_path}/checkpoints/one.ckpt"
+    run_on_ranks(2, train_fsdp, version, 1, url, None)
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["one.ckpt"]
+    whole = train_plain(CASE, 2)
+    second = Outcome(whole.losses[len(whole.losses) // 2 :], [], whole.weights, whole.global_step)
+    assert_same(run_on_ranks(2, train_fsdp, 3 - version, 2, None, url)[0], second)
+
+
+def refuse_folders(folder: str) -> None:
+    os.chdir(folder)
+    sharded = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict")
+    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints have to be on a file system"):
+        _train(sharded, 1, "storage:///x.ckpt", None)
+    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints have to be on a file system"):
+        _train(AccelDeepSpeedStrategy(zero_stage=1), 1, "storage:///x.ckpt", None)
+    strategy = AccelFSDPStrategy(fsdp_version=2)
+    _train(strategy, 1, None, None)
+    with pytest.raises(ValueError, match="storage:///x: weights have to be on a file system"):
+        strategy.save_safetensors("storage:///x")
+
+
+def refuse_to_merge(folder: str) -> None:
+    os.chdir(folder)
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callbacks = [MergeShardedCheckpoint(Path(folder, "merged")), ModelCheckpoint(f"storage://{folder}/saved")]
+    with pytest.raises(ValueError, match=r"storage:.*ckpt: checkpoints that MergeShardedCheckpoint merges have to be"):
+        _train("ddp", 1, None, None, callbacks=callbacks, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("refuse", [refuse_folders, refuse_to_merge])
+def test_folders_are_refused_before_anything_is_written(refuse: Any, tmp_path: Path) -> None:
+    run_on_ranks(2, refuse, str(tmp_path))
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir() or "storage" in path.name] == []
+    with pytest.raises(ValueError, match="s3://merged: merged weights have to be on a file system"):
+        MergeShardedCheckpoint("s3://merged")
+
+
+def test_what_is_remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [is_remote(path) for path in ("s3://b/x", "memory://x", "a/b", "/a:b", "file:///a")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+    assert local_path("file:///a/b.ckpt", "it") == Path("/a/b.ckpt")
+    assert local_path("a/epoch=1.ckpt", "it") == Path("a/epoch=1.ckpt")
