@@ -301,7 +301,7 @@ def interrupt(folder: str) -> dict[str, Any]:
 
 
 def test_an_exception_in_training_ends_the_merges(tmp_path: Path) -> None:
-    """The merge is held up by SIGSTOP, so that it is under way for sure; it does not hear SIGINT, and is killed."""
+    """The merge is held up by SIGSTOP, so that it is under way for sure; it does not hear SIGTERM, and is killed."""
     first, _ = run_on_ranks(2, interrupt, str(tmp_path))
     assert first["leftovers"] == []
     assert first["output"] == ([] if first["held"][0] else ["0"])
