@@ -17,7 +17,7 @@ import tempfile
 
 
 def run() -> None:
-    """Print the median step with and without merges, and their ratio."""
+    """Print the median step with and without merges, their ratio, and what one merge costs training."""
     with tempfile.TemporaryDirectory(prefix="bench_merge_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELIGHT_BENCH_SCRATCH": scratch}

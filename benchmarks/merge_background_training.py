@@ -39,6 +39,7 @@ class Measure(Callback):
         self.job = MergeJob(folder / "checkpoint", folder / "merged")
         self.queue: MergeQueue | None = None
         self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.blocked: list[float] = []
         self.num_merges, self.started = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -70,7 +71,17 @@ class Measure(Callback):
             self.seconds[window % 2 == 1].append(time.perf_counter() - self.started)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            self.keep_merging(False)
+            self.blocked = [self.merge_while_all_wait() for _ in range(5)]
+        trainer.strategy.barrier()
+
+    def merge_while_all_wait(self) -> float:
+        start = time.perf_counter()
+        self.keep_merging(True)
         self.keep_merging(False)
+        self.num_merges -= 1
+        return time.perf_counter() - start
 
 
 def train(folder: Path, num_bytes: int) -> None:
@@ -94,6 +105,12 @@ def train(folder: Path, num_bytes: int) -> None:
             f"  {'while merging' if merging else 'no merge':15} median step {medians[merging] * 1000:7.1f} ms   "
             f"quartiles {low:.1f} to {high:.1f} ms   ratio {medians[merging] / medians[False]:.2f}"
         )
+    num_steps = _WINDOW_STEPS * _NUM_WINDOWS // 2  # in which merges ran
+    added, blocked = (
+        (medians[True] - medians[False]) * num_steps / measure.num_merges,
+        statistics.median(measure.blocked),
+    )
+    print(f"  one merge adds {added * 1000:.0f} ms to training; with background=False it adds {blocked * 1000:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -39,13 +39,16 @@ def numbered_loader() -> DataLoader[Any]:
     return DataLoader(data, 1, sampler=DistributedSampler(data, shuffle=False))
 
 
+def build_strategy(name: str) -> Any:
+    if name == "deepspeed":
+        return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": 2}})
+    return AccelFSDPStrategy(fsdp_version=int(name.removeprefix("fsdp")))
+
+
 def fit_with(strategy: str, **limits: Any) -> Noting:
     module = Noting()
-    chosen: Any = AccelFSDPStrategy(fsdp_version=2)
-    if strategy == "deepspeed":
-        chosen = AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": 2}})
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, **limits}
-    quiet_trainer(chosen, 2, **settings).fit(module, numbered_loader(), [numbered_loader() for _ in range(3)])
+    quiet_trainer(build_strategy(strategy), 2, **settings).fit(module, numbered_loader(), [numbered_loader() for _ in range(3)])
     return module
 
 
@@ -67,3 +70,20 @@ def test_a_limit_ends_the_window_and_drops_no_sample(strategy: str) -> None:
         assert limited == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3] * 3, [*beyond, (True, True)])
         assert whole == (everything, everything * 3)  # a limit at the loader's end is its end
         assert stopped == ([0, 1, 2, 3], beyond)
+
+
+def fit_and_evaluate_nothing(strategy: str) -> list[Any]:
+    empty = DataLoader(TensorDataset(torch.empty(0, 5), torch.empty(0, 3)), 1)
+    module = Noting()
+    trainer = quiet_trainer(build_strategy(strategy), 2, max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(module, empty, empty)
+    stopped_at = trainer.global_step
+    results = trainer.validate(module, empty)
+    trainer.fit(module, numbered_loader())  # and nothing is left over that stands in the way of a real epoch
+    return [stopped_at, results, module.trained, trainer.global_step, GradientState().in_dataloader]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "deepspeed"])
+def test_no_data_is_no_step_and_no_hang(strategy: str) -> None:
+    for found in run_on_ranks(2, fit_and_evaluate_nothing, strategy, timeout_s=100):
+        assert found == [0, [], list(range(7)) * 2, 4, False]
