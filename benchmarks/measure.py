@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -41,16 +42,34 @@ def time_commands(commands: Mapping[str, Sequence[str]], repeats: int = 9) -> di
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
-def time_into(commands: Mapping[str, Sequence[str]], outputs: Mapping[str, Path], repeats: int) -> dict[str, Timing]:
-    """Run commands that write into their folders, all in turn; folders are emptied outside of the measurement."""
+def time_into(
+    commands: Mapping[str, Sequence[str]], inputs: Mapping[str, Path], outputs: Mapping[str, Path], repeats: int
+) -> dict[str, Timing]:
+    """Run commands that read a folder and write into one, all in turn.
+
+    Outside of the measurement all outputs are emptied, the disk gets to rest, and the input is read once: every command
+    finds it in the page cache, and not in what the one before left of it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
-            empty(outputs[name])
+            for output in outputs.values():
+                empty(output)
+            os.sync()
+            _read_all(inputs[name])
             start = time.perf_counter()
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def _read_all(folder: Path) -> None:
+    buffer = bytearray(2**24)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
 
 
 def peak_bytes(command: Sequence[str]) -> tuple[int, int]:

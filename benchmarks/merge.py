@@ -100,7 +100,8 @@ def compare(folder: Path, layout: str, target: str) -> None:
     peaks = {name: peak_bytes(command)[0] for name, command in commands.items()}  # the warm-up, too
     if not filecmp.cmp(outputs[_OURS] / "model.safetensors", outputs[_ACCELERATE] / "model.safetensors", shallow=False):
         raise AssertionError(f"{layout}: the two merged files differ")
-    timings = time_into(commands, outputs, REPEATS)
+    inputs = {name: folder / ("hf" if name == _TORCH else "in") for name in names}
+    timings = time_into(commands, inputs, outputs, REPEATS)
     total = sum(path.stat().st_size for path in shards)
     print(f"{layout}: {total / 1e9:.2f} GB in {len(shards)} shards; merged files are identical")
     ours = timings[_OURS].median
