@@ -6,14 +6,15 @@ needs 16 GB of memory and 12 GB of disk each); ``ACCELIGHT_BENCH_DIR`` the folde
     python -m benchmarks merge-zero
     ACCELIGHT_BENCH_PARAMETERS=100e6 python -m benchmarks merge-zero
 
-The checkpoints are saved by DeepSpeed on two gloo processes, after a step of AdamW in bf16. Both sides are whole
-commands that end with fsync of what they wrote, and find the checkpoint in the page cache. Linux, for ``/proc``.
+The checkpoints are saved by DeepSpeed on two gloo processes, after a step of AdamW in bf16. Both sides, and ``cat`` of as
+many bytes, which is the disk's limit, are whole commands that end with fsync of what they wrote, and find the checkpoint in the page cache. Linux, for ``/proc``.
 """
 
 from __future__ import annotations
 
 import filecmp
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ REPEATS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "5"))
 TARGETS = "targets: >= 3 times faster than zero_to_fp32.py, memory <= a tenth"
 _NUM_RANKS = 2
 _SIDE = 2048
-_OURS, _SCRIPT = "accelight merge-weights", "zero_to_fp32.py"
+_OURS, _SCRIPT, _CAT = "accelight merge-weights", "zero_to_fp32.py", "cat of as many bytes"
 _SAVE = "import sys; from benchmarks.merge_zero import save; save(*sys.argv[1:])"
 _RUN_SCRIPT = """
 import os, runpy, sys
@@ -56,10 +57,16 @@ def run() -> None:
 
 
 def _compare(folder: Path, stage: int) -> None:
-    outputs = {_OURS: folder / "ours", _SCRIPT: folder / "theirs"}
+    outputs = {_OURS: folder / "ours", _SCRIPT: folder / "theirs", _CAT: folder / "cat"}
+    parts = sorted((folder / "in").glob("*/*optim_states.pt"))
+    num_bytes = sum(part.stat().st_size for part in parts) // 3  # masters, and AdamW's two averages of the same size
     commands = {
         _OURS: [str(Path(sys.executable).with_name("accelight")), "merge-weights", str(folder / "in")],
         _SCRIPT: [*python(_RUN_SCRIPT), str(folder / "in")],
+        _CAT: [
+            *("sh", "-c"),
+            f'head -qc {num_bytes // len(parts)} {shlex.join(map(str, parts))} > "$0/cat" && sync "$0/cat"',
+        ],
     }
     commands = {name: [*command, str(outputs[name])] for name, command in commands.items()}
     for output in outputs.values():
