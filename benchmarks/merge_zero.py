@@ -6,8 +6,9 @@ needs 16 GB of memory and 12 GB of disk each); ``ACCELIGHT_BENCH_DIR`` the folde
     python -m benchmarks merge-zero
     ACCELIGHT_BENCH_PARAMETERS=100e6 python -m benchmarks merge-zero
 
-The checkpoints are saved by DeepSpeed on two gloo processes, after a step of AdamW in bf16. Both sides, and ``cat`` of as
-many bytes, which is the disk's limit, are whole commands that end with fsync of what they wrote, and find the checkpoint in the page cache. Linux, for ``/proc``.
+The checkpoints are saved by DeepSpeed on two gloo processes, after a step of AdamW in bf16. Both sides, and ``cat`` of
+as many bytes, which is the disk's limit, are whole commands that end with fsync of what they wrote, and find the
+checkpoint in the page cache. Linux, for ``/proc``.
 """
 
 from __future__ import annotations

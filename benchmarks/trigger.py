@@ -4,11 +4,12 @@ Two gloo processes run the same loop without a check, with ours (``blocking=Fals
 and with Accelerate's, in turn: around an empty step, a step that computes for 2.7 ms, and a training step of a small
 model that FSDP2 shards::
 
-    python -m benchmarks trigger                             # a minute on two idle cores
-    ACCELIGHT_BENCH_STEPS=400 python -m benchmarks trigger   # more steps for each of the measurements
+    python -m benchmarks trigger                               # two or three minutes on two idle cores
+    ACCELIGHT_BENCH_REPEATS=200 python -m benchmarks trigger   # more rounds, for a noisy machine
 
-Where steps are slow, fewer are measured, so that it ends within about two minutes; should it hang, it shows the stacks
-of both processes and fails. The processes need a core each: with fewer, waiting for each other is all that is measured.
+Slow steps are measured eight at a time: one round differs from the next by more than a check adds, and many rounds
+make up for that. Should it hang, it shows the stacks of both processes and fails. The processes need a core each: with
+fewer, waiting for each other is all that is measured.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import sys
 import time
 from collections.abc import Callable
 
-REPEATS = 9
+_NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "90"))
 _NUM_PROCESSES = 2
-_LONGEST_S = 0.6  # of one measurement
+_LONGEST_S = 0.3  # of one measurement
 _HANGS_AFTER_S = 600.0
 _NONE, _EACH, _EIGHTH, _BLOCKING = "no check", "accelight", "accelight, every 8 steps", "accelight, blocking"
 _ACCELERATE = "accelerate"
@@ -56,7 +57,7 @@ def measure() -> None:
     for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
         seconds: dict[str, list[float]] = {check: [] for check in checks}
         num_steps = _affordable_steps(work)
-        for repeat in range(REPEATS + 1):
+        for repeat in range(_NUM_ROUNDS + 1):
             for check, function in checks.items():
                 duration = _time(work, function, num_steps)
                 if repeat:
@@ -80,15 +81,13 @@ def _time(work: Callable[[], object], check: Callable[[int], object], num_steps:
 
 
 def _affordable_steps(work: Callable[[], object]) -> int:
-    """Return the same multiple of 8 on both processes, 80 or as many as asked for, and fewer where steps are slow."""
+    """Return the same multiple of 8 on both processes, and at most 80."""
     import torch
     import torch.distributed as dist
 
-    asked = int(os.environ.get("ACCELIGHT_BENCH_STEPS", "0"))
     seconds = torch.tensor(_time(work, lambda step: dist.barrier(), 8))
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    affordable = int(_LONGEST_S / seconds.item())
-    return max(8, (asked or min(80, affordable)) // 8 * 8)
+    return max(8, min(80, int(_LONGEST_S / seconds.item())) // 8 * 8)
 
 
 def _compute() -> None:
@@ -127,9 +126,10 @@ def _report(name: str, seconds: dict[str, list[float]]) -> None:
     }
     theirs = statistics.median(added[_ACCELERATE])
     for check in (_EACH, _EIGHTH, _BLOCKING, _ACCELERATE):
-        median, spread = statistics.median(added[check]), max(added[check]) - min(added[check])
+        low, median, high = statistics.quantiles(added[check], n=4)
         print(
-            f"  {check:26} adds {median:7.3f} ms   spread {spread:6.3f} ms   ratio to accelerate {median / theirs:6.3f}"
+            f"  {check:26} adds {median:7.3f} ms   quartiles {low:6.3f} to {high:6.3f} ms   "
+            f"ratio to accelerate {median / theirs:6.3f}"
             f"   {'target ' + _TARGETS[check] if check in _TARGETS else ''}".rstrip(),
             flush=True,
         )

@@ -48,7 +48,9 @@ def build_strategy(name: str) -> Any:
 def fit_with(strategy: str, **limits: Any) -> Noting:
     module = Noting()
     settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, **limits}
-    quiet_trainer(build_strategy(strategy), 2, **settings).fit(module, numbered_loader(), [numbered_loader() for _ in range(3)])
+    quiet_trainer(build_strategy(strategy), 2, **settings).fit(
+        module, numbered_loader(), [numbered_loader() for _ in range(3)]
+    )
     return module
 
 
