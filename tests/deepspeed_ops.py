@@ -49,3 +49,4 @@ def end_building() -> None:
     if _process is not None and _process.poll() is None:
         _process.kill()
         _process.wait()
+    _log.close()

@@ -319,6 +319,7 @@ class _Pristine:
         reset_singletons()
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
         for number, handler in self.handlers.items():
             if handler is not None and number != signal.SIGUSR1:  # SIGUSR1 is the watchdog's
                 signal.signal(number, handler)
@@ -336,6 +337,16 @@ def reset_singletons() -> None:
     reset_state()
     tell_lightning_its_rank(0)
     _forget_deepspeed()
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor caches by mesh: an equal mesh would get the groups of an earlier one, which are gone."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _forget_deepspeed() -> None:

@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
@@ -97,3 +99,18 @@ def test_a_script_reports_its_output_and_status() -> None:
 def test_a_hanging_script_shows_its_stacks() -> None:
     with pytest.raises(AssertionError, match=r"(?s)still running after 1 s.*in wait_for_ever"):
         run_script("import time\ndef wait_for_ever():\n    time.sleep(600)\nwait_for_ever()", timeout_s=1)
+
+
+def _gather_on_a_mesh(num_groups_before: int) -> list[float]:
+    for _ in range(num_groups_before):  # groups are named by number: those of the mesh get others
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensor = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
+    whole: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    dist.barrier()
+    return whole.tolist()
+
+
+def test_an_equal_mesh_has_the_groups_of_its_own_test() -> None:
+    for num_groups in (3, 0, 5):
+        assert run_on_ranks(4, _gather_on_a_mesh, num_groups) == [[0.0, 1.0, 2.0, 3.0]] * 4
