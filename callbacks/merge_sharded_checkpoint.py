@@ -148,8 +148,7 @@ class MergeShardedCheckpoint(Callback):
         """Return the strategy's ``save_checkpoint`` that tells of each checkpoint: the way that every save takes."""
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-            path = local_path(os.fspath(filepath), "checkpoints that MergeShardedCheckpoint merges")
-            path = Path(os.path.abspath(path))
+            path = _file_system_path(filepath)
             if self.when == "every_save":
                 run_on_main(partial(self._make_way, path))  # a merge may still read what is about to be overwritten
             before = identity_of(path)
@@ -202,7 +201,7 @@ class MergeShardedCheckpoint(Callback):
 
     def _remove_or_spare(self, filepath: Any) -> None:
         """Remove a checkpoint, but what a merge still needs only when it is merged. The strategy's, during fit."""
-        path = Path(os.path.abspath(filepath))
+        path = _file_system_path(filepath)
         if self._queue is not None and self._queue.needs(path):
             self._to_remove.append(path)
         else:
@@ -253,7 +252,7 @@ class MergeShardedCheckpoint(Callback):
 
     def _submit_final(self, trainer: Trainer) -> None:
         best = self._best(trainer) if self.which == "best" else None
-        chosen = Path(os.path.abspath(best)) if best else self._last_saved
+        chosen = _file_system_path(best) if best else self._last_saved
         if chosen is None and trainer.ckpt_path is not None:  # resumed where training had ended already
             chosen = Path(trainer.ckpt_path)
         if chosen is None:
@@ -319,6 +318,11 @@ class MergeShardedCheckpoint(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.merged, self._restored = dict(state_dict["merged"]), list(state_dict["pending"])
+
+
+def _file_system_path(checkpoint: str | os.PathLike[str]) -> Path:
+    """Return a checkpoint's path, the same whatever way it was given; ValueError for a URL of a storage."""
+    return Path(os.path.abspath(local_path(os.fspath(checkpoint), "checkpoints that MergeShardedCheckpoint merges")))
 
 
 def _no_strategy(filepath: Any) -> None:
