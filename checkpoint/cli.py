@@ -19,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     collects = gc.isenabled()
     gc.disable()  # a hundred thousand tensors are many objects to go through in vain
     try:
-        return int(arguments.run(arguments)) if arguments.debug else _run(arguments)
+        with _hearing_sigterm():
+            return int(arguments.run(arguments)) if arguments.debug else _run(arguments)
     finally:
         if collects:
             gc.enable()
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        with _hearing_sigterm():
-            return int(arguments.run(arguments))
+        return int(arguments.run(arguments))
     except (CheckpointError, OSError, ModuleNotFoundError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:

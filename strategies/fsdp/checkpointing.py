@@ -182,7 +182,7 @@ def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: no such checkpoint.")
     if not path.is_file():
         raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
-    return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
 @without_torch_noise()
