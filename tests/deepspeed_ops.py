@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accelight.strategies.deepspeed.build_locks import is_open
+
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
 for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
@@ -23,11 +25,16 @@ _log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the tests)
 
 
 def start_building(folder: Path) -> None:
-    """Build into ``folder``, which is this checkout's alone: no lock of a killed build elsewhere stops a test."""
+    """Build into ``folder``, which is this checkout's alone: no lock of a killed build elsewhere stops a test.
+
+    Where the environment names another folder, that is used, and its locks are left to their owners.
+    """
     global _process
-    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder)))
-    for lock in folder.glob("*/lock"):
-        lock.unlink(missing_ok=True)  # of tests that were killed
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+        for lock in folder.glob("*/lock"):
+            if not is_open(lock):  # of tests that were killed
+                lock.unlink(missing_ok=True)
     _process = subprocess.Popen([sys.executable, "-c", _BUILD], stdout=_log, stderr=_log, stdin=subprocess.DEVNULL)
 
 

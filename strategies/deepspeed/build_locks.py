@@ -30,7 +30,7 @@ def check_build_locks(*ops: str) -> None:
     for op in set(ops) - _loaded():
         lock = _lock_of(op)
         age = _age_s(lock)
-        if age is None or _is_open(lock) or not lock.exists():  # it may have ended meanwhile
+        if age is None or is_open(lock) or not lock.exists():  # it may have ended meanwhile
             continue
         advice = f"If no other machine builds it, a killed process left it: rm '{lock}', and start again."
         if age > _LONGEST_BUILD_S:
@@ -73,7 +73,7 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _is_open(path: Path) -> bool:
+def is_open(path: Path) -> bool:
     """Whether a process on this machine has the file open, as far as one may look (nowhere, without ``/proc``)."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
