@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, get_args
+
+ShortWindows = Literal["full", "mean"]
+_SHORT_WINDOWS_VARIABLE = "ACCELIGHT_SHORT_WINDOWS"
 
 
 @dataclass(frozen=True)
@@ -22,8 +27,14 @@ class GradientAccumulationPlugin:
     """Whether the end of the dataloader ends a window of micro-batches early."""
     sync_each_batch: bool = False
     """Whether to reduce gradients at every micro-batch all the same: less memory with FSDP, more communication."""
+    short_windows: ShortWindows | None = None
+    """How a strategy divides the gradients of an epoch's last window where that has fewer than ``num_steps``
+    micro-batches: ``"full"`` by ``num_steps`` all the same, as Lightning and Accelerate do, or ``"mean"`` by what the
+    window has, as transformers' Trainer does. None is ``ACCELIGHT_SHORT_WINDOWS``, else ``"full"``."""
 
     def __post_init__(self) -> None:
+        if self.short_windows is not None:
+            _check_short_windows(self.short_windows, "short_windows")
         if self.num_steps is None:
             return
         if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int):
@@ -31,9 +42,28 @@ class GradientAccumulationPlugin:
         if self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {self.num_steps}. Use 1 for no accumulation.")
 
+    def resolve_short_windows(self, environment: Mapping[str, str] | None = None) -> ShortWindows:
+        """Return ``short_windows``, what the environment says where it is None, and ``"full"`` where nobody says.
+
+        Raises:
+            ValueError: If the environment has another value.
+        """
+        told = self.short_windows
+        if told is None:
+            environment = os.environ if environment is None else environment
+            told = _check_short_windows(environment.get(_SHORT_WINDOWS_VARIABLE, "full"), _SHORT_WINDOWS_VARIABLE)
+        return told
+
     def to_kwargs(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+
+def _check_short_windows(value: object, name: str) -> ShortWindows:
+    for allowed in get_args(ShortWindows):
+        if value == allowed:
+            return allowed
+    raise ValueError(f"{name}={value!r} must be 'full' (divide by num_steps) or 'mean' (by what the window has).")
 
 
 def size_of_window(batch_idx: int, num_batches: float | None, num_steps: int) -> int:

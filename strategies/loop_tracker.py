@@ -9,8 +9,10 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from ..state import GradientAccumulationPlugin, GradientState
+from ..state.accumulation import ShortWindows
 from .carried_windows import carried_windows
 
 
@@ -25,11 +27,12 @@ class LoopTracker:
         if isinstance(gradient_accumulation, int):
             gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
-        self.micro_batches = 0
-        """Micro-batches in the present window, the present one included."""
-        self.expected_window_size = 1
-        """Micro-batches that the present window will have, as far as the loader's length tells."""
-        self._present: tuple[int, int] | None = None
+        self.window_position = 1
+        """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress tells it."""
+        self._first_batch: int | None = None
+        """The Trainer's total count at the first batch of this fit; a resumed one may begin within a window."""
+        self._said_short = False
+        self._short_windows: ShortWindows = "full"
         self._changes = ExitStack()
         self._loaders: list[Any] = []
         self._num_training_loaders = 0
@@ -56,9 +59,10 @@ class LoopTracker:
                 )
             trainer.accumulate_grad_batches = wanted
         self._set_num_steps(trainer.accumulate_grad_batches)
-        self.micro_batches, self._present = 0, None
+        self.window_position, self._first_batch, self._said_short = 1, None, False
+        self._short_windows = self.plugin.resolve_short_windows()
         if not self.plugin.sync_with_dataloader:
-            self._changes.enter_context(carried_windows(trainer, lambda: self.micro_batches == 1))
+            self._changes.enter_context(carried_windows(trainer, lambda: self.window_position == 1))
 
     def _set_num_steps(self, num_steps: int) -> None:
         GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
@@ -70,8 +74,8 @@ class LoopTracker:
             trainer: The Trainer, inside its training loop.
             counted: Whether the loop's progress counts this batch as ready already.
         """
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        batch = progress.current.ready + (0 if counted else 1)  # counted from 1 within the epoch
+        progress, ahead = trainer.fit_loop.epoch_loop.batch_progress, 0 if counted else 1
+        batch, total = progress.current.ready + ahead, progress.total.ready + ahead  # from 1: of the epoch, of all
         num_steps = trainer.accumulate_grad_batches
         state = GradientState()
         if state.num_steps != num_steps:  # a GradientAccumulationScheduler changes it from epoch to epoch
@@ -79,16 +83,35 @@ class LoopTracker:
         self._follow(trainer.train_dataloader, above=0)
         self._num_training_loaders = 1
         is_last = progress.is_last_batch or batch == trainer.num_training_batches
-        if (trainer.current_epoch, batch) != self._present:  # each batch is noted twice
-            self._present = trainer.current_epoch, batch
-            self.micro_batches = 1 if state.sync_gradients else self.micro_batches + 1
-        if self.plugin.sync_with_dataloader:
-            window_ends = batch % num_steps == 0 or is_last
-        else:
-            window_ends = self.micro_batches >= num_steps
-        self.expected_window_size = state.window_size(batch - 1, max(trainer.num_training_batches, batch))
+        if self._first_batch is None:
+            self._first_batch = total
+        carried = not self.plugin.sync_with_dataloader
+        position = ((total if carried else batch) - 1) % num_steps + 1
+        self.window_position = min(position, total - self._first_batch + 1)
+        window_ends = position == num_steps or (is_last and not carried)  # Lightning's rule
         self._tell_end(batch, is_last)
         state._set_sync_gradients(window_ends)
+        if (
+            counted
+            and window_ends
+            and self.window_position < num_steps
+            and trainer.lightning_module.automatic_optimization
+        ):
+            self._say_short(num_steps)
+
+    def _say_short(self, num_steps: int) -> None:
+        if self._said_short:
+            return
+        self._said_short = True
+        divisor, other = (
+            (self.window_position, '"full" divides by the full number, as Lightning and Accelerate do')
+            if self._short_windows == "mean"
+            else (num_steps, '"mean" divides by what the window has')
+        )
+        rank_zero_info(
+            f"An accumulation window ended after {self.window_position} of {num_steps} micro-batches; its gradients "
+            f"are divided by {divisor}. GradientAccumulationPlugin(short_windows=...): {other}."
+        )
 
     def note_evaluation_batch(self, trainer: Trainer, dataloader_idx: int) -> None:
         """Take note of the batch that validation, testing or prediction is about to use."""
@@ -136,9 +159,9 @@ class LoopTracker:
 
     @property
     def short_window_factor(self) -> float:
-        """What gradients of a last, shorter window have to be multiplied by.
+        """What the present window's gradients have to be multiplied by when it ends; 1 unless it is short.
 
         Lightning divides each loss by the full number of steps before it can know that the window will be cut short
         (Lightning-AI/pytorch-lightning#19987).
         """
-        return float(GradientState().num_steps) / self.micro_batches
+        return GradientState().num_steps / self.window_position if self._short_windows == "mean" else 1.0

@@ -370,16 +370,13 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         """
         engine = self.deepspeed_engine
         if self._is_automatic:
-            state = GradientState()
-            engine.set_gradient_accumulation_boundary(state.sync_gradients)
-            loss = loss * (state.num_steps / self._tracker.expected_window_size)
+            engine.set_gradient_accumulation_boundary(GradientState().sync_gradients)
         engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
-        # A window that turned out shorter than the loader's length promised.
-        factor = self._tracker.expected_window_size / self._tracker.micro_batches if self._is_automatic else 1.0
+        factor = self._tracker.short_window_factor if self._is_automatic else 1.0
         self.last_grad_norm = engines.step(engine, factor, **kwargs)
         self.skipped_steps.last = not engine.was_step_applied()
         if self.skipped_steps.last:

@@ -58,6 +58,8 @@ class Case:
     precision: Any = "32-true"
     sync_with_dataloader: bool = True
     """Whether the last window of an epoch is cut short; else the next epoch goes on with it."""
+    short_windows: Any = None
+    """How a short window is divided."""
     validate_every: int | None = None
     """Micro-batches between validations, which must not change anything."""
 
@@ -149,8 +151,11 @@ def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
 def train_sharded(case: Case, options: dict[str, Any], accelerator: str = "cpu") -> Outcome:
     """Train under the Trainer, inside one of several processes."""
     world_size, outcome = PartialState().num_processes, Outcome()
-    if not case.sync_with_dataloader:
-        options = {**options, "gradient_accumulation": GradientAccumulationPlugin(sync_with_dataloader=False)}
+    plugin = GradientAccumulationPlugin(
+        sync_with_dataloader=case.sync_with_dataloader, short_windows=case.short_windows
+    )
+    if plugin != GradientAccumulationPlugin():
+        options = {**options, "gradient_accumulation": plugin}
     strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", **options)
     trainer = quiet_trainer(
         strategy,
@@ -188,7 +193,7 @@ def train_plain(
         for index in window:
             batch = slice(index * global_size, (index + 1) * global_size)
             loss = functional.mse_loss(model(inputs[batch]), targets[batch])
-            (loss / len(window)).backward()
+            (loss / (len(window) if case.short_windows == "mean" else case.accumulate)).backward()
             outcome.losses.append(loss.item())
         if not case.sync_with_dataloader and len(window) < case.accumulate:
             break  # of the last epoch: no other goes on with it
