@@ -23,7 +23,7 @@ from ..state.gathering import gather_interleaved
 from ..state.nested import tensors_of
 from .empty_output import without_samples
 from .logged_values import LoggedValue, Reduction, reduction_named
-from .metric_states import MetricStates, check_exact
+from .metric_states import MetricStates, check_exact, gathering_any_number, metrics_of
 from .real_samples import RealSamples, real_samples_of
 
 T = TypeVar("T")
@@ -177,6 +177,10 @@ class ExactEvaluation(Callback):
         self._replace(self._patches, pl_module, "log", self._logging(trainer, pl_module, pl_module.log))
         self._replace(self._patches, pl_module, step, self._masking(getattr(pl_module, step)))
         self._replace(self._patches, pl_module, batch_end, self._restoring(getattr(pl_module, batch_end)))
+        for metric in metrics_of(pl_module) if trainer.world_size > 1 else ():
+            sync = gathering_any_number(metric)
+            if sync is not None:
+                self._replace(self._patches, metric, "_sync_dist", sync)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

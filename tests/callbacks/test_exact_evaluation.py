@@ -20,6 +20,7 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
 )
+from torchmetrics.retrieval import RetrievalMAP
 
 from accelight.callbacks import ExactEvaluation
 from accelight.callbacks.real_samples import RealSamples
@@ -159,6 +160,59 @@ def test_deepspeed_gives_the_values_of_one_process() -> None:
 def test_one_process() -> None:
     for length in LENGTHS:
         assert evaluate(length, 4, "auto", 1) == expected(length, 4)
+
+
+class Numbers(Metric):
+    """A list of plain numbers, each an element of its own, as ROUGE has them."""
+
+    numbers: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("numbers", default=[], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.numbers.extend(value for value in values)
+
+    def compute(self) -> Tensor:
+        return torch.stack(self.numbers).sum() + 100 * len(self.numbers)
+
+
+class Lists(LightningModule):
+    """Logs metrics whose lists torchmetrics gathers element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.retrieval, self.numbers = RetrievalMAP(), Numbers()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        inputs, labels = batch
+        scores = inputs @ torch.tensor([0.3, 0.07, 0.011, 0.0019])  # no two alike: ties go by the samples' order
+        self.retrieval.update(scores, labels > 0, inputs[:, 2].abs().long())
+        self.log("retrieval", self.retrieval)
+        self.numbers.update(labels.float())
+        self.log("numbers", self.numbers)
+
+
+def evaluate_lists() -> dict[tuple[int, int], Any]:
+    found = {}
+    for length in LENGTHS:
+        for batch_size in (1, 3):
+            model, world_size = Lists(), PartialState().num_processes
+            trainer = quiet_trainer("ddp" if world_size > 1 else "auto", world_size, callbacks=[ExactEvaluation()])
+            [metrics] = trainer.validate(model, DataLoader(samples(length), batch_size), verbose=False)
+            assert "_sync_dist" not in {*vars(model.retrieval), *vars(model.numbers)}
+            found[length, batch_size] = metrics
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_lists_that_are_not_concatenated(world_size: int) -> None:
+    """Retrieval's, and single numbers: as many as there are samples, which the processes have in different numbers."""
+    alone = evaluate_lists()
+    for found in run_on_ranks(world_size, evaluate_lists, timeout_s=120):
+        for case, metrics in found.items():
+            assert metrics == pytest.approx(alone[case], abs=1e-6), case
 
 
 class Gathering(LightningModule):
