@@ -30,6 +30,7 @@ from .process_group import (
     start_group,
     timeout_of,
 )
+from .staying import watch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -208,6 +209,7 @@ class SharedFacts:
     def _describe(self, group: dist.ProcessGroup, info: ProcessInfo, device: torch.device) -> ProcessFacts:
         if "gloo" in backends_by_device(group).values():
             settle_at_exit()
+        watch(group)
         return ProcessFacts(
             device=device,
             backend=_backend_of(group, device.type),

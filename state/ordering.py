@@ -11,11 +11,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from . import staying
 from .process_group import group_store
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ _SLOWEST_POLL_S = 0.25
 class _Counters:
     """Where this process is among the blocks of one group: finished or running blocks per open level."""
 
+    num_others: int
+    """Processes beside this one."""
+    progress: Store | None
+    """Where the others write down what they have left behind them; None where nobody stays for them."""
+    is_holder: bool
+    """Whether this process may have to stay: see the note in `staying`."""
     levels: list[int] = field(default_factory=lambda: [0])
 
     def enter(self) -> str:
@@ -43,6 +50,20 @@ class _Counters:
 
     def leave(self) -> None:
         self.levels.pop()
+        if len(self.levels) == 1 and self.progress is not None and not self.is_holder:
+            with suppress(RuntimeError):  # its holder was killed: what this process does in its block is done
+                self.progress.add("blocks", 1)
+
+    @property
+    def num_uses(self) -> int:
+        """Blocks so far, without those inside others."""
+        return self.levels[0]
+
+    def num_missing(self) -> int:
+        """Return how many blocks the others have yet to leave."""
+        if self.progress is None:
+            return 0
+        return self.num_others * self.levels[0] - self.progress.add("blocks", 0)
 
 
 _counters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Counters] = weakref.WeakKeyDictionary()
@@ -69,7 +90,7 @@ def one_first(
     )
     if limit <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout!r}. Leave it out to wait as long as it takes.")
-    counters = _counters.setdefault(group, _Counters())
+    counters = _counters_of(group)
     path = counters.enter()
     store = group_store(f"accelight/first/{scope}/{path}")
     try:
@@ -88,6 +109,14 @@ def one_first(
                 store.set("outcome", outcome)
     finally:
         counters.leave()
+
+
+def _counters_of(group: dist.ProcessGroup) -> _Counters:
+    if group not in _counters:
+        progress = group_store("accelight/first") if staying.is_needed(group) else None
+        _counters[group] = _Counters(group.size() - 1, progress, group.rank() == 0)
+        staying.count(group, "main_process_first", _counters[group])
+    return _counters[group]
 
 
 def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: str) -> None:

@@ -207,6 +207,9 @@ class PartialState(ReadOnlyState):
         Blocks nest. Before ``Trainer.fit`` in a process that Lightning's launcher started, nobody waits: the main
         process has left the block before it started this one.
 
+        It may be the last thing in a script: where the main process holds the group's store, its end, or destroying the
+        group, waits for the others to leave their blocks (or their programs), at most as long as the group's timeout.
+
         Args:
             timeout: How long the others wait, as ``timedelta`` or seconds; None waits as long as it takes.
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import staying
 from .facts import communication_group
 from .ordering import poll
 from .process_group import backends_by_device, group_store, require_group, timeout_of
@@ -84,6 +85,16 @@ class _Channel:
         self._buffer = torch.zeros(1, dtype=torch.int32)
         self._round = 0
         self._round_is_open = False
+        staying.count(group, "check_trigger(blocking=False)", self)
+
+    @property
+    def num_uses(self) -> int:
+        """Rounds so far."""
+        return self._round
+
+    def num_missing(self) -> int:
+        """Return how many processes have yet to come to the last round."""
+        return self._num_processes - self._store.add(f"round/{self._round}", 0) % _ONE_SETTER
 
     def register(self, name: str) -> None:
         """Learn a name; the others learn it in the next blocking check."""

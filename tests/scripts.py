@@ -1,4 +1,4 @@
-"""Whole scripts as a user starts them: plain ``python``, ``torchrun``, and ``torchrun`` as two nodes on loopback."""
+"""Whole scripts as a user starts them: plain processes, ``torchrun``, and ``torchrun`` as two nodes on loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 from tests.ranks import free_port
 
-Launcher = Literal["python", "torchrun", "two_nodes"]
+Launcher = Literal["python", "torchrun", "two_nodes", "by_hand"]
 
 # Set by a launcher that runs the tests themselves (or left by one): a started script must not inherit them.
 _LAUNCHER_VARIABLES = {
@@ -42,6 +42,10 @@ def launch_command(launcher: Launcher, nproc: int, node_rank: int, port: int) ->
     """Return the command line that goes before the script's name."""
     if launcher == "python":
         return [sys.executable]
+    if launcher == "by_hand":  # as SLURM does: process 0 holds the store
+        places = {"RANK": node_rank, "LOCAL_RANK": node_rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+        variables = {**places, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable]
     run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}", f"--master-port={port}"]
     if launcher == "two_nodes":
         run += ["--nnodes=2", f"--node-rank={node_rank}", "--master-addr=127.0.0.1"]
@@ -64,8 +68,9 @@ def run_script(
     Args:
         source: A path, or the script's text.
         *args: Its command-line arguments.
-        launcher: ``"python"`` (Lightning's own launcher may start more), ``"torchrun"`` or ``"two_nodes"``.
-        nproc: Processes (per node) that torchrun starts; plain python ignores it.
+        launcher: ``"python"`` (Lightning's own launcher may start more), ``"torchrun"``, ``"two_nodes"``, or
+            ``"by_hand"``: plain processes that find RANK and so on.
+        nproc: Processes (per node) that are started; plain python ignores it.
         env: Environment variables beside the caller's own.
         timeout_s: The watchdog: after so long every process prints its stacks and the test fails. What the script
             printed last may be missing then; ``print(..., flush=True)`` keeps it.
@@ -83,7 +88,7 @@ def run_script(
         port = free_port()
         commands = [
             [*launch_command(launcher, nproc, node, port), str(path), *args]
-            for node in range(2 if launcher == "two_nodes" else 1)
+            for node in range({"two_nodes": 2, "by_hand": nproc}.get(launcher, 1))
         ]
         return _run(commands, env or {}, timeout_s, check, cwd, Path(folder), while_running)
 
