@@ -40,16 +40,23 @@ def agree(what: str, described: Sequence[str], sizes: Sequence[int], group: dist
 
 
 def agree_on_tensors(
-    what: str, tensors: dict[str, torch.Tensor], free_dim: int | None, group: dist.ProcessGroup
+    what: str,
+    tensors: dict[str, torch.Tensor],
+    free_dim: int | None,
+    group: dist.ProcessGroup,
+    *,
+    others_free: bool = False,
 ) -> list[list[int]]:
-    """Return each process's sizes along ``free_dim``, of the tensors that have it; all else must agree.
+    """Return each process's sizes along ``free_dim``, of the tensors that have it.
+
+    All else must agree; with ``others_free``, not the sizes along the other dimensions.
 
     Raises:
         ValueError: On all processes, if it does not.
     """
     described, sizes = [], []
     for path, tensor in tensors.items():
-        shape: list[int | str] = list(tensor.shape)
+        shape: list[int | str] = ["*"] * tensor.ndim if others_free else list(tensor.shape)
         if free_dim is not None and -tensor.ndim <= free_dim < tensor.ndim:
             sizes.append(tensor.shape[free_dim])
             shape[free_dim] = "*"

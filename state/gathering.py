@@ -94,19 +94,23 @@ def gather_object(object: Sequence[T]) -> list[T]:
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> T:
     """Pad the tensors of a nested structure to the largest size that any process has along ``dim``.
 
-    Tensors without such a dimension stay as they are.
+    Tensors without such a dimension stay as they are; sizes along other dimensions may differ, too, and stay.
 
     Args:
         tensor: Tensor or nested structure of tensors.
         dim: Dimension to pad; negative counts from the end.
         pad_index: Value to pad with.
         pad_first: Pad at the beginning instead of the end.
+
+    Raises:
+        TypeError: If the structure holds anything but tensors.
+        ValueError: If the processes' structures, dtypes or numbers of dimensions differ.
     """
     group = communication_group("pad_across_processes")
     tensors = tensors_of(tensor)
     if group is None:
         return tensor
-    sizes = agree_on_tensors("pad_across_processes", tensors, dim, group)
+    sizes = agree_on_tensors("pad_across_processes", tensors, dim, group, others_free=True)
     largest = iter(max(column) for column in zip(*sizes, strict=True))
     return map_tensors(
         lambda leaf: _pad(leaf, dim, next(largest), pad_index, pad_first) if _has(leaf, dim) else leaf, tensor

@@ -128,6 +128,21 @@ def test_what_differs_between_processes_is_an_error_on_all_and_not_a_hang() -> N
     assert "process 0: reduce(data: float32[1])\nprocess 1: gather(data: float32[*])" in first[3]
 
 
+def pad_uneven_ones() -> dict[str, torch.Tensor]:
+    rank = PartialState().process_index
+    uneven = {"rows": torch.full((rank + 1, 2 - rank % 2, 1), float(rank)), "flat": torch.arange(rank + 1)}
+    found = pad_across_processes(uneven, dim=1, pad_index=-1)
+    return {**found, "joined": gather(found["rows"])}
+
+
+@WORLD_SIZES
+def test_sizes_along_other_dimensions_may_differ(world_size: int) -> None:
+    for rank, found in enumerate(run_on_ranks(world_size, pad_uneven_ones)):
+        assert found["flat"].tolist() == list(range(rank + 1))  # has no dimension 1, and stays
+        assert found["rows"].tolist() == [[[rank], [rank if rank % 2 == 0 else -1]]] * (rank + 1)
+        assert len(found["joined"]) == sum(range(1, world_size + 1))
+
+
 def raise_everywhere() -> None:
     assert PartialState().num_processes >= 1
     for function in (gather, reduce, pad_across_processes):
