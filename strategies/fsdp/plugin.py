@@ -174,14 +174,16 @@ class FullyShardedDataParallelPlugin:
         """Set ``mixed_precision_policy`` to one dtype for computing, reducing and (FSDP1) buffers or (FSDP2) outputs.
 
         Args:
-            mixed_precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or such a dtype.
+            mixed_precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or such a dtype; ``"fp8"`` computes in FP8 around a
+                policy of bf16, as in Accelerate.
             buffer_autocast: Keep floating-point buffers in fp32 (FSDP1; FSDP2 leaves buffers alone).
             override: Whether to replace a policy that is there; else that one stays.
 
         Raises:
             ValueError: If the dtype is not one to compute in.
         """
-        dtype = env.as_dtype("mixed_precision", mixed_precision)
+        around_fp8 = isinstance(mixed_precision, str) and mixed_precision.lower() == "fp8"
+        dtype = torch.bfloat16 if around_fp8 else env.as_dtype("mixed_precision", mixed_precision)
         if override or self.mixed_precision_policy is None:
             values: dict[str, Any] = dict.fromkeys(_POLICY_DTYPES[self._version], dtype)
             if buffer_autocast and "buffer_dtype" in values:

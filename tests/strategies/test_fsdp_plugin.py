@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import inspect
 import os
 import pickle
@@ -27,6 +28,7 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from accelight.state import AcceleratorState
 from accelight.strategies import spelling
 from accelight.strategies.fsdp.environment import (
     VARIABLES,
@@ -252,7 +254,7 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"backward_prefetch": "BACKWARD"}, r"backward_prefetch .*one of BACKWARD_PRE, .*got 'BACKWARD'"),
     (ValueError, {"backward_prefetch": 0}, r"backward_prefetch .*got 0"),
     (TypeError, {"backward_prefetch": True}, r"backward_prefetch .*a BackwardPrefetch; got True"),
-    (ValueError, {"mixed_precision_policy": "fp8"}, r"mixed_precision must be one of fp16, bf16, .*got 'fp8'"),
+    (ValueError, {"mixed_precision_policy": "half"}, r"mixed_precision must be one of fp16, bf16, .*got 'half'"),
     (ValueError, {"mixed_precision_policy": {"param_dtype": torch.int8}}, r"\['param_dtype'\] must be one of .*int8"),
     (TypeError, {"mixed_precision_policy": {"param_dtype": 16}}, r"\['param_dtype'\] must be a str or a torch.dtype"),
     (ValueError, {"mixed_precision_policy": {"params": "bf16"}}, r"a key of mixed_precision_policy .*got 'params'"),
@@ -599,6 +601,20 @@ def test_set_mixed_precision() -> None:
             plugin.set_mixed_precision(wrong)
     with pytest.raises(TypeError, match=r"mixed_precision must be a str or a torch.dtype; got 16"):
         plugin.set_mixed_precision(16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fp8_stands_on_bf16(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Accelerate: layers compute in FP8 around a policy of bf16."""
+    policy = Plugin(fsdp_version=version, mixed_precision_policy="bf16").mixed_precision_policy
+    plugin = Plugin(fsdp_version=version)
+    plugin.set_mixed_precision("fp8")
+    assert plugin.mixed_precision_policy == policy
+    assert Plugin(fsdp_version=version, mixed_precision_policy="FP8").mixed_precision_policy == policy
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torchao" or None)
+    told = Plugin(fsdp_version=version)
+    assert AcceleratorState(mixed_precision="fp8", fsdp_plugin=told).mixed_precision == "fp8"
+    assert told.mixed_precision_policy == policy
 
 
 def test_set_state_dict_type_switches_the_configs_too() -> None:
