@@ -223,12 +223,12 @@ def load_sharded(
         _check_num_optimizers(num_stored, len(optimizers))
         for index, optimizer in enumerate(optimizers):
             key = f"optimizer_{index}"
-            stored = {name.removeprefix(f"{key}.") for name in names if name.startswith(f"{key}.")}
+            held = {name.removeprefix(f"{key}."): names[name] for name in names if name.startswith(f"{key}.")}
 
             def fill(template: dict[str, Any], key: str = key) -> None:
                 _load(path, {key: template}, partial=True)
 
-            restore_optimizer(module, optimizer, stored, fill, num_steps=metadata.get("global_step"))
+            restore_optimizer(module, optimizer, held, fill, num_steps=metadata.get("global_step"))
     return metadata
 
 
@@ -305,5 +305,5 @@ def load_full(
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))
         for optimizer, state in zip(optimizers, optimizer_states, strict=True):
-            restore_full_optimizer(module, optimizer, state, order, options, num_steps=checkpoint.get("global_step"))
+            restore_full_optimizer(module, optimizer, state, order, num_steps=checkpoint.get("global_step"))
     return checkpoint

@@ -14,6 +14,7 @@ from torch import nn
 from .groups import without_split_ties
 from .optimizer_parameters import EarlyParameters
 from .original_model import find_ties, module_attribute_of, parameter_order
+from .outside_calls import Close
 from .parts import Plan, left_over, parts_called_alone
 from .root import ShardedForm, recall_form, remember_form
 from .settings import EngineSettings
@@ -84,7 +85,7 @@ class Engine(ABC, Generic[SettingsT]):
                 rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
             early = EarlyParameters(model, kept=unsharded if self.renews_parameters else set(model.parameters()))
             root = self._shard(model, Plan(units, whole, parts, to_be_filled))
-            form = ShardedForm(root, self.version, ties, attribute, unsharded, order, early)
+            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded, order, early)
             remember_form(model, form)
         return form
 
@@ -99,6 +100,35 @@ class Engine(ABC, Generic[SettingsT]):
         Returns:
             A context of its tensors and of a function that returns the memory to fill, one part for each tensor. The
             model has the values when the context ends.
+        """
+
+    @abstractmethod
+    def get_ready(self, root: nn.Module) -> None:
+        """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
+
+    @abstractmethod
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        """Gather what a call of ``module`` needs, see `UnitOpener`."""
+
+    @abstractmethod
+    def make_idle(self, root: nn.Module) -> None:
+        """End whatever an exception left open: all that is gathered is sharded again."""
+
+    @abstractmethod
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
+
+    def begin_step(self, root: nn.Module) -> None:
+        """Begin a training step of automatic optimization: no backward of an earlier forward will come."""
+
+    def begin_backward(self, root: nn.Module) -> None:
+        """Begin a backward that reduces."""
+
+    def settle_backward(self, root: nn.Module) -> None:
+        """Put right what a backward that reduced leaves behind; every rank calls it.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks did not use the same units.
         """
 
     @abstractmethod

@@ -16,12 +16,34 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp._runtime_utils import _reshard
+from torch.distributed.fsdp._runtime_utils import (
+    _lazy_init,
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _register_pre_backward_hooks,
+    _root_pre_forward,
+)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from typing_extensions import override
 
 from .engine import Engine
-from .gradients import clip_to_norm, gradients_of, norm_of_parts
+from .fsdp1_units import (
+    BackwardWatch,
+    add_waiting_gradients,
+    drop_unreduced,
+    forget_order,
+    make_idle,
+    put_aside,
+    reduce_left_over,
+    reshard,
+    roots_of,
+    units_by_module,
+    units_of,
+)
+from .gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from .outside_calls import Close
 from .parts import Plan
 from .root import ShardedForm, ShardedRoot
 from .settings import FSDP1Settings
@@ -44,6 +66,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     model_key = "model"
     renews_parameters = False  # they are kept, or become part of a flat one
     hooks_units = False  # and its state dict would show the wrappers that torch.compile makes
+    _accumulating = False
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -130,13 +153,62 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         )
 
     @override
+    def get_ready(self, root: nn.Module) -> None:
+        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+            _lazy_init(unit, unit)
+        self._units = units_by_module(root)
+        self._watch = BackwardWatch(root)
+        for unit in units_of(root):
+            add_waiting_gradients(unit, lambda: not self._accumulating)
+        self.make_idle(root)
+        drop_unreduced(root)
+
+    @override
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        if module not in self._units:
+            return args, lambda output: output
+        outermost, unit = self._units[module]
+        handle: Any = unit._handle
+        hooked = unit is module  # its own forward does the rest
+        args, _ = _root_pre_forward(outermost, outermost, args, {})
+        if not hooked:
+            inner = unit._fsdp_wrapped_module
+            args, _ = _pre_forward(unit, handle, _pre_forward_unshard, inner, args, {})
+
+        def close(output: Any) -> Any:
+            if not hooked:
+                output = _post_forward(unit, handle, _post_forward_reshard, unit, None, output)
+            if unit is not outermost:  # who ends the backward of this call, if there is one
+                output = _register_pre_backward_hooks(outermost, outermost, output, None)
+            self.reshard(root)
+            return output
+
+        return args, close
+
+    @override
+    def make_idle(self, root: nn.Module) -> None:
+        make_idle(root)
+
+    @override
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        drop_unreduced(root, parameters)
+
+    @override
+    def begin_step(self, root: nn.Module) -> None:
+        forget_order(root)
+
+    @override
+    def begin_backward(self, root: nn.Module) -> None:
+        self._watch.begin()
+
+    @override
+    def settle_backward(self, root: nn.Module) -> None:
+        reduce_left_over(root)
+        self._watch.settle(max_over_ranks)
+
+    @override
     def reshard(self, root: nn.Module) -> None:
-        if isinstance(root, FullyShardedDataParallel):
-            return  # FSDP1 keeps the identity of its parameters, gathered or not
-        for unit in FullyShardedDataParallel.fsdp_modules(root):
-            # What is a root of its own stays gathered after a forward without backward, with the values of that time.
-            if unit._handle is not None and _is_gathered(unit._handle.flat_param):
-                _reshard(unit, unit._handle, True)
+        reshard(root)
 
     @override
     def after_manual_backward(self, root: nn.Module) -> None:
@@ -152,10 +224,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     @contextmanager
     def no_sync(self, root: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            for fsdp_root in _roots(root):
-                stack.enter_context(fsdp_root.no_sync())
-            yield
+        self._accumulating = True
+        try:
+            with ExitStack() as stack:
+                for fsdp_root in roots_of(root):
+                    stack.enter_context(fsdp_root.no_sync())
+                yield
+        finally:
+            self._accumulating = False
+            put_aside(root)
 
     @override
     def clip_grad_norm(
@@ -179,17 +256,6 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
         return root.module if isinstance(root, ShardedRoot) else root
-
-
-def _roots(root: nn.Module) -> list[FullyShardedDataParallel]:
-    if isinstance(root, FullyShardedDataParallel):
-        return [root]
-    return FullyShardedDataParallel.fsdp_modules(root, root_only=True)
-
-
-def _is_gathered(flat_param: Any) -> bool:
-    gathered = getattr(flat_param, "_full_param_padded", None)
-    return gathered is not None and gathered.untyped_storage().size() > 0
 
 
 def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:

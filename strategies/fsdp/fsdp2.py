@@ -19,8 +19,10 @@ from torch.distributed.fsdp import (
 from typing_extensions import override
 
 from .engine import Engine
-from .gradients import clip_to_norm, global_norm, gradients_of
+from .fsdp2_units import BackwardWatch, drop_unreduced, groups_of, roots_of, states_of, units_by_module
+from .gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
 from .groups import late_heads
+from .outside_calls import Close
 from .parts import Plan
 from .root import ShardedForm, ShardedRoot, inside_root
 from .settings import FSDP2Settings
@@ -86,6 +88,55 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @contextmanager
     def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
         yield open_slots(form.root, self.device)
+
+    @override
+    def get_ready(self, root: nn.Module) -> None:
+        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+            unit._get_fsdp_state()._lazy_init()
+        self._units = units_by_module(root)
+        self._watch = BackwardWatch(root)
+        self.make_idle(root)
+        drop_unreduced(root)
+
+    @override
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        unit: Any = self._units.get(module)
+        if unit is None or unit is module:  # torch's hooks on the unit do the rest
+
+            def close(output: Any) -> Any:
+                self.reshard(root)
+                return output
+
+            return args, close
+        state = unit._get_fsdp_state()
+        args, _ = state._pre_forward(unit, args, {})
+
+        def close_unit(output: Any) -> Any:
+            output = state._post_forward(unit, args, output)
+            self.reshard(root)
+            return output
+
+        return args, close_unit
+
+    @override
+    def make_idle(self, root: nn.Module) -> None:
+        for unit in roots_of(root):
+            unit.reset_iter_state()
+
+    @override
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        drop_unreduced(root, parameters)
+
+    @override
+    def begin_step(self, root: nn.Module) -> None:
+        for state in states_of(root):  # forwards without a backward (validation) are no part of this step's order
+            state._comm_ctx.post_forward_order.clear()
+        for group in groups_of(root):
+            group._post_forward_indices.clear()
+
+    @override
+    def settle_backward(self, root: nn.Module) -> None:
+        self._watch.settle(max_over_ranks)
 
     @override
     def reshard(self, root: nn.Module) -> None:

@@ -113,6 +113,18 @@ def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
+def max_over_ranks(values: torch.Tensor) -> None:
+    """Replace a small tensor on the CPU by its maximum over all ranks, in place."""
+    if dist.get_world_size() == 1:
+        return
+    if "cpu" in dist.get_backend_config() or dist.get_backend() == "gloo":
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return
+    on_device = values.to(torch.accelerator.current_accelerator())
+    dist.all_reduce(on_device, dist.ReduceOp.MAX)
+    values.copy_(on_device)
+
+
 def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply every gradient by ``factor``, in place."""
     tensors = [local_tensor(gradient) for gradient in gradients]

@@ -1,43 +1,39 @@
 """State of optimizers over a sharded model: saved by parameter name, restored with what a checkpoint has of it.
 
-torch's own functions want a checkpoint to hold exactly the state that the optimizer has now. Parameters are frozen and
-unfrozen between two runs, though, and options are added to optimizers between two releases.
+Saving reads, and steps no optimizer: one that has not stepped yet has no state in its checkpoint, as on one device.
+Restoring takes what is there: parameters are frozen and unfrozen between two runs, options are added to optimizers
+between two releases.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
+from .named_states import Layout, States
 from .settings import WholeState
-from .state_dicts import put_where, state_dict_options, without_torch_noise
 
 _log = logging.getLogger(__name__)
 _STEP = "step"
 
 
-@without_torch_noise()
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer, order: Mapping[str, int], whole: WholeState | None
 ) -> dict[str, Any]:
-    """Return the optimizer's state.
+    """Return the optimizer's state; every rank calls it.
 
     Sharded, it is keyed by parameter name. Full, it is where ``whole`` says and has the form of
     ``torch.optim.Optimizer.state_dict()`` over the plain module (numbered parameters), so that plain Lightning can load
@@ -49,22 +45,33 @@ def optimizer_state(
         order: Each parameter's place before sharding.
         whole: Where the full one is, as a rule on rank 0 alone; None for the sharded one.
     """
-    options = state_dict_options(module, full=whole is not None, where=whole)
-    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
+    layout = Layout(module)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    names = _plain_names(layout, module, optimizer, order)
     if whole is None:
-        return state
-    state = put_where(state, whole)
-    return _numbered(state, _plain_names(state, module, optimizer, order)) if state else state
+        states = layout.collect(optimizer, lambda tensor: tensor, shards=True)
+        return {
+            "state": states,
+            "param_groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
+        }
+    nowhere = whole.rank0_only and dist.get_rank() != 0
+
+    def keep(tensor: Tensor) -> Tensor | None:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if nowhere:
+            return None
+        return tensor.cpu() if whole.offload_to_cpu and tensor.device.type != "cpu" else tensor.clone()
+
+    states = layout.collect(optimizer, keep, shards=False)
+    return {} if nowhere else _numbered(states, groups, names)
 
 
-def _plain_names(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, order: Mapping[str, int]
-) -> list[list[str]]:
-    """Return the names in each group of ``state``, torch's of ``optimizer``, as the plain module would have them."""
+def _plain_names(layout: Layout, module: nn.Module, optimizer: Optimizer, order: Mapping[str, int]) -> list[list[str]]:
+    """Return the names in each group of ``optimizer`` as the plain module would have them."""
     places = {parameter: place for place, parameter in enumerate(module.parameters())}
     return [
-        _in_plain_order(named["params"], group["params"], places, order)
-        for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        _in_plain_order(list(chain.from_iterable(layout.names_of(group["params"]))), group["params"], places, order)
+        for group in optimizer.param_groups
     ]
 
 
@@ -97,69 +104,28 @@ def _in_plain_order(
     return [name for run in runs for name in sorted(run, key=lambda name: order[clean_name(name)])]
 
 
-def _numbered(state: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Turn parameter names into the running numbers that ``Optimizer.state_dict()`` uses.
+def _numbered(states: States, groups: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return the running numbers that ``Optimizer.state_dict()`` uses in the place of names.
 
     Args:
-        state: By name.
+        states: By name.
+        groups: Their options.
         names: Of each group, in the order in which they are to be numbered.
     """
     number = {name: index for index, name in enumerate(chain.from_iterable(names))}
-    groups = [
-        {**group, "params": [number[name] for name in own], "param_names": list(own)}
-        for group, own in zip(state["param_groups"], names, strict=True)
-    ]
-    return {"state": {number[name]: _own(value) for name, value in state["state"].items()}, "param_groups": groups}
-
-
-def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one parameter's state with scalars of its own.
-
-    FSDP1 hands the ``step`` of a flat parameter to all parameters in it, as one tensor; an optimizer over the original
-    parameters would count it up once for each of them.
-    """
     return {
-        name: value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
-        for name, value in state.items()
-    }
-
-
-def _named(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, order: Mapping[str, int]
-) -> dict[str, Any]:
-    """Turn running numbers back into parameter names, by ``param_names`` or else as the plain optimizer numbers them.
-
-    Raises:
-        ValueError: If the checkpoint numbers another number of parameters than the optimizer has.
-    """
-    groups = [dict(group) for group in state["param_groups"]]
-    numbers = [number for group in groups for number in group["params"]]
-    if all(isinstance(number, str) for number in numbers):
-        return {**state, "state": {name: _own(value) for name, value in state["state"].items()}}
-    if all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-    else:
-        current = get_optimizer_state_dict(module, optimizer)
-        names = list(chain.from_iterable(_plain_names(current, module, optimizer, order)))
-    if len(names) != len(numbers):
-        raise ValueError(
-            f"The checkpoint's optimizer has {len(numbers)} parameters, this one {len(names)}. "
-            "Build the optimizer over the same parameters as when the checkpoint was saved."
-        )
-    name_of = dict(zip(numbers, names, strict=True))
-    for group in groups:
-        group["params"] = [name_of[number] for number in group["params"]]
-        group.pop("param_names", None)
-    return {
-        "state": {name_of[number]: _own(value) for number, value in state["state"].items()},
-        "param_groups": groups,
+        "state": {number[name]: states[name] for name in number if name in states},
+        "param_groups": [
+            {**group, "params": [number[name] for name in own], "param_names": list(own)}
+            for group, own in zip(groups, names, strict=True)
+        ],
     }
 
 
 def restore_optimizer(
     module: nn.Module,
     optimizer: Optimizer,
-    stored: Collection[str],
+    stored: Mapping[str, Any],
     fill: Callable[[dict[str, Any]], None],
     *,
     num_steps: int | None,
@@ -172,24 +138,34 @@ def restore_optimizer(
     Args:
         module: What ``Engine.state_dict_module`` returns.
         optimizer: Over its parameters.
-        stored: Names in the checkpoint: ``state.NAME.exp_avg``, ``param_groups.0.lr`` and so on.
-        fill: Loads what is stored into a state dict; the rest keeps its values.
+        stored: DCP's metadata by names in the checkpoint: ``state.NAME.exp_avg``, ``param_groups.0.lr`` and so on.
+        fill: Loads what is stored into a state dict.
         num_steps: Number of optimizer steps so far, where every ``step`` is missing.
+
+    Raises:
+        ValueError: If the checkpoint is of another optimizer.
     """
+    layout = Layout(module)
+    template: dict[str, Any] = {"state": {}, "param_groups": _group_templates(stored)}
+    for parameter, name in _named_parameters(layout, optimizer):
+        prefix = f"state.{name}."
+        for full_key in stored:
+            if full_key.startswith(prefix):
+                key, metadata = full_key.removeprefix(prefix), stored[full_key]
+                size = getattr(metadata, "size", None)  # of a tensor; else bytes
+                place = 0 if size is None else layout.template(parameter, size, metadata.properties.dtype)
+                template["state"].setdefault(name, {})[key] = place
+    fill(template)
+    _restore(layout, optimizer, template["state"], template["param_groups"], num_steps)
 
-    def has(name: str, key: str) -> bool:
-        return f"state.{name}.{key}" in stored
 
-    with _trainable(module, optimizer, {one.removeprefix("state.").rpartition(".")[0] for one in stored}):
-        state = get_optimizer_state_dict(module, optimizer)
-        held = cast("dict[str, dict[str, Any]]", state["state"])
-        gaps = _find_gaps({name: list(values) for name, values in held.items()}, has)
-        fill(state)
-        for name in (*gaps.without_step, *gaps.anew):  # what starts anew may share one of FSDP1's flat parameters
-            if _STEP in held[name]:
-                held[name][_STEP] = _like(held[name][_STEP], _common_step(held, has, num_steps))
-        set_optimizer_state_dict(module, optimizer, state)
-    _start_anew(module, optimizer, gaps.anew)
+def _group_templates(stored: Collection[str]) -> list[dict[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for name in stored:
+        if name.startswith("param_groups."):
+            _, index, key = name.split(".", 2)
+            groups.setdefault(int(index), {})[key] = 0
+    return [groups[index] for index in sorted(groups)]
 
 
 def restore_full_optimizer(
@@ -197,7 +173,6 @@ def restore_full_optimizer(
     optimizer: Optimizer,
     state: Mapping[str, Any],
     order: Mapping[str, int],
-    options: StateDictOptions,
     *,
     num_steps: int | None,
 ) -> None:
@@ -208,105 +183,121 @@ def restore_full_optimizer(
         optimizer: Over its parameters.
         state: From the checkpoint.
         order: Each parameter's place before sharding.
-        options: How torch is to take a whole state.
         num_steps: Number of optimizer steps so far, where every ``step`` is missing.
+
+    Raises:
+        ValueError: If the checkpoint is of another optimizer.
+    """
+    layout = Layout(module)
+    names = _stored_names(state, layout, module, optimizer, order)
+    states = {names[key]: dict(value) for key, value in state["state"].items()}
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
+    _restore(layout, optimizer, states, groups, num_steps)
+
+
+def _stored_names(
+    state: Mapping[str, Any], layout: Layout, module: nn.Module, optimizer: Optimizer, order: Mapping[str, int]
+) -> dict[Any, str]:
+    """Return a parameter's name for each number, by ``param_names`` or else as the plain optimizer numbers them.
 
     Raises:
         ValueError: If the checkpoint numbers another number of parameters than the optimizer has.
     """
-    named = _named(state, module, optimizer, order)
-    held: dict[str, dict[str, Any]] = named["state"]
-
-    def has(name: str, key: str) -> bool:
-        return key in held.get(name, ())
-
-    with _trainable(module, optimizer, held):
-        present = cast("dict[str, dict[str, Any]]", get_optimizer_state_dict(module, optimizer)["state"])
-        gaps = _find_gaps({name: list(values) for name, values in present.items()}, has)
-        for name in gaps.without_step:
-            held[name][_STEP] = _like(present[name][_STEP], _common_step(held, has, num_steps))
-        if not held:  # nothing to cut into shards, which torch insists on for a whole state
-            options = StateDictOptions()
-        set_optimizer_state_dict(module, optimizer, named, options=replace(options, strict=False))
-    _start_anew(module, optimizer, gaps.anew)
-
-
-@dataclass(frozen=True)
-class _Gaps:
-    """What an optimizer keeps now and a checkpoint does not have."""
-
-    anew: list[str]
-    """Parameters of which there is nothing."""
-    without_step: list[str]
-    """Parameters of which there is all but the step."""
+    groups = state["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if all(isinstance(number, str) for number in numbers):
+        return {number: number for number in numbers}
+    if all("param_names" in group for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+    else:
+        names = list(chain.from_iterable(_plain_names(layout, module, optimizer, order)))
+    if len(names) != len(numbers):
+        raise ValueError(
+            f"The checkpoint's optimizer has {len(numbers)} parameters, this one {len(names)}. "
+            "Build the optimizer over the same parameters as when the checkpoint was saved."
+        )
+    return dict(zip(numbers, names, strict=True))
 
 
-def _find_gaps(present: Mapping[str, Collection[str]], has: Callable[[str, str], bool]) -> _Gaps:
-    """Compare and log.
+def _named_parameters(layout: Layout, optimizer: Optimizer) -> list[tuple[nn.Parameter, str]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    named = zip(parameters, layout.names_of(parameters), strict=True)
+    return [(parameter, name) for parameter, names in named for name in names]
+
+
+def _restore(
+    layout: Layout,
+    optimizer: Optimizer,
+    states: dict[str, dict[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    num_steps: int | None,
+) -> None:
+    names = [name for _, name in _named_parameters(layout, optimizer)]
+    _complete(optimizer, names, states, num_steps)
+    layout.restore(optimizer, states)
+    group_of = {name: group for group in groups for name in group["params"]}
+    for group in optimizer.param_groups:
+        for name in chain.from_iterable(layout.names_of(group["params"])):
+            if name in group_of:
+                options = group_of[name].items()
+                group.update({key: value for key, value in options if key not in ("params", "param_names")})
+                break
+
+
+def _complete(
+    optimizer: Optimizer, names: Sequence[str], states: dict[str, dict[str, Any]], num_steps: int | None
+) -> None:
+    """Fill in missing steps, and log what is missing else.
 
     Raises:
         ValueError: If a part of a parameter's state other than the step is missing.
     """
-    anew, without_step = [], []
-    for name, keys in present.items():
-        missing = [key for key in keys if not has(name, key)]
-        if missing and len(missing) == len(keys):
-            anew.append(name)
-        elif missing == [_STEP]:
+    wanted = _state_keys(optimizer)
+    anew = [name for name in names if not states.get(name)]
+    without_step = []
+    for name in names:
+        missing = sorted(wanted - set(states[name])) if states.get(name) else []
+        if missing == [_STEP]:
             without_step.append(name)
         elif missing:
             raise ValueError(
                 f"The checkpoint has no {', '.join(missing)} of the optimizer's state for {name!r}. Was another "
                 "optimizer, or one with other options, used? Use the same, or load the weights alone."
             )
+    if without_step:
+        step = _common_step(states, num_steps)
+        for name in without_step:
+            states[name][_STEP] = torch.tensor(step)
     if dist.get_rank() == 0:
-        if anew:
+        if wanted and anew and len(anew) < len(names):
             _log.warning("No optimizer state in the checkpoint for %s: it starts anew.", ", ".join(anew))
         if without_step:
             _log.warning("No step in the optimizer state of %s: that of the others is taken.", ", ".join(without_step))
-    return _Gaps(anew, without_step)
 
 
-def _common_step(
-    held: Mapping[str, Mapping[str, Any]], has: Callable[[str, str], bool], num_steps: int | None
-) -> float:
+def _state_keys(optimizer: Optimizer) -> set[str]:
+    """Return what the optimizer keeps of a parameter, found by a step on one of its own; nothing if that fails."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.zeros_like(parameter)
+    twin = copy.copy(optimizer)
+    twin.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "capturable": False, "fused": False}]
+    twin.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, hooks, {})
+    try:
+        type(optimizer).step(twin)
+    except Exception:  # noqa: BLE001 (an optimizer of one's own may want more than that: then nothing is checked)
+        return set()
+    return {key for key, value in twin.state[parameter].items() if value is not None}
+
+
+def _common_step(states: Mapping[str, Mapping[str, Any]], num_steps: int | None) -> float:
     """Return how often parameters have been stepped, for those that do not say.
 
     Raises:
         ValueError: If that cannot be told: with another step, Adam's corrections would be wrong.
     """
-    known = [float(values[_STEP]) for name, values in held.items() if has(name, _STEP)]
+    known = [float(values[_STEP]) for values in states.values() if _STEP in values]
     if not known and num_steps is None:
         raise ValueError("The checkpoint says for no parameter how often it was stepped, and has no global_step.")
     return max(known, default=float(num_steps or 0))
-
-
-def _like(present: Any, step: float) -> Any:
-    return torch.full_like(present, step) if isinstance(present, torch.Tensor) else type(present)(step)
-
-
-@contextmanager
-def _trainable(module: nn.Module, optimizer: Optimizer, names: Collection[str]) -> Iterator[None]:
-    """Let frozen parameters whose state is stored be trainable for the while: torch passes over the others.
-
-    FSDP1's flat parameters, which have other names, stay frozen and go without their state.
-    """
-    ours = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    frozen = [
-        parameter
-        for name, parameter in module.named_parameters()
-        if parameter in ours and not parameter.requires_grad and clean_name(name) in names
-    ]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def _start_anew(module: nn.Module, optimizer: Optimizer, names: Collection[str]) -> None:
-    for name, parameter in module.named_parameters():
-        if clean_name(name) in names:
-            optimizer.state.pop(parameter, None)

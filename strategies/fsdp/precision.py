@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -11,7 +11,7 @@ from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -65,6 +65,10 @@ class AccelFSDPPrecision(FSDPPrecision):
         """The same in Accelerate's words: ``no``, ``fp16`` or ``bf16``."""
         return {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(self.precision, "no")
 
+    def outside_context(self) -> AbstractContextManager[Any]:
+        """What calls from hooks run in: under mixed precision they meet half weights as well."""
+        return self.forward_context() if self._is_mixed else nullcontext()
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         if not self._is_mixed:
@@ -80,6 +84,13 @@ class AccelFSDPPrecision(FSDPPrecision):
         if self._is_mixed:
             return torch.autocast(self._strategy.root_device.type, dtype=self._half_dtype)
         return _DtypeContextManager(self._desired_input_dtype)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        with self._strategy.running_backward():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]

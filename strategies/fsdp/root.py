@@ -54,6 +54,8 @@ class ShardedForm:
 
     root: nn.Module
     """The outermost sharded module."""
+    has_root_unit: bool
+    """Whether it is a unit, gathered around a whole step; else its parts are, see `parts_called_alone`."""
     version: int
     """FSDP version."""
     ties: Mapping[str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -48,9 +49,11 @@ from .gradients import average_over_ranks, gradients_of, scale_gradients
 from .initial_weights import prepare_with_weights
 from .mesh import build_mesh
 from .meta_init import parameters_on_meta
+from .outside_calls import OutsideCalls, inside
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
 from .root import inside_root
+from .unreduced import ZeroGradFollowing
 
 _log = logging.getLogger(__name__)
 
@@ -171,6 +174,9 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         self._reshard_during_accumulation = reshard_during_accumulation
         self._tracker = LoopTracker(gradient_accumulation)
         self._saves = BackgroundSaves(timeout) if async_save else None
+        self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
+        self._accumulating = False
+        self._resharded_before_backward = False
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -278,23 +284,74 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
                 module.to(self.root_device)
         if self.precision_plugin.precision == "16-mixed" and self.precision_plugin.scaler is None:
             self.precision_plugin.scaler = self.engine.grad_scaler()
+        self.engine.get_ready(root)
+        OutsideCalls(root, self.engine, self.precision_plugin.outside_context)
         return root
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # of an earlier fit: their parameters may be gone
-        self.engine.reshard(self.form.root)
+        for parameter in self.form.root.parameters():  # of a window that an earlier fit left
+            parameter.grad = None
         super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.form.early.switch(optimizer, inside_root(self.form.root))
+        module = self.lightning_module
+        if module is not None:
+            self._zero_grads.follow(module, self.optimizers)
+            self._resharded_before_backward = _looks_before_backward(trainer, module)
         if self.precision_plugin.scaler is not None and self.lightning_module is not None:
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
 
     # ------------------------------------------------------------------ loops and gradients
+    @contextmanager
+    def _running_step(self, *, reshard: bool) -> Iterator[None]:
+        """Run one of the module's steps, around which the root's unit is gathered, if there is one.
+
+        Where there is none (manual optimization), each call inside of the step gathers what it needs.
+        """
+        root = self.form.root
+        with inside() if self.form.has_root_unit else nullcontext():
+            try:
+                yield
+            except BaseException:  # whoever catches it may save, evaluate and fit again
+                self.engine.make_idle(root)
+                raise
+        if reshard:
+            self.engine.reshard(root)
+
+    @contextmanager
+    def running_backward(self) -> Iterator[None]:
+        """Run a backward; gradients are what one process would have when it ends, if it reduces them."""
+        root = self.form.root
+        if not self._accumulating:
+            self.engine.begin_backward(root)
+        with inside():
+            try:
+                yield
+            except BaseException:
+                self.engine.make_idle(root)
+                raise
+            if not self._accumulating:
+                self.engine.settle_backward(root)
+
+    def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.engine.drop_unreduced(self.form.root, parameters)
+
     @override
-    def _end_evaluation(self) -> None:
-        super()._end_evaluation()
-        self.engine.reshard(self.form.root)
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_step(reshard=True):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_step(reshard=True):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._running_step(reshard=True):
+            return super().predict_step(*args, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -305,8 +362,15 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with nullcontext() if self._tracker.plugin.sync_each_batch else self.engine.no_sync(self.form.root):
+        if self._tracker.plugin.sync_each_batch:
             yield
+            return
+        self._accumulating = True
+        try:
+            with self.engine.no_sync(self.form.root):
+                yield
+        finally:
+            self._accumulating = False
 
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
@@ -322,14 +386,14 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._is_manual:  # a forward without backward may have left old values gathered
-            self.engine.reshard(self.form.root)
-        return result
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().training_step(*args, **kwargs)
+        if not self._is_manual:
+            self.engine.begin_step(self.form.root)
+        with self._running_step(reshard=self._resharded_before_backward or self._is_manual):
+            result = super().training_step(*args, **kwargs)
         if self._is_manual:
             self.precision_plugin.update_scale()
         return result
@@ -395,4 +459,19 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         self._tracker.close()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
+        self._zero_grads.let_go()
+        if self._form is not None:
+            self.engine.drop_unreduced(self._form.root)
         super().teardown()
+
+
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+
+
+def _looks_before_backward(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether the user's code runs between a training step and its backward, and may look at parameters."""
+    return any(
+        is_overridden(hook, module) or any(is_overridden(hook, each) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        for hook in _BEFORE_BACKWARD
+        if hasattr(LightningModule, hook)
+    )

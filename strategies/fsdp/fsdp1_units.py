@@ -1,0 +1,282 @@
+"""The units of an FSDP1 model as torch keeps them: brought to rest, and their unreduced gradients kept beside them.
+
+[Note: unreduced gradients of FSDP1] In ``no_sync`` torch leaves a flat parameter's whole gradient on the sharded
+parameter. Whatever comes between two micro-batches (a forward without gradient, a save, a second fit) meets a gradient
+of another size than its parameter then. So after such a backward we take it away, and when the window's last backward
+has accumulated its own, we add it, just before torch reduces the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import (
+    _accumulate_sharded_grad,
+    _div_if_needed,
+    _get_reduce_scatter_tensors,
+    _post_reduce_grad_callback,
+    _reshard,
+)
+
+_WAITING = "_accelight_unreduced"
+
+
+def units_of(root: nn.Module) -> list[Any]:
+    """Return the `FullyShardedDataParallel` units that have parameters, in one order on all ranks, parents first."""
+    return [unit for unit in _all_units(root) if unit._handle is not None]
+
+
+def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return the outermost units: the root itself, or the parts that stand in its place."""
+    if isinstance(root, FullyShardedDataParallel):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def _all_units(root: nn.Module) -> list[Any]:
+    return list(FullyShardedDataParallel.fsdp_modules(root))
+
+
+def units_by_module(root: nn.Module) -> dict[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]]:
+    """Return for each module the outermost unit and the unit that gathers the module's own parameters."""
+    found: dict[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]] = {}
+
+    def visit(module: nn.Module, outermost: Any, unit: Any) -> None:
+        if isinstance(module, FullyShardedDataParallel):
+            outermost, unit = outermost or module, module
+        if unit is not None:
+            found.setdefault(module, (outermost, unit))
+        for child in module.children():
+            visit(child, outermost, unit)
+
+    visit(root, None, None)
+    return found
+
+
+def make_idle(root: nn.Module) -> None:
+    """Bring every unit to rest, whatever an exception left it in; all that is gathered is freed.
+
+    Source: torch 2.13 ``_post_backward_final_callback``, which a failed pass never reaches.
+    """
+    for unit in _all_units(root):
+        unit.training_state = TrainingState.IDLE
+        if unit._is_root:
+            unit._post_backward_callback_queued = False
+            unit._exec_order_data.next_iter()
+        handle = unit._handle
+        if handle is None:
+            continue
+        flat_param: Any = handle.flat_param
+        waiting: tuple[Any, ...] = getattr(flat_param, "_post_backward_hook_state", ())
+        if waiting:
+            waiting[-1].remove()
+            del flat_param._post_backward_hook_state
+        flat_param._post_backward_called = False
+        if hasattr(flat_param, "_saved_grad_shard"):
+            del flat_param._saved_grad_shard
+        handle._training_state = HandleTrainingState.IDLE
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+        handle._post_forward_index = None
+        if flat_param.grad is not None and flat_param.grad.shape != flat_param._local_shard.shape:
+            _forget(handle)
+    reshard(root)
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what is gathered, and let parameters be the sharded ones."""
+    for unit in units_of(root):
+        if unit._handle.uses_sharded_strategy and _is_gathered(unit._handle):
+            _reshard(unit, unit._handle, True)
+
+
+def _is_gathered(handle: Any) -> bool:
+    flat_param = handle.flat_param
+    gathered = [getattr(flat_param, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
+    return (
+        any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
+        or flat_param.data_ptr() != flat_param._local_shard.data_ptr()
+        or handle._skipped_use_sharded_views
+    )
+
+
+def forget_order(root: nn.Module) -> None:
+    """Forget the forwards that no backward followed: they are no part of the order in which backward prefetches."""
+    for unit in _all_units(root):
+        unit._exec_order_data.handles_post_forward_order.clear()
+        if unit._handle is not None:
+            unit._handle._post_forward_index = None
+
+
+def put_aside(root: nn.Module) -> None:
+    """Take the gradients that a backward in ``no_sync`` left; see the note above."""
+    for unit in units_of(root):
+        handle = unit._handle
+        flat_param: Any = handle.flat_param
+        flat_param._post_backward_called = False
+        gradient = flat_param.grad
+        if gradient is None or not flat_param.requires_grad:
+            continue
+        if handle.uses_sharded_strategy and gradient.shape == flat_param._local_shard.shape:
+            continue  # reduced before
+        waiting = getattr(flat_param, _WAITING, None)
+        setattr(flat_param, _WAITING, gradient.data if waiting is None else waiting.add_(gradient.data))
+        _forget(handle)
+
+
+def _forget(handle: Any) -> None:
+    handle.flat_param.grad = None
+    for parameter in handle.flat_param._params or ():
+        parameter.grad = None
+
+
+def add_waiting_gradients(unit: Any, is_last: Callable[[], bool]) -> None:
+    """Let the last backward of each window reduce what `put_aside` took from ``unit``.
+
+    Args:
+        unit: With parameters.
+        is_last: Whether the backward under way is a window's last.
+    """
+    flat_param: Any = unit._handle.flat_param
+    if hasattr(flat_param, "_accelight_hook"):
+        flat_param._accelight_hook.remove()
+
+    def add(parameter: torch.Tensor) -> None:
+        waiting = getattr(parameter, _WAITING, None)
+        if waiting is not None and parameter.grad is not None and is_last():
+            parameter.grad.data = parameter.grad.data.add(waiting)
+            delattr(parameter, _WAITING)
+
+    flat_param._accelight_hook = flat_param.register_post_accumulate_grad_hook(add)
+
+
+def reduce_left_over(root: nn.Module) -> None:
+    """Reduce what waits in units that a window's last micro-batch did not use."""
+    for unit in units_of(root):
+        handle = unit._handle
+        flat_param: Any = handle.flat_param
+        waiting = getattr(flat_param, _WAITING, None)
+        if waiting is None:
+            continue
+        delattr(flat_param, _WAITING)
+        if not handle.uses_sharded_strategy:
+            _div_if_needed(waiting, unit._gradient_predivide_factor)
+            dist.all_reduce(waiting, group=unit.process_group)
+            _div_if_needed(waiting, unit._gradient_postdivide_factor)
+            flat_param.grad = waiting.to(flat_param.dtype)
+            if handle._use_orig_params:
+                handle._use_sharded_grad_views()
+            continue
+        padded, shard = _get_reduce_scatter_tensors(unit, waiting.to(handle._reduce_dtype))
+        _div_if_needed(padded, unit._gradient_predivide_factor)
+        dist.reduce_scatter_tensor(shard, padded, group=unit.process_group)
+        if hasattr(unit, "_inter_node_pg"):
+            dist.all_reduce(shard, group=unit._inter_node_pg)
+        _div_if_needed(shard, unit._gradient_postdivide_factor)
+        if flat_param.grad is not None:
+            flat_param._saved_grad_shard = flat_param.grad.data
+        _post_reduce_grad_callback(unit, handle, _accumulate_sharded_grad(unit, handle, shard))
+        flat_param._post_backward_called = True
+        handle.prepare_gradient_for_optim()
+        flat_param._post_backward_called = False
+
+
+def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Forget what `put_aside` took: of all parameters, or of these."""
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    for unit in units_of(root):
+        flat_param: Any = unit._handle.flat_param
+        waiting = getattr(flat_param, _WAITING, None)
+        if waiting is None:
+            continue
+        if chosen is None or id(flat_param) in chosen or _all_in(flat_param, chosen):
+            delattr(flat_param, _WAITING)
+        elif flat_param._params is not None:
+            pieces = unit._handle._get_unflat_views(waiting)
+            for parameter, piece in zip(flat_param._params, pieces, strict=True):
+                if id(parameter) in chosen:
+                    piece.zero_()
+
+
+def _all_in(flat_param: Any, chosen: set[int]) -> bool:
+    own = flat_param._params
+    return own is not None and all(id(parameter) in chosen for parameter in own if parameter.requires_grad)
+
+
+class BackwardWatch:
+    """Sees which original parameters a backward reached on this rank, and lets the ranks agree.
+
+    A flat parameter's gradient has zeros for those that nobody used; one process has no gradient there, so that neither
+    momentum nor decay touch them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._units = units_of(root)
+        self._used: set[tuple[int, int]] = set()
+        self._without: set[tuple[int, int]] = set()
+        for number, unit in enumerate(self._units):
+            unit._handle._use_unsharded_views = self._around(number, unit._handle)
+
+    def _around(self, number: int, handle: Any) -> Callable[..., None]:
+        use_views = type(handle)._use_unsharded_views
+
+        def run(as_params: bool) -> None:
+            use_views(handle, as_params)
+            if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
+                return
+            for index, (name, module, _) in enumerate(handle.flat_param._param_infos):
+                view = getattr(module, name)
+                if view.requires_grad:
+                    view.register_hook(lambda _, place=(number, index): self._used.add(place))
+
+        return run
+
+    def begin(self) -> None:
+        """Note which parameters have no gradient before a backward."""
+        self._without = {place for place, parameter in self._parameters() if parameter.grad is None}
+
+    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+
+        Raises:
+            RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.
+        """
+        sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
+        places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
+        told = torch.tensor([int(place in self._used) for place in places], dtype=torch.int32)
+        reduce_max(told)
+        used = {place for place, anywhere in zip(places, told.tolist(), strict=True) if anywhere}
+        self._used = set()
+        for place, parameter in self._parameters():
+            if place not in used and place in self._without:
+                parameter.grad = None
+        for number, unit in enumerate(self._units):
+            self._check_flat(number, unit, sizes[number], used)
+
+    def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
+        flat_param = unit._handle.flat_param
+        of_unit = [index for index in range(size) if (number, index) in used]
+        if flat_param._params is not None or len(of_unit) == size or not flat_param.requires_grad:
+            return
+        if not of_unit:
+            flat_param.grad = None if number in {place[0] for place in self._without} else flat_param.grad
+            return
+        names = ", ".join(name for index, name in enumerate(flat_param._fqns) if index not in of_unit)
+        raise RuntimeError(
+            f"{names} got no gradient in this step, and lie in one flat parameter with some that did: the optimizer's "
+            "momentum and decay would change them, which one process does not. Set use_orig_params=True."
+        )
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
+        for number, unit in enumerate(self._units):
+            flat_param: Any = unit._handle.flat_param
+            for index, parameter in enumerate(flat_param._params or [flat_param]):
+                yield (number, index), parameter

@@ -1,0 +1,139 @@
+"""The units of an FSDP2 model as torch keeps them: their states, their groups, and what a backward leaves in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def states_of(root: nn.Module) -> list[Any]:
+    """Return torch's state of each unit, parents before children."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(states))
+
+
+def groups_of(root: nn.Module) -> list[Any]:
+    """Return torch's parameter groups, the same order on every rank."""
+    found: list[Any] = []
+    for state in states_of(root):
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def roots_of(root: nn.Module) -> list[FSDPModule]:
+    """Return the outermost units: the root itself, or the parts that stand in its place."""
+    if isinstance(root, FSDPModule):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def units_by_module(root: nn.Module) -> dict[nn.Module, FSDPModule]:
+    """Return the unit that gathers each module's own parameters; modules outside of all units are left out."""
+    found: dict[nn.Module, FSDPModule] = {}
+
+    def visit(module: nn.Module, unit: FSDPModule | None) -> None:
+        unit = module if isinstance(module, FSDPModule) else unit
+        if unit is not None:
+            found.setdefault(module, unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(root, None)
+    return found
+
+
+def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Forget the gradients that no backward has reduced yet.
+
+    Args:
+        root: Sharded.
+        parameters: Sharded parameters whose gradients to forget; None for all.
+    """
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    for group in groups_of(root):
+        if chosen is None:
+            group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            if (chosen is None or id(param.sharded_param) in chosen) and hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+                param.unsharded_accumulated_grad = None
+
+
+class BackwardWatch:
+    """Sees which parameters a backward reached on this rank, and lets the ranks agree.
+
+    torch reduces those parameters of a unit that have a gradient. Ranks that use different ones would add up gradients
+    of different parameters, so whoever lacks a gradient contributes zeros. What none of them used is without a gradient
+    afterwards, as in one process.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.groups = groups_of(root)
+        self._used: set[Any] = set()
+        self._filled: set[Any] = set()
+        self._reduced = dict.fromkeys(self.groups, 0)
+        for group in self.groups:
+            group.post_backward = self._around(group, type(group).post_backward)
+
+    def _around(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*unused: Any) -> None:
+            if group.reduce_grads:
+                self._fill(group)
+            post_backward(group, *unused)
+
+        return run
+
+    def _fill(self, group: Any) -> None:
+        gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+        trained = [param for param in gathered if param._unsharded_param.requires_grad or _has_gradient(param)]
+        used = [param for param in trained if _has_gradient(param)]
+        if not used and group._training_state.name != "PRE_BACKWARD":
+            return  # no rank has come through this unit
+        self._reduced[group] += 1
+        self._used.update(used)
+        for param in set(trained) - set(used):
+            if param.sharded_param.grad is None:
+                self._filled.add(param)
+            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+        if any(param.unsharded_accumulated_grad is not None for param in trained):
+            for param in trained:  # torch wants one dtype of a unit's gradients
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+
+        Raises:
+            RuntimeError: On every rank, if they did not reduce the same units.
+        """
+        params = [param for group in self.groups for param in group.fsdp_params]
+        used = [int(param in self._used) for param in params]
+        counts = [self._reduced[group] for group in self.groups]
+        told = torch.tensor([*used, *counts, *(-count for count in counts)], dtype=torch.int32)
+        reduce_max(told)
+        filled, self._filled, self._used = self._filled, set(), set()
+        self._reduced = dict.fromkeys(self.groups, 0)
+        anywhere, most, least = torch.split(told, [len(params), len(counts), len(counts)])
+        differing = [group for group, differs in zip(self.groups, (most != -least).tolist(), strict=True) if differs]
+        if differing:
+            names = ", ".join(repr(group._module_fqn or "the root's unit") for group in differing)
+            raise RuntimeError(
+                f"Not all processes used the units {names} in this step, and FSDP gathers and reduces a unit on all "
+                "processes together. Let each process call the same units (add their output times zero to the loss), "
+                "or make one unit of what differs: auto_wrap_policy='no_wrap', or a policy that does not wrap it."
+            )
+        for param, is_used in zip(params, anywhere.tolist(), strict=True):
+            if param in filled and not is_used:
+                param.sharded_param.grad = None
+
+
+def _has_gradient(param: Any) -> bool:
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None

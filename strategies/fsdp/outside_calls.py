@@ -1,0 +1,141 @@
+"""Calls of a sharded module, or of any part of it, that come from the user's code and not from a step of the strategy.
+
+Between the strategy's steps every parameter is in its sharded form, so that what hooks read and change is what trains.
+A module that is called there (sampling with ``self(x)``, a part of the model in a callback, a network in manual
+optimization) needs gathered ones. `OutsideCalls` gathers the unit that the module lies in for the while of the
+outermost call, as the unit's own ``forward`` would, and shards it again afterwards.
+
+Modules carry no hooks for it: one global hook of torch's stands while no step runs, so a step pays nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+Close = Callable[[Any], Any]
+"""Ends a call that succeeded: given the module's output, returns what the caller gets."""
+
+
+class UnitOpener(Protocol):
+    """What an engine does for a call."""
+
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        """Gather what ``module`` needs; return its arguments, and what ends the call."""
+        ...
+
+    def make_idle(self, root: nn.Module) -> None:
+        """End whatever a failed call left open."""
+        ...
+
+
+class OutsideCalls:
+    """Takes care of the calls of one sharded model.
+
+    Args:
+        root: What the engine made of the model; kept alive by nobody here.
+        opener: The engine.
+        context: Entered around each call (autocast under mixed precision).
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        opener: UnitOpener,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._root = weakref.ref(root)
+        self._opener = opener
+        self._context = context
+        for module in root.modules():
+            _known[module] = self
+        _watch()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Begin the outermost call, of ``module``; what ends it are hooks that live as long as it."""
+        root, context = self._root(), self._context()
+        if root is None:
+            return args
+        succeeded: list[bool] = []
+        handles: list[RemovableHandle] = []
+
+        def finish() -> None:
+            for handle in handles:
+                handle.remove()
+            context.__exit__(None, None, None)
+            _leave()
+            if not succeeded:
+                self._opener.make_idle(root)
+
+        _enter()
+        context.__enter__()
+        try:
+            args, close = self._opener.open_unit(root, module, args)
+        except BaseException:
+            finish()
+            raise
+
+        def succeed(_: nn.Module, __: Any, output: Any) -> Any:
+            output = close(output)
+            succeeded.append(True)
+            return output
+
+        # The first runs after a call that came to its end, the second whatever its end.
+        handles.append(module.register_forward_hook(succeed))
+        handles.append(module.register_forward_hook(lambda *_: finish(), always_call=True))
+        return args
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, OutsideCalls] = weakref.WeakKeyDictionary()
+_depth = 0
+"""How many steps, backwards and calls are under way: inside of them nobody is outside."""
+_handle: RemovableHandle | None = None
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Run a step or a backward, whose calls find gathered what they need."""
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _depth
+    _depth += 1
+    _watch()
+
+
+def _leave() -> None:
+    global _depth
+    _depth -= 1
+    _watch()
+
+
+def _watch() -> None:
+    """Let torch's hook stand where it is needed, and only there."""
+    global _handle
+    wanted = _depth == 0 and len(_known) > 0
+    if wanted and _handle is None:
+        _handle = register_module_forward_pre_hook(_before_call)  # type: ignore[arg-type] # it may return, too
+    elif not wanted and _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    calls = _known.get(module)
+    if (
+        calls is None or torch._C._current_graph_task_id() != -1
+    ):  # recomputing, in a backward that is not the strategy's
+        return None
+    return calls.begin(module, args)

@@ -1,0 +1,510 @@
+"""Scripts of what users do, in random order, run under a strategy and under plain Lightning on one device.
+
+A script is a value: it prints as code. ``python -m tests.strategies.orders "Script(...)" fsdp2`` runs one again.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.ranks import run_on_ranks
+
+WORLD_SIZE = 2
+ROWS = 2
+"""Samples in one rank's batch."""
+
+HOOKS = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+)
+ACTIONS = ("save", "stop", "raise", "sample", "part", "clamp", "read")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens at one hook when it comes by for the ``count``-th time, from 0."""
+
+    hook: str
+    count: int
+    action: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One ``trainer.fit``, with a new Trainer."""
+
+    start: str = "same"
+    """``same`` module as before; ``resume`` it from the last checkpoint; a ``fresh`` module from that."""
+    accumulate: int = 1
+    epochs: int = 1
+    batches: int = 4
+    """In an epoch."""
+    clip: float | None = None
+    limit: int | None = None
+    """``limit_train_batches``."""
+    skip_at: int | None = None
+    """``on_train_batch_start`` returns -1 at this batch of each epoch."""
+    validate_every: int | None = None
+    """Micro-batches between validations."""
+    swap: bool = False
+    """Whether validation runs on other weights, swapped in and out as EMA callbacks do."""
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a user does with one module."""
+
+    fits: tuple[Fit, ...] = (Fit(),)
+    optimizer: str = "sgd"
+    """``sgd`` with momentum, ``decay`` (the same with weight decay), ``adamw``."""
+    over: str = "all"
+    """``all`` parameters, two ``groups``, a ``part``."""
+    schedule: str | None = None
+    """``step`` or ``epoch``: when it advances."""
+    manual: str | None = None
+    """Manual optimization with two optimizers, in this order: z(ero_grad), b(ackward), s(tep); ``t`` toggles."""
+    every: int = 1
+    """Manual optimization: the optimizers step every so many batches."""
+    unused: str | None = None
+    """A branch that every other ``batch`` does not use, or that only the first ``rank`` uses, or ``never``."""
+    iterable: bool = False
+    """A dataset without a length."""
+    sharded: bool = False
+    """The form of checkpoints."""
+
+
+class Planned(Exception):  # noqa: N818 (an event, and no error)
+    """The user's own exception."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.blocks = nn.Embedding(7, 5), nn.ModuleList([Block(5), Block(5)])
+        self.branch, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor, branch: bool = True) -> Tensor:
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if branch:
+            x = x + self.branch(x)
+        return self.head(x)
+
+
+class Second(nn.Module):
+    """What the second optimizer of manual optimization trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(3), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Data(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of a rank, or of all ranks in the order of ranks within each batch."""
+
+    def __init__(self, num_batches: int, rank: int | None) -> None:
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(0, 7, (num_batches, WORLD_SIZE, ROWS, 4), generator=generator)
+        targets = torch.randn(num_batches, WORLD_SIZE, ROWS, 4, 3, generator=generator)
+        chosen = slice(None) if rank is None else slice(rank, rank + 1)
+        self.tokens, self.targets = tokens[:, chosen].flatten(0, 2), targets[:, chosen].flatten(0, 2)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.tokens[index], self.targets[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
+def loader(num_batches: int, rank: int | None, iterable: bool) -> Any:
+    data = Data(num_batches, rank)
+    return DataLoader(Stream(data) if iterable else data, ROWS * (WORLD_SIZE if rank is None else 1))
+
+
+class Module(LightningModule):
+    """The user's module; ``rank`` None plays all ranks in one process."""
+
+    def __init__(self, script: Script, rank: int | None, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = Net()
+        if script.manual:
+            self.second = Second()
+        self.script, self.rank = script, rank
+        self.automatic_optimization = script.manual is None
+        self.skip_at: int | None = None
+        self.seen: list[float] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = self.net(tokens)
+        return self.second(out) if self.script.manual else out
+
+    def _uses_branch(self, batch_idx: int, rank: int) -> bool:
+        unused = self.script.unused
+        return not (
+            unused == "never" or (unused == "batch" and batch_idx % 2) or (unused == "rank" and rank != batch_idx % 2)
+        )
+
+    def _loss(self, batch: list[Tensor], batch_idx: int, second: bool) -> Tensor:
+        ranks = range(WORLD_SIZE) if self.rank is None else [self.rank]
+        losses = []
+        for rank, tokens, targets in zip(ranks, batch[0].chunk(len(ranks)), batch[1].chunk(len(ranks)), strict=True):
+            out = self.net(tokens, self._uses_branch(batch_idx, rank))
+            if second:
+                out = self.second(out)
+            losses.append(functional.mse_loss(out, targets))
+        return torch.stack(losses).mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        if self.script.manual is None:
+            return self._loss(batch, batch_idx, second=False)
+        for optimizer, second in zip(self.optimizers(), (False, True), strict=True):
+            toggles = "t" in self.script.manual
+            if toggles:
+                self.toggle_optimizer(optimizer)
+            loss = self._loss(batch, batch_idx, second)
+            steps = (batch_idx + 1) % self.script.every == 0
+            for action in self.script.manual:
+                if (
+                    action == "z"
+                    and (batch_idx if self.script.manual.index("z") == 0 else batch_idx + 1) % (self.script.every) == 0
+                ):
+                    optimizer.zero_grad()
+                elif action == "b":
+                    self.manual_backward(loss)
+                elif action == "s" and steps:
+                    optimizer.step()
+            if toggles:
+                self.untoggle_optimizer(optimizer)
+        return None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.skip_at else None
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = self._loss(batch, batch_idx, second=self.script.manual is not None)
+        if self.rank is not None:
+            dist.all_reduce(loss)
+            loss = loss / WORLD_SIZE
+        self.seen.append(loss.item())
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [self._optimizer(self.net)]
+        if self.script.manual:
+            optimizers.append(self._optimizer(self.second))
+        if self.script.schedule is None:
+            return optimizers
+        schedules = [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(one, 2, 0.5), "interval": self.script.schedule}
+            for one in optimizers
+        ]
+        return optimizers, schedules
+
+    def _optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        parameters: Any = list(module.parameters())
+        if self.script.over == "groups":
+            named = list(module.named_parameters())
+            parameters = [
+                {"params": [p for name, p in named if "bias" not in name]},
+                {"params": [p for name, p in named if "bias" in name], "lr": 0.02},
+            ]
+        elif self.script.over == "part":
+            parameters = [p for name, p in module.named_parameters() if "0" in name or "head" in name]
+        if self.script.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+        decay = 0.1 if self.script.optimizer == "decay" else 0.0
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=decay)
+
+
+class Events(Callback):
+    """Lets the script's events happen, and swaps weights around validation."""
+
+    def __init__(self, fit: Fit, save: Callable[[Trainer], None]) -> None:
+        self.fit, self.save = fit, save
+        self.counts: dict[str, int] = {}
+        self.weights: list[Tensor] = []
+
+    def _happen(self, hook: str, trainer: Trainer, module: Module) -> None:
+        count = self.counts.get(hook, 0)
+        self.counts[hook] = count + 1
+        for event in self.fit.events:
+            if (event.hook, event.count) == (hook, count):
+                self._do(event.action, trainer, module)
+
+    def _do(self, action: str, trainer: Trainer, module: Module) -> None:
+        if action == "save":
+            self.save(trainer)
+        elif action == "stop":
+            trainer.should_stop = True
+        elif action == "raise":
+            raise Planned
+        elif action == "sample":
+            with torch.no_grad():
+                module.seen.append(module(torch.arange(4)[None]).sum().item())
+        elif action == "part":
+            module.seen.append(module.net.blocks[1].linear(torch.ones(2, 5)).sum().item())
+            module.seen.append(module.net.head(torch.ones(2, 5)).sum().item())
+        elif action == "clamp":
+            for parameter in module.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+        elif action == "read":
+            module.seen.append(_total(module))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.fit.swap:
+            self.weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
+            with torch.no_grad():
+                for parameter in pl_module.parameters():
+                    parameter.copy_(parameter * 0.5)
+        self._happen("on_validation_start", trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._happen("on_validation_end", trainer, pl_module)
+        if self.fit.swap:
+            for parameter, weights in zip(pl_module.parameters(), self.weights, strict=True):
+                parameter.data.copy_(weights)
+
+
+def _add_hook(name: str) -> None:
+    def hook(self: Events, trainer: Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+        self._happen(name, trainer, pl_module)
+
+    setattr(Events, name, hook)
+
+
+for _name in HOOKS:
+    if _name not in Events.__dict__:
+        _add_hook(_name)
+
+
+def _total(module: Module) -> float:
+    """The sum of all weights, as a hook would compute it."""
+    parts = [parameter.detach() for parameter in module.parameters()]
+    total = sum(
+        (part.full_tensor().sum() if isinstance(part, DTensor) else part.sum() for part in parts), torch.zeros(())
+    )
+    whole = sum(parameter.numel() for parameter in Module(module.script, None).parameters())
+    if sum(part.numel() for part in parts) < whole:  # FSDP1: what this rank has of each
+        dist.all_reduce(total)
+    return total.item()
+
+
+@dataclass
+class Record:
+    """What one fit left."""
+
+    outcome: str
+    global_step: int
+    weights: dict[str, Tensor]
+    optimizers: list[dict[Any, Any]]
+    rates: list[float]
+    seen: list[float] = field(default_factory=list)
+
+
+def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder: Path) -> list[Record]:
+    """Run the script in this process."""
+    records: list[Record] = []
+    module: Module | None = None
+    last: list[str] = []
+    for number, fit in enumerate(script.fits):
+        if module is None or fit.start == "fresh":
+            module = Module(script, rank, seed=number + 1)
+        module.seen, module.skip_at = [], fit.skip_at
+
+        def save(trainer: Trainer, number: int = number) -> None:
+            path = str(folder / f"{number}-{len(last)}.ckpt")
+            trainer.save_checkpoint(path)
+            last.append(path)
+
+        trainer = Trainer(
+            strategy=strategy(),
+            accelerator="cpu",
+            devices=1 if rank is None else WORLD_SIZE,
+            max_epochs=fit.epochs if fit.start == "same" or not last else fit.epochs + 2,
+            accumulate_grad_batches=1 if script.manual else fit.accumulate,
+            gradient_clip_val=None if script.manual else fit.clip,
+            limit_train_batches=fit.limit,
+            val_check_interval=fit.validate_every,
+            check_val_every_n_epoch=None if fit.validate_every else 1,
+            callbacks=[Events(fit, save)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+        )
+        validation = loader(2, rank, iterable=False) if fit.validate_every else None
+        path = last[-1] if fit.start != "same" and last else None
+        try:
+            trainer.fit(module, loader(fit.batches, rank, script.iterable), validation, ckpt_path=path)
+            outcome = "done"
+        except Planned:
+            outcome = "raised"
+        if rank is None:
+            weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        else:
+            weights = {name: tensor.clone() for name, tensor in _weights(trainer).items()}
+        trainer_optimizers = trainer.optimizers
+        states = [trainer.strategy.optimizer_state(one) for one in trainer_optimizers]
+        rates = [float(group["lr"]) for one in trainer_optimizers for group in one.param_groups]
+        records.append(Record(outcome, trainer.global_step, weights, [_plain(s) for s in states], rates, module.seen))
+        save(trainer)
+    return records
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    state = trainer.strategy.lightning_module_state_dict()
+    return {name: one.full_tensor() if hasattr(one, "full_tensor") else _whole(one) for name, one in state.items()}
+
+
+def _whole(tensor: Any) -> Tensor:
+    """The whole of one of FSDP1's ShardedTensors."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    out = torch.zeros(tensor.size()) if dist.get_rank() == 0 else None
+    tensor.gather(0, out)
+    return torch.zeros(()) if out is None else out
+
+
+def _plain(state: dict[str, Any]) -> dict[Any, Any]:
+    if not state or any(isinstance(key, str) for key in state["state"]):
+        return {}  # not rank 0, or sharded
+    return {
+        (number, name): value.clone() if isinstance(value, Tensor) else value
+        for number, values in state["state"].items()
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def plain(script: Script) -> list[Record]:
+    """Run a script on one device, with the batches of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _play(script, lambda: "auto", None, Path(folder))
+
+
+def build_strategy(kind: str, script: Script) -> Any:
+    """Return a strategy of the kind, ``ddp`` included."""
+    if kind == "ddp":
+        return "ddp_find_unused_parameters_true"
+    from accelight.strategies import AccelFSDPStrategy
+
+    form = "sharded_state_dict" if script.sharded else "full_state_dict"
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    options: dict[str, Any] = {"state_dict_type": form, "auto_wrap_policy": ModuleWrapPolicy({Block})}
+    if kind == "fsdp2":
+        options["fsdp_version"] = 2
+    elif kind == "fsdp1_flat":
+        options["use_orig_params"] = False
+    elif kind == "fsdp1":
+        options["use_orig_params"] = True
+    return AccelFSDPStrategy(**options)
+
+
+def _on_rank(script: Script, kind: str, folder: str) -> list[Record]:
+    return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
+
+
+def run(script: Script, kind: str) -> list[Record]:
+    """Run a script on all ranks; what rank 0 has to say."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_ranks(WORLD_SIZE, _on_rank, script, kind, folder, timeout_s=60)[0]
+
+
+def differences(found: list[Record], expected: list[Record], *, tolerance: float = 1e-5) -> list[str]:
+    """Return what differs, a line each. fp32 sums in another order: 1e-5 on weights of order 1."""
+    lines: list[str] = []
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        where = f"fit {number}"
+        for name in ("outcome", "global_step"):
+            if getattr(mine, name) != getattr(theirs, name):
+                lines.append(f"{where}: {name} {getattr(mine, name)}, expected {getattr(theirs, name)}")
+        for name, weight in theirs.weights.items():
+            error = (mine.weights[name] - weight).abs().max().item() if name in mine.weights else float("nan")
+            if not error <= tolerance:
+                lines.append(f"{where}: {name} off by {error:.2g}")
+        if mine.rates != theirs.rates:
+            lines.append(f"{where}: learning rates {mine.rates}, expected {theirs.rates}")
+        lines += _differing_states(where, mine, theirs, tolerance)
+        if len(mine.seen) != len(theirs.seen) or any(
+            not abs(a - b) <= 20 * tolerance for a, b in zip(mine.seen, theirs.seen, strict=True)
+        ):
+            lines.append(f"{where}: hooks saw {mine.seen}, expected {theirs.seen}")
+    return lines
+
+
+def _differing_states(where: str, mine: Record, theirs: Record, tolerance: float) -> list[str]:
+    lines = []
+    for index, (state, expected) in enumerate(zip(mine.optimizers, theirs.optimizers, strict=True)):
+        if not state and any(mine.optimizers):
+            lines.append(f"{where}: optimizer {index} has no state")
+        for key in sorted(set(state) | set(expected), key=str) if state else ():
+            if key not in state or key not in expected:
+                lines.append(f"{where}: optimizer {index} {key}: {'missing' if key in expected else 'unexpected'}")
+            elif not (torch.as_tensor(state[key]) - torch.as_tensor(expected[key])).abs().max() <= tolerance:
+                lines.append(f"{where}: optimizer {index} {key} differs")
+    return lines
+
+
+def check(script: Script, kind: str) -> None:
+    """Run a script both ways.
+
+    Raises:
+        AssertionError: If they differ, with the script as code.
+    """
+    found = differences(run(script, kind), plain(script))
+    assert not found, "\n".join([*found, "", f'python -m tests.strategies.orders "{script}" {kind}'])
+
+
+if __name__ == "__main__":
+    check(eval(sys.argv[1]), sys.argv[2])
+    print("equal")
