@@ -82,6 +82,7 @@ def load(
     if partitioned and not with_optimizer and not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         engine.optimizer._restore_from_bit16_weights = lambda: None
+    clipping = getattr(engine.optimizer, "clip_grad", None)
     with reading_safely(weights_only), quietly():
         _, state = engine.load_checkpoint(
             str(path),
@@ -94,6 +95,8 @@ def load(
             raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
         if universally:
             _load_what_is_not_trained(engine, path)
+    if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
+        engine.optimizer.clip_grad = clipping
     return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from .build_locks import check_build_locks, ops_of_optimizer
 from .library import deepspeed_library, ninja_on_path
+from .living import remember
+from .window import Window
 
 
 def start_engine(
@@ -46,15 +48,8 @@ def start_engine(
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
+    remember(engine)
     return engine
-
-
-def end_engine(engine: Any) -> None:
-    """Take an engine's hooks off its module."""
-    engine.destroy()
-    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
-        if hasattr(engine, name):
-            getattr(engine, name).remove()
 
 
 @contextmanager
@@ -84,17 +79,18 @@ def _plain_gradients(engine: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
 
 
-def step(engine: Any, factor: float, **kwargs: Any) -> torch.Tensor | None:
-    """Let the optimizer step on gradients multiplied by ``factor``.
+def step(engine: Any, window: Window, factor: float, **kwargs: Any) -> torch.Tensor | None:
+    """Let the optimizer step on the window's gradients multiplied by ``factor``.
 
     Returns:
-        The gradients' global norm before clipping; None where DeepSpeed is told not to compute it.
+        The gradients' global norm before clipping; None where DeepSpeed is told not to compute it, or without gradients.
     """
+    window.complete()
     with gradients_scaled(engine, factor):
         plain = None if engine.zero_optimization() else _plain_norm(engine)
-        engine.step(**kwargs)
+        window.step(**kwargs)
     norm = engine.get_global_grad_norm() if plain is None else plain
-    return None if norm is None else torch.as_tensor(norm).detach().float().reshape(())
+    return None if norm is None or not window.has_stepped else torch.as_tensor(norm).detach().float().reshape(())
 
 
 def _plain_norm(engine: Any) -> torch.Tensor:

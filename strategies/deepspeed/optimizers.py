@@ -53,6 +53,11 @@ class Chosen:
             return list(self.optimizer.params)
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer trains, as long as DeepSpeed has not taken its groups over."""
+        groups = self.parameters(module) if self.real is None else self.real.param_groups
+        return [each for group in groups for each in (group["params"] if isinstance(group, dict) else [group])]
+
     @property
     def scheduler_callable(self) -> Callable[[Any], Any] | None:
         """What makes the schedule, where a dummy brings it along."""

@@ -40,9 +40,11 @@ from .library import (
     quietly,
     require_deepspeed,
 )
+from .living import end_engines_on, engine_of, put_down, shapes_to_see
 from .optimizers import choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .plugin import DeepSpeedPlugin
 from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
+from .window import Window
 
 
 class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
@@ -131,7 +133,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         self.weights_only = weights_only
         """Whether checkpoints may hold tensors and plain values only."""
         self._tracker = LoopTracker(gradient_accumulation)
-        self._engine: Any = None
+        self._window: Window | None = None
         self._logged_config: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ what it knows
@@ -265,22 +267,23 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
                 "configure_gradient_clipping() is called, and clips nothing: DeepSpeed clips, by its config's "
                 "gradient_clipping or Trainer(gradient_clip_val=...)."
             )
-        self._end_engine()
-        chosen = choose(module, config)
+        masters = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
+        with shapes_to_see(module):
+            chosen = choose(module, config)
         precision = self.precision_plugin.accelerate_name
         resolved = config_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
         prefer_torch_adam_on_cpu(resolved, self.root_device)
         self._take_config(resolved)
         if self.load_universal:
             self.config.setdefault("checkpoint", {})["load_universal"] = True
-        if not module.automatic_optimization:  # the user's own step() ends a window
-            self.config["managed_gradient_accumulation"] = False
+        self.config["managed_gradient_accumulation"] = False  # see [Note: one window]
         if chosen.real is not None:
             optimizer = for_offload(chosen.real, self.config)
         else:
             optimizer = None
             if _offloads_adam(self.config):
                 compiled_cpu_adam()
+        chosen_parameters = chosen.trained(module)
         engine = engines.start_engine(
             module,
             self.config,
@@ -290,25 +293,27 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
             lr_scheduler=chosen.scheduler_callable,
         )
         chosen.take_schedule(engine)
-        self.model = self._engine = engine
+        masters.give(engine)
+        self.model = engine
+        self._window = Window(engine, chosen_parameters, self.root_device)
+        engine.__dict__["accelight_window"] = self._window  # not as a submodule
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
             self.skipped_steps.hold_back(module, self.lr_scheduler_configs)
 
-    def _end_engine(self) -> None:
-        """Take an earlier engine's hooks off its module: the next one has its own."""
-        if self._engine is not None:
-            engines.end_engine(self._engine)
-            self._engine = None
+    @property
+    def _stage(self) -> int:
+        return int(self.config.get("zero_optimization", {}).get("stage", 0))
 
     def _setup_evaluation(self, module: LightningModule) -> None:
-        if self._engine is not None and self._engine.module is module:  # of a fit before this, which has the weights
-            self.model = self._engine
+        engine = engine_of(module)
+        if engine is not None:  # of a fit before this, which has the weights
+            self.model, self.config = engine, engine.config
             return
-        self._end_engine()
         precision = self.precision_plugin.accelerate_name
         self._take_config(config_for_evaluation(self.deepspeed_plugin, module, precision))
-        self.model = self._engine = engines.start_engine(module, self.config, self.root_device)
+        end_engines_on(module, stage=self._stage)
+        self.model = engines.start_engine(module, self.config, self.root_device)
 
     def prepare_model(
         self, model: nn.Module, plugin: str | DeepSpeedPlugin, optimizer: torch.optim.Optimizer | None = None
@@ -368,22 +373,28 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
             *args: For ``engine.backward``.
             **kwargs: For ``engine.backward``.
         """
-        engine = self.deepspeed_engine
-        if self._is_automatic:
-            engine.set_gradient_accumulation_boundary(GradientState().sync_gradients)
-        engine.backward(loss, *args, scale_wrt_gas=False, **kwargs)
+        window = self._present_window
+        window.backward(loss, *args, **kwargs)
+        if self._is_automatic and GradientState().sync_gradients:
+            window.complete()  # before the hooks that see it
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
         factor = self._tracker.short_window_factor if self._is_automatic else 1.0
-        self.last_grad_norm = engines.step(engine, factor, **kwargs)
-        self.skipped_steps.last = not engine.was_step_applied()
+        self.last_grad_norm = engines.step(engine, self._present_window, factor, **kwargs)
+        self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
         if self.skipped_steps.last:
             rank_zero_info(
                 f"DeepSpeed skipped optimizer step {engine.global_steps}: gradients overflowed "
                 f"({engine.skipped_steps} so far)."
             )
+
+    @property
+    def _present_window(self) -> Window:
+        if self._window is None:
+            raise RuntimeError("There is no optimizer to train with outside fit().")
+        return self._window
 
     @property
     def _is_automatic(self) -> bool:
@@ -424,6 +435,14 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         pass  # load_checkpoint() has done it
 
     # ------------------------------------------------------------------ end
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        engine = self.model
+        if self._window is not None and self._window.engine is engine:
+            self._window.forget()
+            put_down(engine)
+
     @override
     def teardown(self) -> None:
         self._tracker.close()
