@@ -152,7 +152,10 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool]) -> None:
             parameter.grad.data = parameter.grad.data.add(waiting)
             delattr(parameter, _WAITING)
 
+    is_trained = flat_param.requires_grad
+    flat_param.requires_grad_(True)  # torch hooks nothing else, and a frozen unit may be thawed
     flat_param._accelight_hook = flat_param.register_post_accumulate_grad_hook(add)
+    flat_param.requires_grad_(is_trained)
 
 
 def reduce_left_over(root: nn.Module) -> None:
