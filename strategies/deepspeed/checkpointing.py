@@ -15,9 +15,12 @@ from ..fsdp.outcome import run_on_rank_zero
 from . import sixteen_bit, universal
 from .library import deepspeed_library, quietly
 from .safe_loading import reading_safely
+from .window import window_of
 
 _OPTIMIZER_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^zero_pp_rank_\d+_mp_rank_00_model_states\.pt$")
+_COUNTS = "accelight_optimizer_counts"
+"""Key in a checkpoint of what an optimizer counts for each parameter, if some have stepped less often than others."""
 _OF_DEEPSPEED = {
     "module", "optimizer", "lr_scheduler", "buffer_names", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
@@ -47,6 +50,9 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
 
+    window = window_of(engine)
+    if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
+        trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder:
         engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state)
 
@@ -97,6 +103,9 @@ def load(
             _load_what_is_not_trained(engine, path)
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
+    counts, window = state.pop(_COUNTS, {}), window_of(engine)
+    if with_optimizer and window is not None and window.steps is not None:
+        window.steps.load_state_dict(counts)
     return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import layout
 from .library import deepspeed_library
-from .window import Window
+from .window import window_of
 
 _ENGINES: WeakSet[Any] = WeakSet()
 _OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions that belong to one engine, and that the next would take over
@@ -63,7 +63,7 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
 def end_engine(engine: Any) -> None:
     """Take an engine's hooks off its module."""
     _ENGINES.discard(engine)
-    window: Window | None = engine.__dict__.get("accelight_window")
+    window = window_of(engine)
     if window is not None:
         window.forget()
     put_down(engine)

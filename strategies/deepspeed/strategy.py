@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -134,6 +134,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         """Whether checkpoints may hold tensors and plain values only."""
         self._tracker = LoopTracker(gradient_accumulation)
         self._window: Window | None = None
+        self._while_fitting = ExitStack()
         self._logged_config: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ what it knows
@@ -296,7 +297,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         masters.give(engine)
         self.model = engine
         self._window = Window(engine, chosen_parameters, self.root_device)
-        engine.__dict__["accelight_window"] = self._window  # not as a submodule
+        self._while_fitting.enter_context(self._window.on_module(module))
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
             self.skipped_steps.hold_back(module, self.lr_scheduler_configs)
@@ -446,6 +447,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._tracker.close()
+        self._while_fitting.close()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
         # Not Lightning's: moving the module to the CPU would tear parameters from the engine's buffers, and the engine

@@ -23,6 +23,8 @@ from . import layout
 from .agreement import agree, ranks_without, will_get_gradients
 from .piecewise import PiecewiseSteps
 
+_NAME = "accelight_window"
+
 
 class Window:
     """Follows one engine.
@@ -59,6 +61,25 @@ class Window:
             self._follow_zero()
         self._clear, self._is_stepping = zero.zero_grad, False
         zero.zero_grad = self._zero_grad
+        engine.__dict__[_NAME] = self  # not as a submodule
+
+    @contextmanager
+    def on_module(self, module: nn.Module) -> Iterator[None]:
+        """Let the module's own ``zero_grad()`` drop these gradients, too, in this context.
+
+        Lightning calls it before validation, and users do in manual optimization.
+        """
+        zero_grad = module.zero_grad
+
+        def zero_all(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self._zero_grad()
+
+        module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
+        try:
+            yield
+        finally:
+            module.__dict__.pop("zero_grad", None)
 
     def _follow_zero(self) -> None:
         zero = self._zero
@@ -271,6 +292,12 @@ class Window:
             state.backward_active_depth = 0
             state.reset_for_new_step()
         self.engine._unmanaged_backward_count = 0
+
+
+def window_of(engine: Any) -> Window | None:
+    """Return what follows an engine, if it trains under the Trainer."""
+    window: Window | None = engine.__dict__.get(_NAME)
+    return window
 
 
 @contextmanager
