@@ -107,6 +107,10 @@ class Engine(ABC, Generic[SettingsT]):
         """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
 
     @abstractmethod
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules whose calls need something gathered, once `get_ready` has been called."""
+
+    @abstractmethod
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
         """Gather what a call of ``module`` needs, see `UnitOpener`."""
 

@@ -164,9 +164,11 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         drop_unreduced(root)
 
     @override
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        return self._units
+
+    @override
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
-        if module not in self._units:
-            return args, lambda output: output
         outermost, unit = self._units[module]
         handle: Any = unit._handle
         hooked = unit is module  # its own forward does the rest

@@ -53,7 +53,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         heads = [] if plan.parts else self._heads(model, plan)
         for head in heads:  # gathered once for each forward and backward, and treated otherwise as in the root's unit
             fully_shard(head, reshard_after_forward=False, mp_policy=self._mp_policy(is_root=True), **common)
-        if not isinstance(root, FSDPModule):
+        if not plan.parts and not isinstance(root, FSDPModule):
             # No reshard_after_forward: torch keeps the root gathered, whose parameters backward needs first.
             fully_shard(root, mp_policy=self._mp_policy(is_root=True), **common)
         if self.settings.forward_prefetch:
@@ -99,9 +99,13 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         drop_unreduced(root)
 
     @override
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        return self._units
+
+    @override
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
-        unit: Any = self._units.get(module)
-        if unit is None or unit is module:  # torch's hooks on the unit do the rest
+        unit: Any = self._units[module]
+        if unit is module:  # torch's hooks on the unit do the rest
 
             def close(output: Any) -> Any:
                 self.reshard(root)

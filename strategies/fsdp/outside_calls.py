@@ -11,7 +11,7 @@ Modules carry no hooks for it: one global hook of torch's stands while no step r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ Close = Callable[[Any], Any]
 
 class UnitOpener(Protocol):
     """What an engine does for a call."""
+
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules whose calls need something gathered."""
+        ...
 
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
         """Gather what ``module`` needs; return its arguments, and what ends the call."""
@@ -54,7 +58,7 @@ class OutsideCalls:
         self._root = weakref.ref(root)
         self._opener = opener
         self._context = context
-        for module in root.modules():
+        for module in opener.modules_in_units(root):
             _known[module] = self
         _watch()
 
