@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .gradients import gradients_of, local_tensor, scale_gradients
+from .masters import convert_floats, make_masters, one_dtype_in_each_unit
+from .root import recall_form
 from .settings import PrecisionSettings
 
 if TYPE_CHECKING:
@@ -72,11 +74,12 @@ class AccelFSDPPrecision(FSDPPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         if not self._is_mixed:
-            return super().convert_module(module)
-        # fp32 master weights, also when the model was loaded in half precision (huggingface/accelerate#3979).
-        for parameter in module.parameters():
-            if parameter.is_floating_point() and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
+            return convert_floats(module, self._desired_input_dtype)
+        engine = self._strategy.engine
+        if recall_form(module, engine.version) is None:  # else it was converted before it was sharded
+            make_masters(module)
+            if engine.version == 1:
+                one_dtype_in_each_unit(module, engine.settings)
         return module
 
     @override

@@ -13,10 +13,12 @@ from typing_extensions import override
 
 from .fsdp2 import FSDP2Engine
 from .initial_weights import prepare_with_weights
+from .masters import make_masters
 from .mesh import build_mesh
 from .plugin import FullyShardedDataParallelPlugin
 from .root import recall_form
 from .settings import FSDP2Settings
+from .wrapping import resolve_ignored
 
 
 class Accelerator(Protocol):
@@ -50,7 +52,8 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     """Shard ``model`` in place as the plugin says; a model that is sharded already is left alone.
 
     Every rank calls it, in a running process group. Parameters become new objects: make the optimizer afterwards, or
-    switch it (`parameters_by_name`, `map_parameters`, `fsdp2_switch_optimizer_parameters`). With
+    switch it (`parameters_by_name`, `map_parameters`, `fsdp2_switch_optimizer_parameters`). Where the plugin's
+    ``mixed_precision_policy`` has a ``param_dtype``, what is trained is stored in fp32, as in Accelerate. With
     ``cpu_ram_efficient_loading=True`` rank 0's weights and buffers are sent to all; the other ranks' may be on the
     meta device.
 
@@ -84,7 +87,10 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         )
     if not dist.is_initialized():
         raise RuntimeError("There is no process group: call torch.distributed.init_process_group() first.")
-    prepare_with_weights(_engine_for(accelerator), model, accelerator)
+    engine = _engine_for(accelerator)
+    if engine.settings.precision.param_dtype is not None:
+        make_masters(model, without=resolve_ignored(model, engine.settings.ignored_modules))
+    prepare_with_weights(engine, model, accelerator)
     return model
 
 
