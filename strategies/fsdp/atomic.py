@@ -9,6 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from .own_files import files_of_others, is_checkpoint, remove_own
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # Linux, renameat2
 _RENAME_SWAP = 2  # macOS, renamex_np
@@ -38,7 +40,10 @@ def replace(path: Path, finished: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that its name never means a part of it."""
+    """Remove a checkpoint's folder so that its name never means a part of it; what others put into it stays."""
+    if is_checkpoint(path) and files_of_others(path):
+        remove_own(path)
+        return
     hidden = path.with_name(f".{path.name}.removed")
     _remove(hidden)  # left by a killed run
     path.rename(hidden)

@@ -31,6 +31,7 @@ from ...checkpoint.manifest import Manifest, write_manifest
 from .atomic import replace
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .outcome import run_on_rank_zero
+from .own_files import check_replaceable, keep_files_of_others
 from .safe_dcp import SafePlanner, SafeReader
 from .settings import WholeState
 from .state_dicts import put_where, state_dict_options, without_torch_noise
@@ -60,7 +61,7 @@ def save_sharded(
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
     Args:
-        path: The folder; what is there already is replaced, last of all.
+        path: The folder; a checkpoint that is there already is replaced, last of all.
         state: Weights under the engine's key, and optimizer state under ``optimizer_0`` and so on.
         metadata: The file for everything else, written by rank 0.
         manifest: For the merger.
@@ -85,22 +86,25 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
     """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
 
     Args:
-        path: The name; what is there already is replaced, last of all.
+        path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
         complete: Called with the folder on rank 0, in the end.
         group: Through which the ranks agree; the default group by default.
 
     Raises:
         RuntimeError: On every rank, if rank 0 failed outside of the body.
+        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
 
     def prepare() -> None:
+        check_replaceable(path)
         if unfinished.exists():  # left by a killed run
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
         complete(unfinished)
+        keep_files_of_others(path, unfinished)
         replace(path, unfinished)
 
     run_on_rank_zero(prepare, f"preparing {unfinished}", group)
@@ -148,12 +152,11 @@ def save_full(
 
     Raises:
         RuntimeError: On every rank, if rank 0 failed.
-        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint.
+        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint, or holds more than one.
     """
 
     def save_one() -> None:
-        if path.is_dir() and not is_sharded(path):
-            raise IsADirectoryError(f"{path} is a folder and no sharded checkpoint: it is not overwritten.")
+        check_replaceable(path, by_file=True)
         if beside:
             unfinished = path.with_name(f".{path.name}.unfinished")
             write(unfinished)

@@ -44,7 +44,7 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
     """Write one folder with a file of each rank; it has its name only when it is complete.
 
     Args:
-        path: The folder; what is there already is replaced, last of all.
+        path: The folder; a checkpoint that is there already is replaced, last of all.
         state: Result of `local_state`.
         metadata: The file for everything else, written by rank 0.
         group: Through which the ranks agree; the default group by default.

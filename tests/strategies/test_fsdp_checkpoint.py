@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any, cast
@@ -234,6 +235,78 @@ def test_a_folder_that_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> No
     for message in run_on_ranks(2, _save_error, str(tmp_path / "precious"), "full_state_dict", [0, 1]):
         assert "IsADirectoryError" in message
     assert (tmp_path / "precious").is_dir()
+
+
+def _save_onto(engine: str, kind: str, folder: str) -> dict[str, str]:
+    """Save onto what is there; say what each save was told."""
+    told, precious = {}, Path(folder)
+    trainer, module = _trainer(engine, kind, 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    names = ["new", "results", "notes", *(["empty"] if kind != "full_state_dict" else []), "last.ckpt"]
+    for name in names:
+        try:
+            trainer.save_checkpoint(precious / name)
+            told[name] = ""
+        except RuntimeError as error:
+            told[name] = f"{error} ({type(error.__cause__).__name__})"
+    resumed = _trainer(engine, kind, 2)
+    resumed.fit(TinyModule(CASE, Outcome()), _loader(), ckpt_path=precious / "last.ckpt", weights_only=False)
+    told["resumed"] = f"{resumed.current_epoch}"
+    return told
+
+
+def _everything_in(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_text() for path in files if path.suffix == ".txt"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [("fsdp1", "sharded_state_dict"), ("fsdp2", "sharded_state_dict"), ("fsdp1", "local_state_dict"),
+     ("fsdp2", "full_state_dict")],
+)  # fmt: skip
+def test_a_save_removes_nobody_elses_files(engine: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "results" / "plots").mkdir(parents=True)
+    (tmp_path / "results" / "plots" / "a.txt").write_text("plot")
+    (tmp_path / "results" / "table.txt").write_text("table")
+    (tmp_path / "notes").write_text("notes")
+    (tmp_path / "empty").mkdir()
+    before = _everything_in(tmp_path)
+    told = run_on_ranks(2, _save_onto, engine, kind, str(tmp_path))
+    for rank, messages in enumerate(told):
+        assert messages["new"] == messages["last.ckpt"] == messages.get("empty", "") == ""
+        assert (
+            "results is a folder and no checkpoint: it is not overwritten. It holds plots, table.txt"
+            in (messages["results"])
+        )
+        assert messages["results"].endswith("(IsADirectoryError)" if rank == 0 else "(NoneType)")
+        assert messages["resumed"] == "2"
+        assert bool(messages["notes"]) == (kind != "full_state_dict")  # a file replaces a file, as torch.save does
+    assert _everything_in(tmp_path) == before
+
+
+def _save_again(path: str) -> None:
+    trainer, module = _trainer("fsdp2", "sharded_state_dict", 1), TinyModule(CASE, Outcome())
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(path)
+    if dist.get_rank() == 0:
+        (Path(path) / "mine").mkdir()
+        (Path(path) / "mine" / "a.txt").write_text("mine")
+        (Path(path) / "b.txt").write_text("mine, too")
+    dist.barrier()
+    before = os.stat(Path(path) / ".metadata").st_ino
+    dist.barrier()
+    trainer.save_checkpoint(path)
+    assert os.stat(Path(path) / ".metadata").st_ino != before
+    trainer.strategy.remove_checkpoint(path)
+    dist.barrier()
+
+
+def test_what_is_put_beside_a_checkpoint_outlives_it(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_again, str(tmp_path / "last"))
+    assert _everything_in(tmp_path) == {"last/b.txt": "mine, too", "last/mine/a.txt": "mine"}
+    assert {path.name for path in (tmp_path / "last").iterdir()} == {"b.txt", "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 def _other_number_of_optimizers(path: str) -> str:
