@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from .groups import without_split_ties
+from .optimizer_checks import check_kinds
 from .optimizer_parameters import EarlyParameters
 from .original_model import find_ties, module_attribute_of, parameter_order
 from .outside_calls import Close
@@ -105,6 +107,14 @@ class Engine(ABC, Generic[SettingsT]):
     @abstractmethod
     def get_ready(self, root: nn.Module) -> None:
         """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
+
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that would not train what one process trains.
+
+        Raises:
+            ValueError: As `check_kinds` and `check_flat_parameters`.
+        """
+        check_kinds(optimizers, self.version)
 
     @abstractmethod
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,11 +26,13 @@ from torch.distributed.fsdp._runtime_utils import (
     _root_pre_forward,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from .engine import Engine
 from .fsdp1_units import (
     BackwardWatch,
+    FrozenGradients,
     add_waiting_gradients,
     drop_unreduced,
     forget_order,
@@ -43,6 +45,7 @@ from .fsdp1_units import (
     units_of,
 )
 from .gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from .optimizer_checks import check_flat_parameters
 from .outside_calls import Close
 from .parts import Plan
 from .root import ShardedForm, ShardedRoot
@@ -157,11 +160,17 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             _lazy_init(unit, unit)
         self._units = units_by_module(root)
-        self._watch = BackwardWatch(root)
+        self._watch, self._frozen = BackwardWatch(root), FrozenGradients(root)
         for unit in units_of(root):
             add_waiting_gradients(unit, lambda: not self._accumulating)
         self.make_idle(root)
         drop_unreduced(root)
+
+    @override
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().check_optimizers(root, optimizers)
+        if not self.settings.use_orig_params:
+            check_flat_parameters(root, optimizers)
 
     @override
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
@@ -172,6 +181,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         outermost, unit = self._units[module]
         handle: Any = unit._handle
         hooked = unit is module  # its own forward does the rest
+        self._frozen.put_aside()
         args, _ = _root_pre_forward(outermost, outermost, args, {})
         if not hooked:
             inner = unit._fsdp_wrapped_module
@@ -183,6 +193,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             if unit is not outermost:  # who ends the backward of this call, if there is one
                 output = _register_pre_backward_hooks(outermost, outermost, output, None)
             self.reshard(root)
+            self._frozen.give_back()
             return output
 
         return args, close
@@ -190,6 +201,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def make_idle(self, root: nn.Module) -> None:
         make_idle(root)
+        self._frozen.give_back()
 
     @override
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -202,9 +214,11 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def begin_backward(self, root: nn.Module) -> None:
         self._watch.begin()
+        self._frozen.put_aside()
 
     @override
     def settle_backward(self, root: nn.Module) -> None:
+        self._frozen.give_back()
         reduce_left_over(root)
         self._watch.settle(max_over_ranks)
 

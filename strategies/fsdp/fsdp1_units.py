@@ -113,6 +113,37 @@ def forget_order(root: nn.Module) -> None:
             unit._handle._post_forward_index = None
 
 
+class FrozenGradients:
+    """Keeps the gradients of parameters that are frozen for a while (toggled off), which torch 2.13 would lose.
+
+    With original parameters torch clears the gradients of frozen ones at each forward; a flat one's it moves aside, and
+    fetches it again only if it is not frozen.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._units = units_of(root)
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def put_aside(self) -> None:
+        """Call this before torch looks at the parameters."""
+        for unit in self._units:
+            flat_param: Any = unit._handle.flat_param
+            for parameter in flat_param._params or [flat_param]:
+                if parameter.grad is not None and not parameter.requires_grad:
+                    self._kept.append((parameter, parameter.grad.clone()))
+
+    def give_back(self) -> None:
+        """Call this when control goes back to the user."""
+        for parameter, gradient in self._kept:
+            if not parameter.requires_grad and parameter.shape == gradient.shape:
+                parameter.grad = gradient
+        self._kept = []
+        for unit in self._units:
+            flat_param: Any = unit._handle.flat_param
+            if not flat_param.requires_grad and hasattr(flat_param, "_saved_grad_shard"):
+                del flat_param._saved_grad_shard
+
+
 def put_aside(root: nn.Module) -> None:
     """Take the gradients that a backward in ``no_sync`` left; see the note above."""
     for unit in units_of(root):

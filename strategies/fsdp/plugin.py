@@ -52,7 +52,7 @@ _OBSOLETE_IN_FSDP2 = {
 }
 _FLAGS = {
     "limit_all_gathers": True,
-    "use_orig_params": False,
+    "use_orig_params": True,  # Accelerate: False, where an optimizer over a part trains something else without a word
     "sync_module_states": False,
     "forward_prefetch": False,
     "activation_checkpointing": False,

@@ -81,7 +81,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         state_dict_config: torch's config: where a full state dict of the weights is. Default: rank 0, in host memory.
         optim_state_dict_config: The same for the optimizer's state.
         limit_all_gathers: FSDP1: hold back the host so that not too many gathers are in flight. Default True.
-        use_orig_params: FSDP1: let optimizers see the original parameters. Default False.
+        use_orig_params: FSDP1: let optimizers see the original parameters. Default True, as Lightning's: over flat
+            ones (Accelerate's default) groups, and optimizers over a part, would train something else.
         param_init_fn: FSDP1: how modules on the meta device are materialised.
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
@@ -100,7 +101,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit, after activation checkpointing and before sharding; a dict gives keyword arguments
-            of ``torch.compile``. FSDP1 needs ``use_orig_params=True`` for it. Default False.
+            of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
         async_save: Write checkpoints in the background while training goes on; the loop waits for the copy to host
             memory alone. See `wait_for_saves`. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
@@ -296,6 +297,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self.form.early.switch(optimizer, inside_root(self.form.root))
+        self.engine.check_optimizers(self.form.root, self.optimizers)
         module = self.lightning_module
         if module is not None:
             self._zero_grads.follow(module, self.optimizers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,16 @@ HOOKS = (
 ACTIONS = ("save", "stop", "raise", "sample", "part", "clamp", "read")
 
 
-@dataclass(frozen=True)
-class Event:
+class _Code:
+    """Prints as the code that makes it, without what is a default."""
+
+    def __repr__(self) -> str:
+        given = [(one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Event(_Code):
     """What happens at one hook when it comes by for the ``count``-th time, from 0."""
 
     hook: str
@@ -54,8 +62,8 @@ class Event:
     action: str
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(_Code):
     """One ``trainer.fit``, with a new Trainer."""
 
     start: str = "same"
@@ -76,8 +84,8 @@ class Fit:
     events: tuple[Event, ...] = ()
 
 
-@dataclass(frozen=True)
-class Script:
+@dataclass(frozen=True, repr=False)
+class Script(_Code):
     """What a user does with one module."""
 
     fits: tuple[Fit, ...] = (Fit(),)
@@ -236,9 +244,8 @@ class Module(LightningModule):
         self.seen.append(loss.item())
 
     def configure_optimizers(self) -> Any:
-        optimizers = [self._optimizer(self.net)]
-        if self.script.manual:
-            optimizers.append(self._optimizer(self.second))
+        owners = [self.net, self.second] if self.script.manual else [self]
+        optimizers = [self._optimizer(owner) for owner in owners]
         if self.script.schedule is None:
             return optimizers
         schedules = [
@@ -367,7 +374,7 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
             strategy=strategy(),
             accelerator="cpu",
             devices=1 if rank is None else WORLD_SIZE,
-            max_epochs=fit.epochs if fit.start == "same" or not last else fit.epochs + 2,
+            max_epochs=fit.epochs if fit.start == "same" or not last else fit.epochs + 2 * number,
             accumulate_grad_batches=1 if script.manual else fit.accumulate,
             gradient_clip_val=None if script.manual else fit.clip,
             limit_train_batches=fit.limit,
@@ -495,14 +502,29 @@ def _differing_states(where: str, mine: Record, theirs: Record, tolerance: float
     return lines
 
 
+def refusal(script: Script, kind: str) -> str | None:
+    """Return the words with which a kind of strategy refuses a script that plain ``ddp`` runs; None if it does not."""
+    if kind == "fsdp1_flat" and (script.over != "all" or script.unused in ("batch", "never")):
+        return "use_orig_params=True"
+    return None
+
+
 def check(script: Script, kind: str) -> None:
     """Run a script both ways.
 
     Raises:
         AssertionError: If they differ, with the script as code.
     """
-    found = differences(run(script, kind), plain(script))
-    assert not found, "\n".join([*found, "", f'python -m tests.strategies.orders "{script}" {kind}'])
+    again = f'python -m tests.strategies.orders "{script}" {kind}'
+    words = refusal(script, kind)
+    try:
+        found = run(script, kind)
+    except AssertionError as error:
+        if words is not None and words in str(error):
+            return
+        raise AssertionError(f"{error}\n\n{again}") from None
+    wrong = differences(found, plain(script))
+    assert not wrong, "\n".join([*wrong, "", again])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ Clipping = Literal["none", "norm", "value"]
 Setting = tuple[str, str, str]
 """Engine, kind of model, precision."""
 ENGINES: dict[str, dict[str, Any]] = {
-    "fsdp1": {"fsdp_version": 1},
+    "fsdp1": {"fsdp_version": 1, "use_orig_params": False},
     "fsdp1_orig_params": {"fsdp_version": 1, "use_orig_params": True},
     "fsdp2": {"fsdp_version": 2},
 }

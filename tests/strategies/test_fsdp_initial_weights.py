@@ -22,7 +22,7 @@ from tests.strategies.oracle import WIDTH, Block, dataset, quiet_trainer, rank_l
 
 Engine = Literal["fsdp1", "fsdp1_orig", "fsdp2"]
 ENGINES: dict[str, dict[str, Any]] = {
-    "fsdp1": {"fsdp_version": 1},
+    "fsdp1": {"fsdp_version": 1, "use_orig_params": False},
     "fsdp1_orig": {"fsdp_version": 1, "use_orig_params": True},
     "fsdp2": {"fsdp_version": 2},
 }

@@ -19,7 +19,7 @@ from tests.strategies.oracle import NUM_MICRO_BATCHES, WIDTH, Block, dataset, qu
 
 BLOCKS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fsdp1": {"fsdp_version": 1, **BLOCKS},
+    "fsdp1": {"fsdp_version": 1, "use_orig_params": False, **BLOCKS},
     "fsdp1_orig_params": {"fsdp_version": 1, "use_orig_params": True, **BLOCKS},
     "fsdp1_ignored": {"fsdp_version": 1, "ignored_modules": r"critic\.(head|block)", **BLOCKS},
     "fsdp2": {"fsdp_version": 2, **BLOCKS},
