@@ -55,7 +55,7 @@ def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """
     with torch.enable_grad():  # older torch needs it for leaves
         nodes = [_get_grad_fn_or_grad_acc(each) if each.requires_grad else None for each in parameters]
-    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]  # type: ignore[attr-defined]
+    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
 
 
 def ranks_without(have: bool, device: torch.device) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from ..fsdp.checkpointing import new_folder
 from ..fsdp.outcome import run_on_rank_zero
-from . import sixteen_bit, universal
+from . import layout, sixteen_bit, universal
 from .library import deepspeed_library, quietly
 from .safe_loading import reading_safely
 from .window import window_of
@@ -53,7 +55,7 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
-    with new_folder(path, complete) as folder:
+    with new_folder(path, complete) as folder, _told_what_is_trained(engine):
         engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state)
 
 
@@ -89,7 +91,7 @@ def load(
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         engine.optimizer._restore_from_bit16_weights = lambda: None
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    with reading_safely(weights_only), quietly():
+    with reading_safely(weights_only), quietly(), _told_what_is_trained(engine):
         _, state = engine.load_checkpoint(
             str(path),
             tag=None if universally else universal.TAG,
@@ -107,6 +109,25 @@ def load(
     if with_optimizer and window is not None and window.steps is not None:
         window.steps.load_state_dict(counts)
     return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}
+
+
+@contextmanager
+def _told_what_is_trained(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed take everything that its optimizer does not train for frozen, and nothing else.
+
+    It keeps a frozen parameter's value apart, and would lose that of one which is in no optimizer (stage 3).
+    """
+    trained: set[nn.Parameter] = set()
+    if layout.is_partitioned_optimizer(engine.optimizer):
+        trained = {each for group in layout.parameter_groups(engine.optimizer) for each in group}
+    before = [(each, each.requires_grad) for each in engine.module.parameters()] if trained else []
+    for parameter, _ in before:
+        parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before:
+            parameter.requires_grad_(requires_grad)
 
 
 def _check_folder(path: Path) -> None:

@@ -83,7 +83,7 @@ def step(engine: Any, window: Window, factor: float, **kwargs: Any) -> torch.Ten
     """Let the optimizer step on the window's gradients multiplied by ``factor``.
 
     Returns:
-        The gradients' global norm before clipping; None where DeepSpeed is told not to compute it, or without gradients.
+        The gradients' global norm before clipping; None without any, or where DeepSpeed is told not to compute it.
     """
     window.complete()
     with gradients_scaled(engine, factor):

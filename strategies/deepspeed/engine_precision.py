@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS
@@ -53,6 +54,21 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
         self._strategy.run_backward(tensor, *args, **kwargs)
 
     @override
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if clip_val > 0:
+            if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+                raise ValueError(
+                    "DeepSpeed clips gradients by their norm only. Use clip_gradients(..., "
+                    "gradient_clip_algorithm='norm')."
+                )
+            self._strategy.clip_step(float(clip_val))
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -62,10 +78,5 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
             )
         result = closure()
         self._after_closure(model, optimizer)
-        if model.automatic_optimization and result is None:
-            raise RuntimeError(
-                "training_step() returned None for the micro-batch that ends its accumulation window: DeepSpeed makes "
-                "gradients complete in that backward. Return a loss there, for example one multiplied by zero."
-            )
         self._strategy.take_step(**kwargs)
         return result

@@ -1,7 +1,7 @@
 """Where ZeRO's optimizers keep what belongs to a parameter: this process's piece of it, in a flat partition.
 
-Stages 1 to 3 hand the user's optimizer one flat tensor for each parameter group (stage 3: for each sub-group). Attributes
-are those of DeepSpeed 0.19.
+Stages 1 to 3 hand the user's optimizer one flat tensor for each parameter group (stage 3: for each sub-group). The
+attributes are those of DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def is_partitioned_optimizer(optimizer: Any) -> bool:
 
 
 def is_stage_3(optimizer: Any) -> bool:
+    """Whether it is ZeRO's of stage 3."""
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 

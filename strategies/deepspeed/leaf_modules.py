@@ -14,15 +14,16 @@ def set_leaf_modules(model: nn.Module, class_names: Sequence[str]) -> None:
         ValueError: If the model has no submodule of a named class; the message has the classes there are.
         ModuleNotFoundError: If DeepSpeed is not installed.
     """
-    classes = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in class_names if name not in classes]
+    classes = dict.fromkeys(type(module) for module in model.modules())  # two may have one name: both are meant
+    names = {each.__name__ for each in classes}
+    missing = [name for name in class_names if name not in names]
     if missing:
         raise ValueError(
             f"transformer_moe_cls_names: the model has no layer of class {', '.join(map(repr, missing))}. "
-            f"It has {', '.join(sorted(classes))}."
+            f"It has {', '.join(sorted(names))}."
         )
     try:
         from deepspeed.utils import set_z3_leaf_modules
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("Leaf modules need DeepSpeed: pip install 'accelight[deepspeed]'.") from error
-    set_z3_leaf_modules(model, [classes[name] for name in class_names])
+    set_z3_leaf_modules(model, [each for each in classes if each.__name__ in class_names])

@@ -1,7 +1,7 @@
 """Which DeepSpeed engine is on which module: the next one has to end it first, whichever strategy made it.
 
-An engine stays on its module after fit(): it evaluates and saves what it has trained. Its hooks on parameters and layers
-would go on beside the next engine's, reduce gradients twice and gather parameters for nobody.
+An engine stays on its module after fit(): it evaluates and saves what it has trained. Its hooks on parameters and
+layers would go on beside the next engine's, reduce gradients twice and gather parameters for nobody.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def put_down(engine: Any) -> None:
 @contextmanager
 def shapes_to_see(module: nn.Module) -> Iterator[None]:
     """Let partitioned parameters show their shapes in this context, without any memory, and without their values."""
-    hidden = [each for each in module.parameters() if hasattr(each, "ds_id") and each.numel() != each.ds_numel]
+    partitioned: list[Any] = [each for each in module.parameters() if hasattr(each, "ds_id")]
+    hidden = [each for each in partitioned if each.numel() != each.ds_numel]
     before = [each.data for each in hidden]
     for parameter in hidden:
         parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)

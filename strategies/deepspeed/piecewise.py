@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import layout
 
 State = dict[str, Any]
+"""What an optimizer keeps for a tensor."""
 
 
 class PiecewiseSteps:
@@ -71,7 +72,7 @@ class PiecewiseSteps:
         self._step_on(group, tensors)
         for piece, tensor in zip(stepping, tensors, strict=True):
             self._take_state(piece, flat, optimizer.state.pop(tensor, {}), own)
-        optimizer.state[flat].update(_copied(max(own.values(), key=_num_steps)))
+        optimizer.state[flat].update(_copied(max(own.values(), key=lambda state: float(state.get("step", 0)))))
         if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
             zero._lazy_init_hp_params_optimizer_state()
 
@@ -165,7 +166,3 @@ def _copied(state: Mapping[str, Any]) -> State:
 
 def _same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)
-
-
-def _num_steps(state: State) -> float:
-    return float(state.get("step", 0))

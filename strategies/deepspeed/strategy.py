@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
@@ -263,17 +263,14 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         config = HfDeepSpeedConfig(self.deepspeed_plugin.deepspeed_config)
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
         self._tracker.start_fit(trainer)
-        if is_overridden("configure_gradient_clipping", module):
-            rank_zero_warn(
-                "configure_gradient_clipping() is called, and clips nothing: DeepSpeed clips, by its config's "
-                "gradient_clipping or Trainer(gradient_clip_val=...)."
-            )
         masters = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
         with shapes_to_see(module):
             chosen = choose(module, config)
         precision = self.precision_plugin.accelerate_name
         resolved = config_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
         prefer_torch_adam_on_cpu(resolved, self.root_device)
+        if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is not None:
+            resolved["gradient_clipping"] = 0.0  # that method decides
         self._take_config(resolved)
         if self.load_universal:
             self.config.setdefault("checkpoint", {})["load_universal"] = True
@@ -378,6 +375,10 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         window.backward(loss, *args, **kwargs)
         if self._is_automatic and GradientState().sync_gradients:
             window.complete()  # before the hooks that see it
+
+    def clip_step(self, max_norm: float) -> None:
+        """Let the next optimizer step clip its gradients by their norm."""
+        self._present_window.clip(max_norm)
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""

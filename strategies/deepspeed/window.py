@@ -41,17 +41,23 @@ class Window:
         zero = self._zero = engine.optimizer
         self._is_partitioned = layout.is_partitioned_optimizer(zero)
         self.names: Mapping[nn.Parameter, str] = dict(engine.param_names)
+        optimized = list(optimized)
+        self._frozen = [each for each in optimized if not each.requires_grad]
         if self._is_partitioned:
             self._parameters = [each for group in layout.parameter_groups(zero) for each in group]
         else:
             self._parameters = [each for each in optimized if each.requires_grad]
         self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        self._is_plain = isinstance(zero, torch.optim.Optimizer)
+        if not self._is_plain:
+            zero.add_param_group = _refuse_group
         self.used: set[nn.Parameter] = set()
         """Parameters that have got a gradient in this window, on some rank."""
         self._leaves: set[nn.Parameter] = set()
         self._order = 0
         self._is_held = self._is_complete = False
         self._is_dirty = True
+        self._clip_norm: float | None = None
         self.is_stale = False
         """Whether the optimizer has stepped, and nobody has asked for zeroed gradients since."""
         self.has_stepped = False
@@ -111,6 +117,7 @@ class Window:
                 "add to those. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more batches, "
                 "use Trainer(accumulate_grad_batches=...)."
             )
+        self._check_frozen()
         self._is_dirty = True
         zero = self._zero
         if self._is_partitioned:
@@ -118,7 +125,7 @@ class Window:
         if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
             zero.micro_step_id = 1
         agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
-        hook = loss.register_hook(self._agree_before_backward) if agrees else None
+        hook = loss.register_hook(self._agree_before_backward) if agrees else None  # type: ignore[no-untyped-call]
         try:
             with _backward_again(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -128,6 +135,21 @@ class Window:
             self._let_go()
             if hook is not None:
                 hook.remove()
+
+    def _check_frozen(self) -> None:
+        if self._is_plain:  # torch's own, which holds what it was given
+            optimizer: torch.optim.Optimizer = self._zero
+            self._parameters = [
+                each for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+            ]
+            return
+        unfrozen = [self.names[each] for each in self._frozen if each.requires_grad]
+        if unfrozen:
+            raise RuntimeError(
+                f"{', '.join(unfrozen)} was frozen when fit() began, and is not any more: DeepSpeed's optimizer has no "
+                "place for it and would never train it. Begin fit() with it unfrozen and freeze it in on_train_start() "
+                "until it is to train, or unfreeze it between two calls of fit(), or use stage 0 in fp32."
+            )
 
     def _agree_before_backward(self, _: Tensor) -> None:
         agreed = agree(will_get_gradients(self._parameters), self.device, self._order)
@@ -220,7 +242,7 @@ class Window:
 
     def _check_plain(self) -> None:
         unused = [self.names[each] for each in self._parameters if each not in self.used]
-        if unused and self.used and isinstance(self._zero, torch.optim.Optimizer) is False:
+        if unused and self.used and not self._is_plain:
             raise RuntimeError(
                 f"{', '.join(unused)} had no gradient on any rank in this window: {type(self._zero).__name__} of "
                 "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
@@ -239,12 +261,37 @@ class Window:
         self.engine.enable_backward_allreduce = False  # complete() has done it
         self._is_stepping = True
         try:
-            self.engine.step(**kwargs)
+            with self._clipping():
+                self.engine.step(**kwargs)
         finally:
             self._is_stepping = False
             self.engine.enable_backward_allreduce = reduces
         self.forget()
         self.is_stale = True
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of this window by their norm when the optimizer steps."""
+        if not getattr(self._zero, "compute_grad_norm", True):
+            raise RuntimeError(
+                "clip_gradients() needs the norm: set compute_grad_norm to true in the DeepSpeed config."
+            )
+        self._clip_norm = float(max_norm)
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        if self._clip_norm is None:
+            yield
+            return
+        max_norm, self._clip_norm = self._clip_norm, None
+        if self._is_plain:
+            nn.utils.clip_grad_norm_(self.used, max_norm)
+            yield
+            return
+        before, self._zero.clip_grad = self._zero.clip_grad, max_norm
+        try:
+            yield
+        finally:
+            self._zero.clip_grad = before
 
     def _take_changed_weights(self) -> None:
         """Let the weights that the optimizer steps on follow what the user's code has written into the parameters."""
@@ -275,6 +322,7 @@ class Window:
             return
         self._is_dirty = self._is_complete = False
         self._let_go()
+        self._clip_norm = None
         self.used = set()
         self._order = 0
         for parameter in self._parameters:
@@ -292,6 +340,14 @@ class Window:
             state.backward_active_depth = 0
             state.reset_for_new_step()
         self.engine._unmanaged_backward_count = 0
+
+
+def _refuse_group(param_group: Any) -> None:
+    raise RuntimeError(
+        "DeepSpeed's optimizer takes no parameter group after fit() has begun (add_param_group, BaseFinetuning). Give "
+        "the optimizer every parameter at once and freeze those in on_train_start() that train later, or unfreeze "
+        "them between two calls of fit(), or use stage 0 in fp32."
+    )
 
 
 def window_of(engine: Any) -> Window | None:
