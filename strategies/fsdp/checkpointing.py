@@ -33,6 +33,7 @@ from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .outcome import run_on_rank_zero
 from .own_files import check_replaceable, keep_files_of_others
 from .safe_dcp import SafePlanner, SafeReader
+from .saving_plan import WholeFromRankZero
 from .settings import WholeState
 from .state_dicts import put_where, state_dict_options, without_torch_noise
 
@@ -78,7 +79,7 @@ def save_sharded(
         )
 
     with new_folder(path, complete, group) as folder, _naming_ranks(f"saving {path}"):
-        save(state, checkpoint_id=folder, process_group=group)
+        save(state, checkpoint_id=folder, planner=WholeFromRankZero(), process_group=group)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ def check_replaceable(path: Path, *, by_file: bool = False) -> None:
     A folder that is replaced by a folder keeps what is not the checkpoint's, see `keep_files_of_others`.
 
     Args:
-        path: Nothing, an empty folder (not ``by_file``), a checkpoint of torch's, Lightning's, DeepSpeed's or ours; or a
-            link to one.
+        path: Nothing, an empty folder (not ``by_file``), a checkpoint of torch's, Lightning's, DeepSpeed's or ours, or
+            a link to one.
         by_file: Whether a file takes the name. A file replaces any file, as ``torch.save`` does.
 
     Raises:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.data import DataLoader
 from torchmetrics.aggregation import SumMetric
 
 from accelight.strategies import AccelFSDPStrategy
@@ -45,12 +46,9 @@ def _save(version: int, kind: str, in_background: bool, folder: str) -> dict[str
     strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type=kind, async_save=in_background)
     world_size = dist.get_world_size()
     trainer = quiet_trainer(strategy, world_size, max_steps=3)
-
-    class Loader(list[Any]):
-        """A batch of BatchNorm has to have several samples, and each rank others."""
-
-    batches = [[inputs + dist.get_rank() for inputs in batch] for batch in rank_loader(world_size)]
-    trainer.fit(module, Loader([[torch.cat([one] * 3 + [one * 2]) for one in batch] for batch in batches]))
+    batches = [[tensor + dist.get_rank() for tensor in batch] for batch in rank_loader(world_size)]
+    joined: Any = [[torch.cat([tensor, 2 * tensor]) for tensor in batch] for batch in batches]
+    trainer.fit(module, DataLoader(joined, batch_size=None))
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     strategy.wait_for_saves()
     strategy.save_safetensors(f"{folder}/weights.safetensors")

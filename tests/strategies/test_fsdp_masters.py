@@ -114,7 +114,7 @@ TRAINED = _names("model.0", "model.3", "adapter")
     [
         (2, {}),
         (2, {"auto_wrap_policy": ModuleWrapPolicy({Adapted})}),
-        (1, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}),
+        (1, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "use_orig_params": False}),
         (1, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "use_orig_params": True}),
         (1, {"ignored_modules": r".*\.base", "use_orig_params": True}),
     ],
@@ -147,7 +147,8 @@ def test_a_unit_of_fsdp1_has_one_dtype(use_orig_params: bool) -> None:
         (2, {}),
         (2, {"ignored_modules": r".*\.base"}),
         (1, {"ignored_modules": r".*\.base"}),
-        (1, {"auto_wrap_policy": ModuleWrapPolicy({Linear4bit, Trained})}),
+        (1, {"auto_wrap_policy": ModuleWrapPolicy({Linear4bit, Trained}), "use_orig_params": False}),
+        (1, {"auto_wrap_policy": ModuleWrapPolicy({Linear4bit, Trained}), "use_orig_params": True}),
     ],
 )
 def test_4bit_weights_are_not_touched(version: int, fields: dict[str, Any], precision: str) -> None:
