@@ -226,6 +226,8 @@ def load_sharded(
     if optimizers and num_stored:
         _check_num_optimizers(num_stored, len(optimizers))
         for index, optimizer in enumerate(optimizers):
+            if not _has_parameters(optimizer):
+                continue
             key = f"optimizer_{index}"
             held = {name.removeprefix(f"{key}."): names[name] for name in names if name.startswith(f"{key}.")}
 
@@ -255,6 +257,11 @@ def _check_num_optimizers(num_stored: int, num_present: int) -> None:
             f"The checkpoint holds {num_stored} optimizers, configure_optimizers returned {num_present}. "
             "Resume with the same number."
         )
+
+
+def _has_parameters(optimizer: Optimizer) -> bool:
+    """Return False for what Lightning makes where ``configure_optimizers`` returns None."""
+    return any(group["params"] for group in optimizer.param_groups)
 
 
 def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path: Path | str) -> dict[str, Any]:
@@ -309,5 +316,7 @@ def load_full(
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))
         for optimizer, state in zip(optimizers, optimizer_states, strict=True):
+            if not _has_parameters(optimizer):
+                continue
             restore_full_optimizer(module, optimizer, state, order, num_steps=checkpoint.get("global_step"))
     return checkpoint

@@ -20,6 +20,7 @@ from accelight.checkpoint import merge_fsdp_weights
 from accelight.checkpoint.errors import CheckpointError
 from accelight.checkpoint.manifest import read_manifest
 from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.fsdp.gradients import local_tensor
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
     BATCH_SIZE,
@@ -327,6 +328,34 @@ def test_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
     run_on_ranks(1, _train, "fsdp2", "sharded_state_dict", 1, path, None)
     [message] = run_on_ranks(1, _other_number_of_optimizers, path)
     assert "holds 1 optimizers, configure_optimizers returned 2" in message
+
+
+class WithoutOptimizer(TinyModule):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def _train_nothing(engine: str, kind: str, path: str) -> tuple[int, bool]:
+    torch.manual_seed(0)
+    trainer, module = _trainer(engine, kind, 1), WithoutOptimizer(CASE, Outcome())
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(path)
+    saved = {name: local_tensor(tensor).clone() for name, tensor in _weights(trainer).items()}
+    torch.manual_seed(1)
+    trainer, module = _trainer(engine, kind, 2), WithoutOptimizer(CASE, Outcome())
+    trainer.fit(module, _loader(), ckpt_path=path, weights_only=False)
+    same = all(torch.equal(local_tensor(tensor), saved[name]) for name, tensor in _weights(trainer).items())
+    return trainer.current_epoch, same
+
+
+@pytest.mark.parametrize("kind", ["sharded_state_dict", "full_state_dict"])
+@pytest.mark.parametrize("engine", ["fsdp1_orig_params", "fsdp2"])
+def test_without_an_optimizer(engine: str, kind: str, tmp_path: Path) -> None:
+    assert run_on_ranks(2, _train_nothing, engine, kind, str(tmp_path / "last")) == [(2, True)] * 2
 
 
 def _scale(version: int, save_to: str | None, resume_from: str | None) -> float:
