@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -50,7 +50,7 @@ def one_dtype_in_each_unit(model: nn.Module, settings: EngineSettings) -> None:
         parameter for module in model.modules() if holds_4bit(module) for parameter in module.parameters(recurse=False)
     }
     changed: list[nn.Parameter] = []
-    for parameters in _parameters_by_unit(model, settings):
+    for parameters in _parameters_by_planned_unit(model, settings):
         floating = [parameter for parameter in parameters if parameter.is_floating_point()]
         dtypes = {parameter.dtype for parameter in floating}
         if len(dtypes) < 2:
@@ -91,24 +91,37 @@ def convert_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def parameters_by_unit(
+    model: nn.Module, units: Sequence[nn.Module], whole: Collection[nn.Module]
+) -> Iterator[list[nn.Parameter]]:
+    """Yield what each unit gathers; the last one is the root's.
+
+    Args:
+        model: Not sharded yet.
+        units: Without the root; children before parents.
+        whole: Modules whose own parameters nobody gathers.
+    """
+    taken = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+    for unit in [*units, model]:
+        yield [parameter for parameter in unit.parameters() if parameter not in taken]
+        taken.update(unit.parameters())
+
+
 def holds_4bit(module: nn.Module) -> bool:
     """Return whether a module itself has 4-bit weights of bitsandbytes."""
     classes = (cls for parameter in module.parameters(recurse=False) for cls in type(parameter).__mro__)
     return any(cls.__name__ == "Params4bit" for cls in classes)
 
 
-def _parameters_by_unit(model: nn.Module, settings: EngineSettings) -> Iterator[list[nn.Parameter]]:
-    """Yield what each unit will gather; the last one is the root's."""
+def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> Iterator[list[nn.Parameter]]:
+    """Yield what each unit will gather, if there is anything to be told apart."""
     if len({parameter.dtype for parameter in model.parameters()}) < 2:
         return
     ignored = resolve_ignored(model, settings.ignored_modules)
     units = without_split_ties(model, [unit for _, unit in units_to_wrap(model, settings.wrap, ignored)], ignored)
     parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
     whole = ignored | left_over(model, parts) if parts else ignored
-    taken = {parameter for module in whole for parameter in module.parameters(recurse=False)}
-    for unit in [*units, *parts, model]:
-        yield [parameter for parameter in unit.parameters() if parameter not in taken]
-        taken.update(unit.parameters())
+    yield from parameters_by_unit(model, [*units, *parts], whole)
 
 
 def _upcast(parameter: nn.Parameter) -> None:
