@@ -76,7 +76,7 @@ def end_engine(engine: Any) -> None:
             layer.__dict__.pop(name, None)
     for parameter in engine.module.parameters():
         if hasattr(parameter, "ds_persist"):
-            parameter.ds_persist = False  # the next engine has its own threshold
+            parameter.ds_persist = parameter.is_external_param = False  # the next engine has its own
 
 
 def put_down(engine: Any) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
@@ -42,6 +43,7 @@ from .library import (
 )
 from .living import end_engines_on, engine_of, put_down, shapes_to_see
 from .optimizers import choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
+from .paths import SamePath, hold_parameters
 from .plugin import DeepSpeedPlugin
 from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
 from .window import Window
@@ -74,6 +76,8 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         msamp_opt_level: MS-AMP's optimization level.
         load_universal: Whether a checkpoint may come from another number of processes: it is converted to DeepSpeed's
             universal form once, beside itself.
+        find_unused_parameters: Whether ranks may use different layers in stage 3, too: it keeps parameters whole from
+            forward to step then, as stage 2 does. Stages 0 to 2 allow that anyway.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. (Lightning 2.6
             does not hand the ``weights_only`` of ``fit()`` to a strategy that restores after its setup.)
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
@@ -109,6 +113,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         enable_msamp: bool | None = None,
         msamp_opt_level: Literal["O1", "O2"] | None = None,
         load_universal: bool = False,
+        find_unused_parameters: bool = False,
         weights_only: bool = True,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -130,6 +135,8 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         """Whether the loss scaler left the last optimizer step out."""
         self.load_universal = load_universal
         """Whether a checkpoint may come from another number of processes."""
+        self.find_unused_parameters = find_unused_parameters
+        """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
         """Whether checkpoints may hold tensors and plain values only."""
         self._tracker = LoopTracker(gradient_accumulation)
@@ -293,7 +300,12 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         chosen.take_schedule(engine)
         masters.give(engine)
         self.model = engine
-        self._window = Window(engine, chosen_parameters, self.root_device)
+        is_whole = self._stage == 3 and self.find_unused_parameters
+        if is_whole:
+            hold_parameters(engine)
+        elif self._stage == 3:
+            SamePath(engine, self.root_device, self._timeout or default_pg_timeout)
+        self._window = Window(engine, chosen_parameters, self.root_device, is_whole=is_whole)
         self._while_fitting.enter_context(self._window.on_module(module))
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too

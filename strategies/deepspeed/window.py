@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import layout
+from . import layout, paths
 from .agreement import agree, ranks_without, will_get_gradients
 from .piecewise import PiecewiseSteps
 
@@ -33,10 +33,13 @@ class Window:
         engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
         optimized: The parameters that its optimizer trains.
         device: Where this process computes.
+        is_whole: Whether stage 3 has been told to hold parameters (`paths.hold_parameters`).
     """
 
-    def __init__(self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device) -> None:
-        self.engine, self.device = engine, device
+    def __init__(
+        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, is_whole: bool = False
+    ) -> None:
+        self.engine, self.device, self._is_whole = engine, device, is_whole
         self.stage = int(engine.zero_optimization_stage())
         zero = self._zero = engine.optimizer
         self._is_partitioned = layout.is_partitioned_optimizer(zero)
@@ -122,6 +125,8 @@ class Window:
         zero = self._zero
         if self._is_partitioned:
             zero.set_gradient_accumulation_boundary(False)
+        if self._is_whole:
+            paths.gather(self.engine)
         if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
             zero.micro_step_id = 1
         agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
@@ -164,7 +169,7 @@ class Window:
         mixed = [each for each, _, differs in pairs if differs and each not in self._leaves]
         if not mixed:
             return
-        if self.stage == 3:
+        if self.stage == 3 and not self._is_whole:
             self._refuse_mixed(mixed)
         self._is_held = True
         self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
@@ -174,9 +179,7 @@ class Window:
         lacking = ranks_without(will_get_gradients([first])[0], self.device)
         raise RuntimeError(
             f"{', '.join(self.names[each] for each in mixed)}: only some ranks use it in this batch (rank "
-            f"{', '.join(map(str, lacking))} does not use {self.names[first]}). Stage 3 gathers parameters where they "
-            "are used, on every rank at once. Use stage 0, 1 or 2, where every rank may use its own, or let each rank "
-            "use all of them, for example by adding 0 * layer(x).sum() to its loss."
+            f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {paths.WAY_OUT}"
         )
 
     def _let_go(self) -> None:
@@ -186,13 +189,14 @@ class Window:
     def _reduce_held_back(self) -> None:
         self._let_go()
         self._add_missing_zeros()
-        self.engine._flush_coalesced_reduction_zero12(self._zero)
+        flush = self.engine._flush_coalesced_reduction_zero3 if self.stage == 3 else None
+        (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
         self._order = 0
 
     def _add_missing_zeros(self) -> None:
         """Make the ranks have gradients of the same parameters."""
         zero = self._zero
-        attribute = "grad_accum" if zero.use_grad_accum_attribute else "grad"
+        attribute = "grad_accum" if getattr(zero, "use_grad_accum_attribute", False) else "grad"
         have = [getattr(each, attribute, None) is not None for each in self._parameters]
         for parameter, here, some in zip(self._parameters, have, agree(have, self.device).some, strict=True):
             if some and not here:
