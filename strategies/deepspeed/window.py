@@ -12,6 +12,7 @@ and reduced after it in one order, those that are missing as zeros.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -68,6 +69,10 @@ class Window:
         self.steps: PiecewiseSteps | None = None
         if self._is_partitioned:
             self._follow_zero()
+        self._versions: dict[nn.Parameter, int] = {}
+        if self.stage == 3:
+            for parameter in engine.module.parameters():
+                self._watch_partitioning(parameter)
         self._clear, self._is_stepping = zero.zero_grad, False
         zero.zero_grad = self._zero_grad
         engine.__dict__[_NAME] = self  # not as a submodule
@@ -258,6 +263,7 @@ class Window:
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             return
+        self._check_changes()
         self._take_changed_weights()
         if self.steps is not None:
             self.steps.used = self.used
@@ -272,6 +278,35 @@ class Window:
             self.engine.enable_backward_allreduce = reduces
         self.forget()
         self.is_stale = True
+
+    def _watch_partitioning(self, parameter: Any) -> None:
+        """Take note when ``GatheredParameters`` hands changed values over; any other change in place is lost."""
+        partition = getattr(parameter.partition, "__wrapped__", parameter.partition)  # not an earlier engine's watch
+
+        @functools.wraps(partition)
+        def partition_noting(
+            param_list: list[nn.Parameter] | None = None, *args: Any, has_been_updated: bool = False, **kwargs: Any
+        ) -> None:
+            partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
+            if has_been_updated:
+                self._versions.update((each, each._version) for each in param_list or [parameter])
+
+        parameter.partition = partition_noting
+        self._versions[parameter] = parameter._version
+
+    def accept_values(self) -> None:
+        """Take the values that parameters have now for right: they come from a checkpoint."""
+        self._versions = {parameter: parameter._version for parameter in self._versions}
+
+    def _check_changes(self) -> None:
+        lost = [self.names[each] for each, version in self._versions.items() if each._version != version]
+        if lost:
+            self.accept_values()
+            raise RuntimeError(
+                f"{', '.join(lost)} was changed in place while stage 3 had it partitioned, so that the change is lost. "
+                "Change weights inside 'with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):', on "
+                "every rank."
+            )
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of this window by their norm when the optimizer steps."""
