@@ -28,6 +28,7 @@ from .background_saves import BackgroundSaves
 from .engine import Engine
 from .optimizer_states import optimizer_state
 from .outcome import run_on_rank_zero
+from .outside_calls import is_inside
 from .precision import share_scaler_state
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
 from .root import ShardedForm
@@ -82,6 +83,12 @@ class CheckpointingStrategy(FSDPStrategy):
         return self.engine.settings.state_dict_type == "local_state_dict"
 
     def _state_dict_module(self) -> nn.Module:
+        if is_inside():
+            raise RuntimeError(
+                "The model cannot be saved or loaded while one of its steps runs: parameters are gathered. Do it in a "
+                "hook, such as on_train_batch_end() or on_validation_end()."
+            )
+        self.engine.reshard(self.form.root)
         return self.engine.state_dict_module(self.form.root)
 
     @override

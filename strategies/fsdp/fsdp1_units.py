@@ -9,6 +9,7 @@ has accumulated its own, we add it, just before torch reduces the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch.distributed.fsdp._runtime_utils import (
     _reshard,
 )
 
+from .gradients import refuse_second_derivatives
+
 _WAITING = "_accelight_unreduced"
 
 
@@ -37,6 +40,11 @@ def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
     if isinstance(root, FullyShardedDataParallel):
         return [root]
     return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def _first_derivatives_only(handle: Any) -> None:
+    refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
+    type(handle).prepare_gradient_for_backward(handle)
 
 
 def _all_units(root: nn.Module) -> list[Any]:
@@ -255,6 +263,7 @@ class BackwardWatch:
         self._without: set[tuple[int, int]] = set()
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
+            unit._handle.prepare_gradient_for_backward = partial(_first_derivatives_only, unit._handle)
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:
         use_views = type(handle)._use_unsharded_views

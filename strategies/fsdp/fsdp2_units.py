@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from .gradients import refuse_second_derivatives
 
 
 def states_of(root: nn.Module) -> list[Any]:
@@ -79,6 +82,7 @@ class BackwardWatch:
         self._reduced = dict.fromkeys(self.groups, 0)
         for group in self.groups:
             group.post_backward = self._around(group, type(group).post_backward)
+            group.pre_backward = partial(_first_derivatives_only, group, type(group).pre_backward)
 
     def _around(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*unused: Any) -> None:
@@ -133,6 +137,11 @@ class BackwardWatch:
         for param, is_used in zip(params, anywhere.tolist(), strict=True):
             if param in filled and not is_used:
                 param.sharded_param.grad = None
+
+
+def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
+    refuse_second_derivatives(group._module_fqn)
+    pre_backward(group, *args)
 
 
 def _has_gradient(param: Any) -> bool:

@@ -125,6 +125,23 @@ def max_over_ranks(values: torch.Tensor) -> None:
     values.copy_(on_device)
 
 
+def refuse_second_derivatives(unit: str | None) -> None:
+    """Refuse a backward that is to be differentiated itself, when it comes to a unit of FSDP.
+
+    Args:
+        unit: Its name.
+
+    Raises:
+        RuntimeError: If ``create_graph=True``: its graph would hold gathered parameters that are freed by then.
+    """
+    if torch.is_grad_enabled():  # what autograd sets from create_graph while a backward runs
+        raise RuntimeError(
+            f"A gradient through {unit or 'the model'!r} was asked for with create_graph=True (a gradient penalty). "
+            "FSDP frees what a unit gathered, so that gradients of gradients are not possible through it. Compute the "
+            "penalty without them (finite differences), leave the network to ignored_modules, or use strategy='ddp'."
+        )
+
+
 def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply every gradient by ``factor``, in place."""
     tensors = [local_tensor(gradient) for gradient in gradients]

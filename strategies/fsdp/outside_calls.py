@@ -113,6 +113,11 @@ def inside() -> Iterator[None]:
         _leave()
 
 
+def is_inside() -> bool:
+    """Return whether a step, a backward or a call is under way."""
+    return _depth > 0
+
+
 def _enter() -> None:
     global _depth
     _depth += 1

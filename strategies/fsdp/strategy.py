@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -54,6 +54,7 @@ from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
 from .root import inside_root
 from .unreduced import ZeroGradFollowing
+from .watchers import looks_before_backward, looks_between_batches
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +179,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._accumulating = False
         self._resharded_before_backward = False
+        self._kept_gathered = False
+        """Whether what a micro-batch gathers serves the next one of its window."""
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -301,7 +304,13 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         module = self.lightning_module
         if module is not None:
             self._zero_grads.follow(module, self.optimizers)
-            self._resharded_before_backward = _looks_before_backward(trainer, module)
+            self._resharded_before_backward = looks_before_backward(trainer, module)
+            self._kept_gathered = not self._reshard_during_accumulation and not looks_between_batches(trainer, module)
+            if not self._reshard_during_accumulation and not self._kept_gathered:
+                rank_zero_info(
+                    "reshard_during_accumulation=False has no effect in this fit: hooks of the module or its callbacks "
+                    "run between micro-batches, and what they change in weights has to be gathered."
+                )
         if self.precision_plugin.scaler is not None and self.lightning_module is not None:
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
 
@@ -336,6 +345,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
                 raise
             if not self._accumulating:
                 self.engine.settle_backward(root)
+            if not self._kept_gathered:
+                self.engine.reshard(root)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
         self.engine.drop_unreduced(self.form.root, parameters)
@@ -465,15 +476,3 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         if self._form is not None:
             self.engine.drop_unreduced(self._form.root)
         super().teardown()
-
-
-_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
-
-
-def _looks_before_backward(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether the user's code runs between a training step and its backward, and may look at parameters."""
-    return any(
-        is_overridden(hook, module) or any(is_overridden(hook, each) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        for hook in _BEFORE_BACKWARD
-        if hasattr(LightningModule, hook)
-    )

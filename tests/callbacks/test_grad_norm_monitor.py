@@ -84,7 +84,7 @@ def plain_norms(case: Case, world_size: int, norm_type: float = 2.0, freeze: Any
         optimizer.zero_grad()
         for index in window:
             batch = slice(index * size, (index + 1) * size)
-            (nn.functional.mse_loss(model(inputs[batch]), targets[batch]) / len(window)).backward()
+            (nn.functional.mse_loss(model(inputs[batch]), targets[batch]) / case.accumulate).backward()
         gradients = {n: p.grad.flatten() for n, p in model.named_parameters() if p.grad is not None}
         found.append({})
         for label, parts in chosen.items():

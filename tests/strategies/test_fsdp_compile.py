@@ -91,7 +91,7 @@ def _refused(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"fsdp_version": 1, **WRAP}, "needs use_orig_params=True"),
+        ({"fsdp_version": 1, "use_orig_params": False, **WRAP}, "needs use_orig_params=True"),
         ({"fsdp_version": 2}, "compile compiles unit by unit, but the wrap policy makes no unit"),
     ],
 )

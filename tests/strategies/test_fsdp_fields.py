@@ -257,8 +257,11 @@ def test_fsdp_version() -> None:
     one, two = observe(with_fields(1), with_fields(2))
     assert (one.kinds, two.kinds) == ({"FSDP1"}, {"FSDP2"})
     assert one.units == two.units == [f"layers.{number}" for number in range(NUM_LAYERS)]
-    assert two.parameters["layers.0.linear.weight"] == (WIDTH // 2, WIDTH)  # rows, instead of a flat parameter
-    assert one.parameters["layers.0._flat_param"] == (LAYER // 2,)
+    assert two.parameters["layers.0.linear.weight"] == (
+        WIDTH // 2,
+        WIDTH,
+    )  # rows, and no piece of a flat one
+    assert one.parameters["layers.0.linear.weight"] == (LAYER // 2,)
 
 
 @shows("sharding_strategy", "reshard_after_forward")
@@ -278,7 +281,7 @@ def test_sharding_strategy(version: int, field: str) -> None:
 def test_no_shard_and_hybrid_shard() -> None:
     [whole] = observe(with_fields(1, sharding_strategy="NO_SHARD"))
     assert (whole.count("gather", "reduce"), whole.count("all_reduce")) == (0, NUM_LAYERS + 1)
-    assert whole.parameters["layers.0._flat_param"] == (LAYER,)
+    assert whole.parameters["layers.0.linear.weight"] == (WIDTH, WIDTH)
     with pytest.raises(ValueError, match="NO_SHARD is not possible with fsdp_version=2"):
         FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy="NO_SHARD")
     hybrid = [Variant({"fsdp_version": version}, dp_replicate=2) for version in (1, 2)]

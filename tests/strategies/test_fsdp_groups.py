@@ -41,7 +41,7 @@ def _train_tied(engine: str) -> Trace:
 def test_tied_modules_that_the_policy_takes_apart_share_one_group(engine: str) -> None:
     """huggingface/accelerate#4171: with torch 2.13, two groups for one parameter fail at the first forward."""
     expected = train_plain(KINDS["tied"], "32-true", Cell(1, "none"), 2)
-    assert_same(run_on_ranks(2, _train_tied, engine)[0], expected, {"rtol": 1e-5, "atol": 1e-6})
+    assert_same(run_on_ranks(2, _train_tied, engine)[0], expected, {"rtol": 1e-5, "atol": 4e-6})
 
 
 def test_units_that_split_a_tie_are_left_to_what_is_around_them() -> None:

@@ -121,6 +121,8 @@ def test_numbers_are_those_of_the_plain_optimizer(engine: str, tmp_path: Path) -
     cells: list[tuple[dict[str, Any], str, bool, str]] = []
     expected = []
     for groups, frozen in CELLS:
+        if engine == "fsdp1" and len(Module(groups, frozen).configure_optimizers().param_groups) > 1:
+            continue  # refused over flat parameters
         path = tmp_path / f"{groups}_{frozen}"
         expected.append(_train_plain(groups, frozen, path))
         cells.append(({}, groups, frozen, str(path)))

@@ -93,7 +93,7 @@ DEFAULTS: dict[int, dict[str, Any]] = {
         "reshard_after_forward": ShardingStrategy.FULL_SHARD,
         "cpu_offload": fsdp.CPUOffload(offload_params=False),
         "state_dict_type": StateDictType.FULL_STATE_DICT,
-        "use_orig_params": False,
+        "use_orig_params": True,  # Accelerate: False
         "sync_module_states": False,
     },
     2: COMMON_DEFAULTS
