@@ -151,6 +151,23 @@ class _StandIns:
         return stand_in
 
 
+_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
+
+
+def check_elementwise(optimizer: Optimizer, stage: int) -> None:
+    """Check that an optimizer can step on flat pieces of parameters, which is what the stages 1 to 3 give it.
+
+    Raises:
+        ValueError: If it needs whole matrices, or the norm of each parameter.
+    """
+    name = type(optimizer).__name__
+    if stage and name in _NOT_ELEMENTWISE and not type(optimizer).__module__.startswith("deepspeed"):
+        raise ValueError(
+            f"{name} computes with whole parameters, and ZeRO stage {stage} lets it step on flat pieces of them, which "
+            "gives something else. Use stage 0, or an optimizer that treats every element alone, such as AdamW or SGD."
+        )
+
+
 def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
     """Return the optimizer that steps on offloaded state: DeepSpeed's own Adam on the CPU in the place of torch's.
 

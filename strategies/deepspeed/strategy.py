@@ -42,7 +42,7 @@ from .library import (
     require_deepspeed,
 )
 from .living import end_engines_on, engine_of, put_down, shapes_to_see
-from .optimizers import choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
+from .optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .paths import SamePath, hold_parameters
 from .plugin import DeepSpeedPlugin
 from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
@@ -283,6 +283,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
             self.config.setdefault("checkpoint", {})["load_universal"] = True
         self.config["managed_gradient_accumulation"] = False  # see [Note: one window]
         if chosen.real is not None:
+            check_elementwise(chosen.real, self._stage)
             optimizer = for_offload(chosen.real, self.config)
         else:
             optimizer = None

@@ -62,7 +62,7 @@ class Window:
         self._is_held = self._is_complete = False
         self._is_dirty = True
         self._clip_norm: float | None = None
-        self.is_stale = False
+        self.is_stale = self._adds_to_stale = False
         """Whether the optimizer has stepped, and nobody has asked for zeroed gradients since."""
         self.has_stepped = False
         """Whether the last `step` had gradients to step on."""
@@ -74,7 +74,9 @@ class Window:
             for parameter in engine.module.parameters():
                 self._watch_partitioning(parameter)
         self._clear, self._is_stepping = zero.zero_grad, False
-        zero.zero_grad = self._zero_grad
+        zero.accelight_window = self
+        kind: type = type(zero)
+        zero.__class__ = _telling_class(kind)
         engine.__dict__[_NAME] = self  # not as a submodule
 
     @contextmanager
@@ -87,7 +89,7 @@ class Window:
 
         def zero_all(set_to_none: bool = True) -> None:
             zero_grad(set_to_none)
-            self._zero_grad()
+            self.zero_grad()
 
         module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
         try:
@@ -125,6 +127,7 @@ class Window:
                 "add to those. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more batches, "
                 "use Trainer(accumulate_grad_batches=...)."
             )
+        self._adds_to_stale |= self.is_stale
         self._check_frozen()
         self._is_dirty = True
         zero = self._zero
@@ -259,6 +262,12 @@ class Window:
 
     def step(self, **kwargs: Any) -> None:
         """Let the engine's optimizer step on what has a gradient; without any, nothing happens."""
+        if self._adds_to_stale:
+            raise RuntimeError(
+                "manual_backward() followed optimizer.step() without zero_grad(): torch would add to the gradients "
+                "that were stepped on, and DeepSpeed has dropped them. Call optimizer.zero_grad() after each step, or "
+                "before the first backward of the next."
+            )
         self.complete()
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
@@ -348,11 +357,12 @@ class Window:
                 master.data.copy_(torch.where(changed, told.to(master.dtype), master.detach()))
 
     # ------------------------------------------------------------------ nothing left
-    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the window, as the optimizer's and the module's ``zero_grad()`` are to do."""
         if self._is_stepping:  # stage 3 asks for it in the middle of its step
             self._clear(*args, **kwargs)
             return
-        self.is_stale = False
+        self.is_stale = self._adds_to_stale = False
         self.forget()
 
     def forget(self) -> None:
@@ -379,6 +389,19 @@ class Window:
             state.backward_active_depth = 0
             state.reset_for_new_step()
         self.engine._unmanaged_backward_count = 0
+
+
+@functools.cache
+def _telling_class(base: type) -> type:
+    """Return a class of optimizers whose ``zero_grad()`` drops the window.
+
+    A method of the instance would not do: Lightning's own optimizers derive from the class, and call its methods.
+    """
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.accelight_window.zero_grad(*args, **kwargs)
+
+    return type(base.__name__, (base,), {"zero_grad": zero_grad, "__module__": base.__module__})
 
 
 def _refuse_group(param_group: Any) -> None:
