@@ -135,11 +135,18 @@ class Engine(ABC, Generic[SettingsT]):
     def begin_step(self, root: nn.Module) -> None:
         """Begin a training step of automatic optimization: no backward of an earlier forward will come."""
 
-    def begin_backward(self, root: nn.Module) -> None:
-        """Begin a backward that reduces."""
+    def end_step(self, root: nn.Module) -> None:
+        """End a training step of automatic optimization, or what comes before a backward in manual optimization."""
 
-    def settle_backward(self, root: nn.Module) -> None:
-        """Put right what a backward that reduced leaves behind; every rank calls it.
+    def begin_backward(self, root: nn.Module) -> None:
+        """Begin a backward of what was computed before."""
+
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        """Put right what a backward leaves behind; every rank calls it.
+
+        Args:
+            root: Sharded.
+            reduced: Whether it was not inside `no_sync`.
 
         Raises:
             RuntimeError: On every rank, if the ranks did not use the same units.

@@ -35,6 +35,7 @@ from .fsdp1_units import (
     FrozenGradients,
     add_waiting_gradients,
     drop_unreduced,
+    expect_backward,
     forget_order,
     make_idle,
     put_aside,
@@ -43,6 +44,7 @@ from .fsdp1_units import (
     roots_of,
     units_by_module,
     units_of,
+    waiting_units,
 )
 from .gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
 from .optimizer_checks import check_flat_parameters
@@ -70,6 +72,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     renews_parameters = False  # they are kept, or become part of a flat one
     hooks_units = False  # and its state dict would show the wrappers that torch.compile makes
     _accumulating = False
+    _waiting: Sequence[Any] = ()
+    """Units that a step has used and its backward has not reached yet."""
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -209,18 +213,26 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
+        self._waiting = []
         forget_order(root)
 
     @override
+    def end_step(self, root: nn.Module) -> None:
+        self._waiting = waiting_units(root)
+
+    @override
     def begin_backward(self, root: nn.Module) -> None:
+        expected, self._waiting = self._waiting, []
+        expect_backward(root, expected)
         self._watch.begin()
         self._frozen.put_aside()
 
     @override
-    def settle_backward(self, root: nn.Module) -> None:
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
         self._frozen.give_back()
-        reduce_left_over(root)
-        self._watch.settle(max_over_ranks)
+        if reduced:
+            reduce_left_over(root)
+            self._watch.settle(max_over_ranks)
 
     @override
     def reshard(self, root: nn.Module) -> None:

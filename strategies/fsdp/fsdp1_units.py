@@ -18,10 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import (
-    _accumulate_sharded_grad,
     _div_if_needed,
     _get_reduce_scatter_tensors,
-    _post_reduce_grad_callback,
     _reshard,
 )
 
@@ -113,6 +111,41 @@ def _is_gathered(handle: Any) -> bool:
     )
 
 
+def waiting_units(root: nn.Module) -> list[Any]:
+    """Return the units that wait for the backward of a forward."""
+    return [unit for unit in units_of(root) if len(_hook_state(unit)) == 2]
+
+
+def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
+    """Let the units be ready for a backward of what was computed before, whatever came in between.
+
+    Parameters may have been frozen since, which torch 2.13 takes for a mistake (``_finalize_params``).
+
+    Args:
+        root: Sharded.
+        expected: What `waiting_units` returned after the forward.
+
+    Raises:
+        RuntimeError: If another backward has run since, and has ended what the forward prepared.
+    """
+    if any(len(_hook_state(unit)) != 2 for unit in expected):
+        raise RuntimeError(
+            "A backward of one's own ran between training_step() and its backward (in on_before_backward(), say): with "
+            "FSDP1 it ends what the step's forward has prepared. Run it in another hook, or use fsdp_version=2."
+        )
+    for unit in units_of(root):
+        unit._handle._reset_flat_param_grad_info_if_needed()
+        flat_param: Any = unit._handle.flat_param
+        if not flat_param.requires_grad and len(_hook_state(unit)) == 2:
+            _hook_state(unit)[-1].remove()
+            del flat_param._post_backward_hook_state
+
+
+def _hook_state(unit: Any) -> tuple[Any, ...]:
+    """Return the node that accumulates the unit's gradient and the hook on it; the hook alone if it is frozen."""
+    return getattr(unit._handle.flat_param, "_post_backward_hook_state", ())
+
+
 def forget_order(root: nn.Module) -> None:
     """Forget the forwards that no backward followed: they are no part of the order in which backward prefetches."""
     for unit in _all_units(root):
@@ -198,7 +231,7 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool]) -> None:
 
 
 def reduce_left_over(root: nn.Module) -> None:
-    """Reduce what waits in units that a window's last micro-batch did not use."""
+    """Reduce what waits in units that a window's last micro-batch did not reach: unused there, or frozen since."""
     for unit in units_of(root):
         handle = unit._handle
         flat_param: Any = handle.flat_param
@@ -206,26 +239,35 @@ def reduce_left_over(root: nn.Module) -> None:
         if waiting is None:
             continue
         delattr(flat_param, _WAITING)
-        if not handle.uses_sharded_strategy:
-            _div_if_needed(waiting, unit._gradient_predivide_factor)
-            dist.all_reduce(waiting, group=unit.process_group)
-            _div_if_needed(waiting, unit._gradient_postdivide_factor)
-            flat_param.grad = waiting.to(flat_param.dtype)
-            if handle._use_orig_params:
-                handle._use_sharded_grad_views()
-            continue
-        padded, shard = _get_reduce_scatter_tensors(unit, waiting.to(handle._reduce_dtype))
-        _div_if_needed(padded, unit._gradient_predivide_factor)
-        dist.reduce_scatter_tensor(shard, padded, group=unit.process_group)
-        if hasattr(unit, "_inter_node_pg"):
-            dist.all_reduce(shard, group=unit._inter_node_pg)
-        _div_if_needed(shard, unit._gradient_postdivide_factor)
+        reduced = _reduce(unit, waiting.to(handle._reduce_dtype)).to(flat_param.dtype)
         if flat_param.grad is not None:
-            flat_param._saved_grad_shard = flat_param.grad.data
-        _post_reduce_grad_callback(unit, handle, _accumulate_sharded_grad(unit, handle, shard))
-        flat_param._post_backward_called = True
-        handle.prepare_gradient_for_optim()
-        flat_param._post_backward_called = False
+            reduced += flat_param.grad
+        flat_param.grad = reduced.to(flat_param.device)
+        if flat_param._params is None:
+            continue
+        if not handle.uses_sharded_strategy:
+            for parameter, piece in zip(flat_param._params, handle._get_unflat_views(flat_param.grad), strict=True):
+                parameter.grad = piece
+            continue
+        for parameter, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+            if info.in_shard:
+                parameter.grad = flat_param.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
+
+
+def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the mean of ``gradient`` over the ranks: this rank's shard of it, or all of it if nothing is sharded."""
+    if unit._handle.uses_sharded_strategy:
+        padded, reduced = _get_reduce_scatter_tensors(unit, gradient)
+        _div_if_needed(padded, unit._gradient_predivide_factor)
+        dist.reduce_scatter_tensor(reduced, padded, group=unit.process_group)
+        if hasattr(unit, "_inter_node_pg"):
+            dist.all_reduce(reduced, group=unit._inter_node_pg)
+    else:
+        reduced = gradient
+        _div_if_needed(reduced, unit._gradient_predivide_factor)
+        dist.all_reduce(reduced, group=unit.process_group)
+    _div_if_needed(reduced, unit._gradient_postdivide_factor)
+    return reduced
 
 
 def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:

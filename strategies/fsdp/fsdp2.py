@@ -139,8 +139,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             group._post_forward_indices.clear()
 
     @override
-    def settle_backward(self, root: nn.Module) -> None:
-        self._watch.settle(max_over_ranks)
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        if reduced:
+            self._watch.settle(max_over_ranks)
 
     @override
     def reshard(self, root: nn.Module) -> None:

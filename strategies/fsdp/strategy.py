@@ -335,16 +335,14 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
     def running_backward(self) -> Iterator[None]:
         """Run a backward; gradients are what one process would have when it ends, if it reduces them."""
         root = self.form.root
-        if not self._accumulating:
-            self.engine.begin_backward(root)
+        self.engine.begin_backward(root)
         with inside():
             try:
                 yield
             except BaseException:
                 self.engine.make_idle(root)
                 raise
-            if not self._accumulating:
-                self.engine.settle_backward(root)
+            self.engine.end_backward(root, reduced=not self._accumulating)
             if not self._kept_gathered:
                 self.engine.reshard(root)
 
@@ -386,6 +384,12 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             self._accumulating = False
 
     @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._is_manual:  # hooks come between this and the backward
+            self.engine.end_step(self.form.root)
+
+    @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         super().post_backward(closure_loss)
         if self._is_manual:
@@ -409,6 +413,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             result = super().training_step(*args, **kwargs)
         if self._is_manual:
             self.precision_plugin.update_scale()
+        else:
+            self.engine.end_step(self.form.root)
         return result
 
     @property

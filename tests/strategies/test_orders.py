@@ -3,53 +3,67 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.strategies.orders import ACTIONS, HOOKS, Event, Fit, Script, check
+from tests.strategies.orders import ACTIONS, HOOKS, OPTIONS, Event, Fit, Script, check
+
+T = TypeVar("T")
+Pick = Callable[[Sequence[T]], T]
 
 KINDS = ["fsdp2", "fsdp1", "fsdp1_flat"]
 NUM_SCRIPTS = int(os.environ.get("ACCELIGHT_ORDERS", "20"))
-"""For each kind; ``make test-orders`` draws 1,000, and other ones each time."""
+"""For each kind; where the variable is set, other ones are drawn each time."""
 
 
-@st.composite
-def fits(draw: st.DrawFn, number: int, manual: bool) -> Fit:
-    batches = draw(st.integers(2, 6))
-    validate_every = draw(st.none() | st.integers(1, batches))
+def pick_fit(pick: Pick, number: int, manual: bool) -> Fit:
+    start = pick(["same", "resume", "fresh"]) if number else "same"
+    call = pick(["fit", "fit", "fit", "fit", "validate", "predict"])
+    if call != "fit":
+        return Fit(call=call, start=start)
+    batches = pick([2, 3, 4, 5, 6])
+    validate_every = pick([None, None, *range(1, batches + 1)])
     hooks = HOOKS if validate_every else tuple(hook for hook in HOOKS if "validation" not in hook)
-    events = st.builds(Event, st.sampled_from(hooks), st.integers(0, 4), st.sampled_from(ACTIONS))
+    events = tuple(Event(pick(hooks), pick([0, 1, 2, 3, 4]), pick(ACTIONS)) for _ in range(pick([0, 1, 2, 3])))
     return Fit(
-        start=draw(st.sampled_from(["same", "resume", "fresh"])) if number else "same",
-        accumulate=1 if manual else draw(st.integers(1, 3)),
-        epochs=draw(st.integers(1, 2)),
+        start=start,
+        accumulate=1 if manual else pick([1, 2, 3]),
+        epochs=pick([1, 2]),
         batches=batches,
-        clip=None if manual else draw(st.sampled_from([None, 0.05, 1.0])),
-        limit=draw(st.sampled_from([None, None, batches - 1, batches + 2])),
-        skip_at=draw(st.none() | st.integers(1, batches)),
+        clip=None if manual else pick([None, 0.05, 1.0]),
+        limit=pick([None, None, batches - 1, batches + 2]),
+        skip_at=pick([None, None, None, 1, batches - 1]),
         validate_every=validate_every,
-        swap=validate_every is not None and draw(st.booleans()),
-        events=tuple(draw(st.lists(events, max_size=3))),
+        swap=validate_every is not None and pick([False, True]),
+        events=events,
+    )
+
+
+def pick_script(pick: Pick) -> Script:
+    """Make a script of choices."""
+    manual = pick([None, None, None, None, None, "zbs", "bsz", "bzs", "tzbs", "tbsz"])
+    num_fits = pick([1, 2, 2, 3])
+    return Script(
+        fits=tuple(pick_fit(pick, number, manual is not None) for number in range(num_fits)),
+        optimizer=pick(["sgd", "decay", "adamw"]),
+        over=pick(["all", "all", "groups", "part"]),
+        schedule=pick([None, "step", "epoch"]),
+        manual=manual,
+        every=pick([1, 2]) if manual in ("zbs", "bsz", "tzbs", "tbsz") else 1,
+        unused=pick([None, None, "batch", "rank", "never"]),
+        iterable=pick([False, True]),
+        sharded=pick([False, True]),
+        option=pick([None, None, None, *OPTIONS]),
     )
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
-    manual = draw(st.sampled_from([None, None, None, "zbs", "bsz", "bzs", "tzbs", "tbsz"]))
-    every = draw(st.integers(1, 2)) if manual in ("zbs", "bsz", "tzbs", "tbsz") else 1
-    return Script(
-        fits=tuple(draw(fits(number, manual is not None)) for number in range(draw(st.integers(1, 3)))),
-        optimizer=draw(st.sampled_from(["sgd", "decay", "adamw"])),
-        over=draw(st.sampled_from(["all", "groups", "part"])),
-        schedule=draw(st.sampled_from([None, "step", "epoch"])),
-        manual=manual,
-        every=every,
-        unused=draw(st.sampled_from([None, "batch", "rank", "never"])),
-        iterable=draw(st.booleans()),
-        sharded=draw(st.booleans()),
-    )
+    return pick_script(lambda options: draw(st.sampled_from(options)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
