@@ -351,6 +351,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
             raise RuntimeError("prepare_model() needs the processes: call it in setup() or configure_model().")
         chosen = AcceleratorState().get_deepspeed_plugin(plugin) if isinstance(plugin, str) else plugin
         chosen.set_moe_leaf_modules(model)
+        end_engines_on(model, stage=int(chosen.zero_stage or 0))
         precision = self.precision_plugin.accelerate_name
         if optimizer is None:
             model.requires_grad_(False).eval()
