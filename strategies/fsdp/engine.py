@@ -18,6 +18,7 @@ from .optimizer_parameters import EarlyParameters
 from .original_model import find_ties, module_attribute_of, parameter_order
 from .outside_calls import Close
 from .parts import Plan, left_over, parts_called_alone
+from .refusals import check_modules
 from .root import ShardedForm, recall_form, remember_form
 from .settings import EngineSettings
 from .slots import Slot
@@ -64,7 +65,7 @@ class Engine(ABC, Generic[SettingsT]):
 
         Raises:
             RuntimeError: If ``model`` is sharded by the other FSDP version.
-            ValueError: If the wrap policy or the ignored modules do not fit ``model``.
+            ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
         """
         form = recall_form(model, self.version)
         if form is None:
@@ -78,6 +79,8 @@ class Engine(ABC, Generic[SettingsT]):
             units = without_split_ties(model, units, ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
             whole = ignored | left_over(model, parts) if parts else ignored
+            precision = self.settings.precision
+            check_modules(model, [*units, *parts], whole, version=self.version, precision=precision)
             for module in whole:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
             unsharded = frozenset(parameter for module in whole for parameter in module.parameters(recurse=False))

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,8 @@ _WHOLE_PARAMETERS = {
     "Adafactor", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "Adalomo",
     "Lomo",
 }  # fmt: skip
+_NOT_FOR_DTENSORS = {"Adafactor", "Rprop"}
+"""Their steps in torch 2.13 call operations that have no meaning for DTensors, and end in the middle."""
 
 
 def check_kinds(optimizers: Iterable[Optimizer], version: int) -> None:
@@ -34,6 +37,8 @@ def check_kinds(optimizers: Iterable[Optimizer], version: int) -> None:
         ValueError: If an optimizer is known to be wrong or to fail. One that nobody knows gets a warning with FSDP1.
     """
     for optimizer in optimizers:
+        if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
+            continue
         names = {cls.__name__ for cls in type(optimizer).__mro__}
         called = type(optimizer).__name__
         if "LBFGS" in names:
@@ -42,11 +47,18 @@ def check_kinds(optimizers: Iterable[Optimizer], version: int) -> None:
                 "another optimizer, or train with Trainer(strategy='ddp')."
             )
         if version != 1:
+            torchs = {cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim")}
+            if torchs & _NOT_FOR_DTENSORS:
+                raise ValueError(
+                    f"{called} cannot step FSDP2's parameters: torch's {', '.join(torchs & _NOT_FOR_DTENSORS)} does "
+                    "not know DTensors. Use another optimizer (AdamW, SGD), or train with Trainer(strategy='ddp')."
+                )
             continue
         if names & _WHOLE_PARAMETERS:
             raise ValueError(
                 f"{called} looks at whole parameters, and FSDP1 gives it pieces of flattened ones: the result would be "
-                "another. Use fsdp_version=2, or an optimizer that works element by element (AdamW, SGD)."
+                "another. Use fsdp_version=2 if it knows DTensors, or an optimizer that works element by element "
+                "(AdamW, SGD)."
             )
         if not names & _ELEMENT_BY_ELEMENT:
             warnings.warn(
@@ -69,6 +81,7 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
     Raises:
         ValueError: If trainable parameters are in no optimizer, or an optimizer has several groups.
     """
+    optimizers = [one for one in optimizers if not isinstance(one, _MockOptimizer)]
     held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
     flat: list[Any] = [unit._handle.flat_param for unit in units_of(root)]
     left_out = [name for one in flat if one.requires_grad and one not in held for name in one._fqns]
