@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := state checkpoint strategies callbacks
 
-.PHONY: help setup demo test check lint mypy format bench clean
+.PHONY: help setup demo test test-all test-orders check lint mypy format bench clean
 
 help:  ## Show the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## Create .venv and install everything pinned in constraints.txt
 
@@ -23,6 +23,12 @@ demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes
 
 test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest -q
+
+test-all: $(STAMP)  ## Run what `make test` leaves out: a hundred random orders of events for each engine
+	ACCELIGHT_ORDERS=100 $(BIN)/python -m pytest -q tests/strategies/test_orders.py -k random
+
+test-orders: $(STAMP)  ## Run a thousand random orders of events for each engine, other ones each time
+	ACCELIGHT_ORDERS=1000 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(BIN)/python -m pytest -q tests/strategies/test_orders.py -k random
 
 check: lint mypy  ## Lint, format check and types
 

@@ -192,7 +192,7 @@ def put_aside(root: nn.Module) -> None:
         flat_param: Any = handle.flat_param
         flat_param._post_backward_called = False
         gradient = flat_param.grad
-        if gradient is None or not flat_param.requires_grad:
+        if gradient is None:
             continue
         if handle.uses_sharded_strategy and gradient.shape == flat_param._local_shard.shape:
             continue  # reduced before

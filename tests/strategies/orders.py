@@ -323,7 +323,8 @@ class Events(Callback):
             with torch.no_grad():
                 module.seen.append(module(torch.arange(4)[None]).sum().item())
         elif action == "part":
-            module.seen.append(module.net.blocks[1].linear(torch.ones(2, 5)).sum().item())
+            block: Any = module.net.blocks[1]
+            module.seen.append(block.linear(torch.ones(2, 5)).sum().item())
             module.seen.append(module.net.head(torch.ones(2, 5)).sum().item())
         elif action == "clamp":
             for parameter in module.parameters():
