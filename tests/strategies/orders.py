@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelight.state import GradientAccumulationPlugin
 from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed_training import ds_config
 
 WORLD_SIZE = 2
 ROWS = 2
@@ -327,8 +329,9 @@ class Events(Callback):
             module.seen.append(block.linear(torch.ones(2, 5)).sum().item())
             module.seen.append(module.net.head(torch.ones(2, 5)).sum().item())
         elif action == "clamp":
-            for parameter in module.parameters():
-                parameter.data.clamp_(-0.3, 0.3)
+            with open_weights(module):
+                for parameter in module.parameters():
+                    parameter.clamp_(-0.3, 0.3)
         elif action == "read":
             module.seen.append(_total(module))
         elif action == "draft":
@@ -341,8 +344,8 @@ class Events(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.fit.swap:
-            self.weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
-            with torch.no_grad():
+            with open_weights(pl_module):
+                self.weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
                 for parameter in pl_module.parameters():
                     parameter.copy_(parameter * 0.5)
         self._happen("on_validation_start", trainer, pl_module)
@@ -350,8 +353,22 @@ class Events(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._happen("on_validation_end", trainer, pl_module)
         if self.fit.swap:
-            for parameter, weights in zip(pl_module.parameters(), self.weights, strict=True):
-                parameter.data.copy_(weights)
+            with open_weights(pl_module):
+                for parameter, weights in zip(pl_module.parameters(), self.weights, strict=True):
+                    parameter.copy_(weights)
+
+
+@contextmanager
+def open_weights(module: nn.Module) -> Iterator[None]:
+    """Let weights be changed in place, also where ZeRO-3 has partitioned them, as its users do it."""
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        import deepspeed  # in the processes alone
+
+        with deepspeed.zero.GatheredParameters([*module.parameters()], modifier_rank=0), torch.no_grad():
+            yield
+    else:
+        with torch.no_grad():
+            yield
 
 
 def _add_hook(name: str) -> None:
@@ -368,6 +385,9 @@ for _name in HOOKS:
 
 def _total(module: Module) -> float:
     """The sum of all weights, as a hook would compute it."""
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        with open_weights(module):
+            return torch.stack([parameter.detach().sum() for parameter in module.parameters()]).sum().item()
     parts = [parameter.detach() for parameter in module.parameters()]
     total = sum(
         (part.full_tensor().sum() if isinstance(part, DTensor) else part.sum() for part in parts), torch.zeros(())
@@ -399,6 +419,8 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
         if module is None or fit.start == "fresh":
             module = Module(script, rank, seed=number + 1)
         module.seen, module.skip_at = [], fit.skip_at
+        if rank is None:
+            module.zero_grad()  # a fit begins without gradients
 
         def save(trainer: Trainer, number: int = number) -> None:
             path = str(folder / f"{number}-{len(last)}.ckpt")
@@ -438,9 +460,10 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
         if rank is None:
             weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         else:
-            weights = {name: tensor.clone() for name, tensor in _weights(trainer).items()}
+            weights = {name: tensor.clone() for name, tensor in _weights(trainer, module).items()}
         trainer_optimizers = trainer.optimizers
-        states = [trainer.strategy.optimizer_state(one) for one in trainer_optimizers]
+        is_zero = hasattr(trainer.strategy, "deepspeed_plugin")
+        states = [{} if is_zero else trainer.strategy.optimizer_state(one) for one in trainer_optimizers]
         rates = [float(group["lr"]) for one in trainer_optimizers for group in one.param_groups]
         records.append(Record(outcome, trainer.global_step, weights, [_plain(s) for s in states], rates, module.seen))
         if fit.call == "fit":
@@ -448,7 +471,10 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
     return records
 
 
-def _weights(trainer: Trainer) -> dict[str, Tensor]:
+def _weights(trainer: Trainer, module: Module) -> dict[str, Tensor]:
+    if hasattr(trainer.strategy, "deepspeed_plugin"):
+        with open_weights(module):
+            return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     state = trainer.strategy.lightning_module_state_dict()
     return {name: one.full_tensor() if hasattr(one, "full_tensor") else _whole(one) for name, one in state.items()}
 
@@ -483,6 +509,11 @@ def build_strategy(kind: str, script: Script) -> Any:
     """Return a strategy of the kind, ``ddp`` included."""
     if kind == "ddp":
         return "ddp_find_unused_parameters_true"
+    if kind.startswith("zero"):
+        from accelight.strategies import AccelDeepSpeedStrategy
+
+        config = {"train_micro_batch_size_per_gpu": ROWS, **ds_config(int(kind[-1]))}
+        return AccelDeepSpeedStrategy(hf_ds_config=config, find_unused_parameters=True)
     from accelight.strategies import AccelFSDPStrategy
 
     form = "sharded_state_dict" if script.sharded else "full_state_dict"
@@ -549,8 +580,15 @@ def refusal(script: Script, kind: str) -> str | None:
     """Return the words with which a kind of strategy refuses a script that plain ``ddp`` runs; None if it does not."""
     if kind == "fsdp1_flat" and (script.over != "all" or script.unused in ("batch", "never")):
         return "use_orig_params=True"
+    actions = [event.action for fit in script.fits for event in fit.events]
+    if kind.startswith("zero") and script.manual:
+        return "a DeepSpeed engine has one"
+    if kind.startswith("zero") and "freeze" in actions and "thaw" in actions:
+        return "was frozen when fit() began"
     before = ("on_before_zero_grad", "on_before_backward")
-    if kind != "fsdp2" and any(e.action == "adversary" and e.hook in before for fit in script.fits for e in fit.events):
+    if kind.startswith("fsdp1") and any(
+        e.action == "adversary" and e.hook in before for fit in script.fits for e in fit.events
+    ):
         return "A backward of one's own ran between training_step() and its backward"
     return None
 
