@@ -47,6 +47,18 @@ def gather(engine: Any) -> None:
         parameter.is_external_param = True  # no layer releases it; the step does
 
 
+def hold_parameters_in_forward(engine: Any) -> None:
+    """Let an engine for evaluation have every parameter whole in each forward, and none afterwards: ranks may differ."""
+    _coordinator(engine).reset_step = lambda: None
+    engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
+    engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
+
+
+def _release(engine: Any) -> None:
+    parameters = list(engine.module.parameters())
+    parameters[0].partition(param_list=parameters)
+
+
 class SamePath:
     """Refuses, by name, to gather the parameters of another layer than the other ranks.
 

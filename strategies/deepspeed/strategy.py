@@ -43,7 +43,7 @@ from .library import (
 )
 from .living import end_engines_on, engine_of, put_down, shapes_to_see
 from .optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
-from .paths import SamePath, hold_parameters
+from .paths import SamePath, hold_parameters, hold_parameters_in_forward
 from .plugin import DeepSpeedPlugin
 from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
 from .window import Window
@@ -325,6 +325,8 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         self._take_config(config_for_evaluation(self.deepspeed_plugin, module, precision))
         end_engines_on(module, stage=self._stage)
         self.model = engines.start_engine(module, self.config, self.root_device)
+        if self._stage == 3 and self.find_unused_parameters:
+            hold_parameters_in_forward(self.model)
 
     def prepare_model(
         self, model: nn.Module, plugin: str | DeepSpeedPlugin, optimizer: torch.optim.Optimizer | None = None
