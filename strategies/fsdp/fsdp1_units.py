@@ -119,7 +119,7 @@ def waiting_units(root: nn.Module) -> list[Any]:
 def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
     """Let the units be ready for a backward of what was computed before, whatever came in between.
 
-    Parameters may have been frozen since, which torch 2.13 takes for a mistake (``_finalize_params``).
+    Parameters may have been frozen or thawed since, which torch 2.13 takes for a mistake (``_finalize_params``).
 
     Args:
         root: Sharded.
@@ -134,11 +134,31 @@ def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
             "FSDP1 it ends what the step's forward has prepared. Run it in another hook, or use fsdp_version=2."
         )
     for unit in units_of(root):
+        _follow_gradients(unit._handle)
         unit._handle._reset_flat_param_grad_info_if_needed()
         flat_param: Any = unit._handle.flat_param
-        if not flat_param.requires_grad and len(_hook_state(unit)) == 2:
+        if _hook_state(unit) and len(_hook_state(unit)) != 1 + flat_param.requires_grad:
             _hook_state(unit)[-1].remove()
             del flat_param._post_backward_hook_state
+
+
+def _follow_gradients(handle: Any) -> None:
+    """Let a flat parameter's gradient be what its original parameters' are: cleared since, or set by the user.
+
+    torch 2.13 looks at them where it gathers, and not where a unit stays gathered between forward and backward.
+    """
+    flat_param = handle.flat_param
+    gradient = flat_param.grad
+    if flat_param._params is None or gradient is None or not handle._skipped_use_sharded_views:
+        return
+    for parameter, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+        if not info.in_shard:
+            continue
+        piece = gradient.narrow(0, info.offset_in_shard, info.numel_in_shard)
+        if parameter.grad is None:
+            piece.zero_()
+        elif parameter.grad.data_ptr() != piece.data_ptr():
+            piece.copy_(parameter.grad)
 
 
 def _hook_state(unit: Any) -> tuple[Any, ...]:
@@ -243,15 +263,20 @@ def reduce_left_over(root: nn.Module) -> None:
         if flat_param.grad is not None:
             reduced += flat_param.grad
         flat_param.grad = reduced.to(flat_param.device)
-        if flat_param._params is None:
-            continue
-        if not handle.uses_sharded_strategy:
-            for parameter, piece in zip(flat_param._params, handle._get_unflat_views(flat_param.grad), strict=True):
-                parameter.grad = piece
-            continue
-        for parameter, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
-            if info.in_shard:
-                parameter.grad = flat_param.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
+        for index in range(len(flat_param._params or ())):
+            _give_gradient(handle, index)
+
+
+def _give_gradient(handle: Any, index: int) -> None:
+    """Let an original parameter's gradient be its piece of the flat parameter's."""
+    flat_param = handle.flat_param
+    if flat_param._params is None or flat_param.grad is None:
+        return
+    info = flat_param._shard_param_infos[index]
+    if not handle.uses_sharded_strategy:
+        flat_param._params[index].grad = list(handle._get_unflat_views(flat_param.grad))[index]
+    elif info.in_shard:
+        flat_param._params[index].grad = flat_param.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
 
 
 def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -314,12 +339,25 @@ class BackwardWatch:
             use_views(handle, as_params)
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
                 return
-            for index, (name, module, _) in enumerate(handle.flat_param._param_infos):
+            owners = handle.flat_param._params or [handle.flat_param] * len(handle.flat_param._param_infos)
+            for index, ((name, module, _), owner) in enumerate(
+                zip(handle.flat_param._param_infos, owners, strict=True)
+            ):
                 view = getattr(module, name)
                 if view.requires_grad:
-                    view.register_hook(lambda _, place=(number, index): self._used.add(place))
+                    arrive = partial(self._arrive, (number, index), owner if owner.requires_grad else None)
+                    view.register_hook(arrive)
 
         return run
+
+    def _arrive(
+        self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
+        if owner is None or not owner.requires_grad:
+            return torch.zeros_like(gradient)
+        self._used.add(place)
+        return None
 
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""
@@ -343,6 +381,8 @@ class BackwardWatch:
         for place, parameter in self._parameters():
             if place not in used and place in self._without:
                 parameter.grad = None
+            elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
+                _give_gradient(self._units[place[0]]._handle, place[1])
         for number, unit in enumerate(self._units):
             self._check_flat(number, unit, sizes[number], used)
 

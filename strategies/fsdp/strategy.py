@@ -343,7 +343,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
                 self.engine.make_idle(root)
                 raise
             self.engine.end_backward(root, reduced=not self._accumulating)
-            if not self._kept_gathered:
+            if not (self._kept_gathered and self._accumulating):  # a step follows: also units that this batch left out
                 self.engine.reshard(root)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
