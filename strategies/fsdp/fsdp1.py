@@ -229,6 +229,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        if not reduced:
+            put_aside(root, self._watch.without)
         self._frozen.give_back()
         if reduced:
             reduce_left_over(root)
@@ -260,7 +262,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
                 yield
         finally:
             self._accumulating = False
-            put_aside(root)
+            put_aside(root, self._watch.without)  # what backwards of the user's own left
 
     @override
     def clip_grad_norm(

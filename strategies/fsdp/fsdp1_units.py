@@ -8,7 +8,7 @@ has accumulated its own, we add it, just before torch reduces the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -205,9 +205,16 @@ class FrozenGradients:
                 del flat_param._saved_grad_shard
 
 
-def put_aside(root: nn.Module) -> None:
-    """Take the gradients that a backward in ``no_sync`` left; see the note above."""
-    for unit in units_of(root):
+def put_aside(root: nn.Module, without: Container[tuple[int, int]]) -> None:
+    """Take the gradients that a backward in ``no_sync`` left; see the note above.
+
+    Those that were reduced before and not cleared, which torch keeps beside until the next reduction, come back.
+
+    Args:
+        root: Sharded.
+        without: Numbers of the units and of their parameters that had no gradient before.
+    """
+    for number, unit in enumerate(units_of(root)):
         handle = unit._handle
         flat_param: Any = handle.flat_param
         flat_param._post_backward_called = False
@@ -219,6 +226,12 @@ def put_aside(root: nn.Module) -> None:
         waiting = getattr(flat_param, _WAITING, None)
         setattr(flat_param, _WAITING, gradient.data if waiting is None else waiting.add_(gradient.data))
         _forget(handle)
+        if hasattr(flat_param, "_saved_grad_shard"):
+            flat_param.grad = flat_param._saved_grad_shard
+            del flat_param._saved_grad_shard
+            for index in range(len(flat_param._params or ())):
+                if (number, index) not in without:
+                    _give_gradient(handle, index)
 
 
 def _forget(handle: Any) -> None:
@@ -327,7 +340,8 @@ class BackwardWatch:
     def __init__(self, root: nn.Module) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
-        self._without: set[tuple[int, int]] = set()
+        self.without: set[tuple[int, int]] = set()
+        """Units and parameters, by their numbers, that had no gradient before the last backward."""
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
             unit._handle.prepare_gradient_for_backward = partial(_first_derivatives_only, unit._handle)
@@ -361,7 +375,7 @@ class BackwardWatch:
 
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""
-        self._without = {place for place, parameter in self._parameters() if parameter.grad is None}
+        self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
 
     def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
@@ -379,7 +393,7 @@ class BackwardWatch:
         used = {place for place, anywhere in zip(places, told.tolist(), strict=True) if anywhere}
         self._used = set()
         for place, parameter in self._parameters():
-            if place not in used and place in self._without:
+            if place not in used and place in self.without:
                 parameter.grad = None
             elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
                 _give_gradient(self._units[place[0]]._handle, place[1])
@@ -392,7 +406,7 @@ class BackwardWatch:
         if flat_param._params is not None or len(of_unit) == size or not flat_param.requires_grad:
             return
         if not of_unit:
-            flat_param.grad = None if number in {place[0] for place in self._without} else flat_param.grad
+            flat_param.grad = None if number in {place[0] for place in self.without} else flat_param.grad
             return
         names = ", ".join(name for index, name in enumerate(flat_param._fqns) if index not in of_unit)
         raise RuntimeError(
