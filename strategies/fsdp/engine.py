@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from .groups import without_split_ties
@@ -20,6 +22,7 @@ from .outside_calls import Close
 from .parts import Plan, left_over, parts_called_alone
 from .refusals import check_modules
 from .root import ShardedForm, recall_form, remember_form
+from .same_path import SamePath
 from .settings import EngineSettings
 from .slots import Slot
 from .unit_wrappers import checkpoint_units, compile_units
@@ -49,6 +52,11 @@ class Engine(ABC, Generic[SettingsT]):
     hooks_units: ClassVar[bool]
     """Whether sharding puts its hooks on the units themselves, instead of around them."""
 
+    path: SamePath
+    """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
+    timeout: timedelta = default_pg_timeout
+    """How long a rank waits for the others where it does what none did before."""
+
     def __init__(self, settings: SettingsT, mesh: DeviceMesh, device: torch.device) -> None:
         self.settings = settings
         self.mesh = mesh
@@ -76,6 +84,8 @@ class Engine(ABC, Generic[SettingsT]):
                 units = checkpoint_units(model, units)
             if (options := self.settings.compile_options) is not None:
                 units = compile_units(model, units, options, in_place=not self.hooks_units)
+            if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
+                units = []
             units = without_split_ties(model, units, ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
             whole = ignored | left_over(model, parts) if parts else ignored

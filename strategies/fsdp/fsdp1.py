@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,6 +39,7 @@ from .fsdp1_units import (
     expect_backward,
     forget_order,
     make_idle,
+    names_of,
     put_aside,
     reduce_left_over,
     reshard,
@@ -51,8 +53,10 @@ from .optimizer_checks import check_flat_parameters
 from .outside_calls import Close
 from .parts import Plan
 from .root import ShardedForm, ShardedRoot
+from .same_path import SamePath
 from .settings import FSDP1Settings
 from .slots import Slot, slots_of, swap_for_empty
+from .wrapping import clean_name
 
 if TYPE_CHECKING:
     from .gradients import Sharding
@@ -164,9 +168,11 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             _lazy_init(unit, unit)
         self._units = units_by_module(root)
-        self._watch, self._frozen = BackwardWatch(root), FrozenGradients(root)
-        for unit in units_of(root):
-            add_waiting_gradients(unit, lambda: not self._accumulating)
+        units = units_of(root)
+        self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
+        self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
+        for number, unit in enumerate(units):
+            add_waiting_gradients(unit, lambda: not self._accumulating, partial(self.path.reduce, number))
         self.make_idle(root)
         drop_unreduced(root)
 
@@ -205,6 +211,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def make_idle(self, root: nn.Module) -> None:
         make_idle(root)
+        self.path.forget()
         self._frozen.give_back()
 
     @override

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._runtime_utils import (
 )
 
 from .gradients import refuse_second_derivatives
+from .same_path import SamePath
 
 _WAITING = "_accelight_unreduced"
 
@@ -33,11 +34,22 @@ def units_of(root: nn.Module) -> list[Any]:
     return [unit for unit in _all_units(root) if unit._handle is not None]
 
 
+def names_of(root: nn.Module, units: Iterable[Any]) -> list[str]:
+    """Return the names of ``units`` inside ``root``, with the traces of wrappers."""
+    names = {module: name for name, module in root.named_modules()}
+    return [names[unit] for unit in units]
+
+
 def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
     """Return the outermost units: the root itself, or the parts that stand in its place."""
     if isinstance(root, FullyShardedDataParallel):
         return [root]
     return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:
+    path.gather(number)
+    return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
 
 
 def _first_derivatives_only(handle: Any) -> None:
@@ -240,12 +252,13 @@ def _forget(handle: Any) -> None:
         parameter.grad = None
 
 
-def add_waiting_gradients(unit: Any, is_last: Callable[[], bool]) -> None:
+def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable[[], None]) -> None:
     """Let the last backward of each window reduce what `put_aside` took from ``unit``.
 
     Args:
         unit: With parameters.
         is_last: Whether the backward under way is a window's last.
+        tell: Called before torch reduces.
     """
     flat_param: Any = unit._handle.flat_param
     if hasattr(flat_param, "_accelight_hook"):
@@ -253,6 +266,8 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool]) -> None:
 
     def add(parameter: torch.Tensor) -> None:
         waiting = getattr(parameter, _WAITING, None)
+        if parameter.grad is not None and is_last():
+            tell()
         if waiting is not None and parameter.grad is not None and is_last():
             parameter.grad.data = parameter.grad.data.add(waiting)
             delattr(parameter, _WAITING)
@@ -337,13 +352,14 @@ class BackwardWatch:
     momentum nor decay touch them.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, path: SamePath) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
+            unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
             unit._handle.prepare_gradient_for_backward = partial(_first_derivatives_only, unit._handle)
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:

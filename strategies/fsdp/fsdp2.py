@@ -25,8 +25,10 @@ from .groups import late_heads
 from .outside_calls import Close
 from .parts import Plan
 from .root import ShardedForm, ShardedRoot, inside_root
+from .same_path import SamePath
 from .settings import FSDP2Settings
 from .slots import Slot, open_slots
+from .wrapping import clean_name
 
 
 class FSDP2Engine(Engine[FSDP2Settings]):
@@ -94,7 +96,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
         self._units = units_by_module(root)
-        self._watch = BackwardWatch(root)
+        self.path = SamePath([clean_name(group._module_fqn or "") for group in groups_of(root)], self.timeout)
+        self._watch = BackwardWatch(root, self.path)
         self.make_idle(root)
         drop_unreduced(root)
 
@@ -126,6 +129,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def make_idle(self, root: nn.Module) -> None:
         for unit in roots_of(root):
             unit.reset_iter_state()
+        self.path.forget()
 
     @override
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:

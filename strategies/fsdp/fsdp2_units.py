@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .gradients import refuse_second_derivatives
+from .same_path import SamePath
 
 
 def states_of(root: nn.Module) -> list[Any]:
@@ -75,30 +76,39 @@ class BackwardWatch:
     afterwards, as in one process.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.groups = groups_of(root)
+    def __init__(self, root: nn.Module, path: SamePath) -> None:
+        self.groups, self._path = groups_of(root), path
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
-        self._reduced = dict.fromkeys(self.groups, 0)
-        for group in self.groups:
-            group.post_backward = self._around(group, type(group).post_backward)
+        for number, group in enumerate(self.groups):
+            group.unshard = self._before_unshard(number, group, type(group).unshard)
+            group.post_backward = self._around(number, group, type(group).post_backward)
             group.pre_backward = partial(_first_derivatives_only, group, type(group).pre_backward)
 
-    def _around(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_unshard(self, number: int, group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
+        def run(async_op: bool = False) -> None:
+            if group._all_gather_result is None and not group.is_unsharded:
+                self._path.gather(number)
+            unshard(group, async_op)
+
+        return run
+
+    def _around(self, number: int, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*unused: Any) -> None:
             if group.reduce_grads:
-                self._fill(group)
+                self._fill(number, group)
             post_backward(group, *unused)
 
         return run
 
-    def _fill(self, group: Any) -> None:
+    def _fill(self, number: int, group: Any) -> None:
         gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
         trained = [param for param in gathered if param._unsharded_param.requires_grad or _has_gradient(param)]
         used = [param for param in trained if _has_gradient(param)]
         if not used and group._training_state.name != "PRE_BACKWARD":
             return  # no rank has come through this unit
-        self._reduced[group] += 1
+        if trained:
+            self._path.reduce(number)
         self._used.update(used)
         for param in set(trained) - set(used):
             if param.sharded_param.grad is None:
@@ -114,28 +124,13 @@ class BackwardWatch:
 
         Args:
             reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
-
-        Raises:
-            RuntimeError: On every rank, if they did not reduce the same units.
         """
         params = [param for group in self.groups for param in group.fsdp_params]
-        used = [int(param in self._used) for param in params]
-        counts = [self._reduced[group] for group in self.groups]
-        told = torch.tensor([*used, *counts, *(-count for count in counts)], dtype=torch.int32)
-        reduce_max(told)
+        used = torch.tensor([int(param in self._used) for param in params], dtype=torch.int32)
+        reduce_max(used)
         filled, self._filled, self._used = self._filled, set(), set()
-        self._reduced = dict.fromkeys(self.groups, 0)
-        anywhere, most, least = torch.split(told, [len(params), len(counts), len(counts)])
-        differing = [group for group, differs in zip(self.groups, (most != -least).tolist(), strict=True) if differs]
-        if differing:
-            names = ", ".join(repr(group._module_fqn or "the root's unit") for group in differing)
-            raise RuntimeError(
-                f"Not all processes used the units {names} in this step, and FSDP gathers and reduces a unit on all "
-                "processes together. Let each process call the same units (add their output times zero to the loss), "
-                "or make one unit of what differs: auto_wrap_policy='no_wrap', or a policy that does not wrap it."
-            )
-        for param, is_used in zip(params, anywhere.tolist(), strict=True):
-            if param in filled and not is_used:
+        for param, anywhere in zip(params, used.tolist(), strict=True):
+            if param in filled and not anywhere:
                 param.sharded_param.grad = None
 
 

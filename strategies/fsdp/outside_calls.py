@@ -20,12 +20,17 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .same_path import SamePath
+
 Close = Callable[[Any], Any]
 """Ends a call that succeeded: given the module's output, returns what the caller gets."""
 
 
 class UnitOpener(Protocol):
     """What an engine does for a call."""
+
+    path: SamePath
+    """Follows what is gathered."""
 
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
         """Return the modules whose calls need something gathered."""
@@ -58,8 +63,10 @@ class OutsideCalls:
         self._root = weakref.ref(root)
         self._opener = opener
         self._context = context
-        for module in opener.modules_in_units(root):
+        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        for number, module in enumerate(opener.modules_in_units(root)):
             _known[module] = self
+            self._numbers[module] = number
         _watch()
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,7 +87,9 @@ class OutsideCalls:
 
         _enter()
         context.__enter__()
+        path = self._opener.path
         try:
+            path.begin(("call", self._numbers[module], torch.is_grad_enabled()))
             args, close = self._opener.open_unit(root, module, args)
         except BaseException:
             finish()
@@ -88,6 +97,7 @@ class OutsideCalls:
 
         def succeed(_: nn.Module, __: Any, output: Any) -> Any:
             output = close(output)
+            path.end()
             succeeded.append(True)
             return output
 

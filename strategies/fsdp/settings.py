@@ -102,6 +102,9 @@ class EngineSettings:
     """Whether the inner micro-batches of a window free what they gathered. False gathers each parameter once for each
     optimizer step, and holds the unsharded parameters and gradients meanwhile."""
 
+    find_unused_parameters: bool = False
+    """Whether ranks may use different parts of the model in one step: it is gathered as one unit then."""
+
     @property
     def weights_from_rank_zero(self) -> bool:
         """Whether rank 0's weights replace the other ranks', which may have none."""

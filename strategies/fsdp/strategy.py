@@ -99,6 +99,9 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         reshard_during_accumulation: False keeps parameters gathered over a whole accumulation window: each is gathered
             once and each gradient reduced once for each optimizer step, at the price of holding the unsharded
             parameters and gradients. Default True.
+        find_unused_parameters: Whether processes may use different units in one step (a layer that only some come
+            through): the whole model is gathered as one unit around the step then. Which parameters they use within a
+            unit may differ anyway; different units are an error without it. Default False.
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit, after activation checkpointing and before sharding; a dict gives keyword arguments
@@ -147,6 +150,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         min_num_params: int | None = None,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         reshard_during_accumulation: bool = True,
+        find_unused_parameters: bool = False,
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
         async_save: bool = False,
@@ -174,6 +178,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         self._compile_options = compile if isinstance(compile, dict) else {} if compile else None
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
+        self._find_unused_parameters = find_unused_parameters
         self._tracker = LoopTracker(gradient_accumulation)
         self._saves = BackgroundSaves(timeout) if async_save else None
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
@@ -227,11 +232,14 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         settings = replace(
             settings,
             reshard_during_accumulation=self._reshard_during_accumulation,
+            find_unused_parameters=self._find_unused_parameters,
             compile_options=self._compile_options,
         )
         if self._saves is not None:
             self._saves.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
+        if self._timeout is not None:
+            self._engine.timeout = self._timeout
         AcceleratorState._fill(
             mixed_precision=self.precision_plugin.accelerate_name,
             fsdp_plugin=self.fsdp_plugin,
@@ -332,13 +340,26 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             self.engine.reshard(root)
 
     @contextmanager
+    def _evaluating(self, stage: str) -> Iterator[None]:
+        path = self.engine.path
+        if self.form.has_root_unit:
+            path.begin(stage)
+        with self._running_step(reshard=True):
+            yield
+            if self.form.has_root_unit:
+                path.end()
+
+    @contextmanager
     def running_backward(self) -> Iterator[None]:
         """Run a backward; gradients are what one process would have when it ends, if it reduces them."""
         root = self.form.root
         self.engine.begin_backward(root)
         with inside():
             try:
+                if self._is_manual:
+                    self.engine.path.begin("backward")
                 yield
+                self.engine.path.end()
             except BaseException:
                 self.engine.make_idle(root)
                 raise
@@ -351,17 +372,17 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_step(reshard=True):
+        with self._evaluating("validation"):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_step(reshard=True):
+        with self._evaluating("test"):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running_step(reshard=True):
+        with self._evaluating("predict"):
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -409,6 +430,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_manual:
             self.engine.begin_step(self.form.root)
+            self.engine.path.forget()
+            self.engine.path.begin(("train", self._accumulating))
         with self._running_step(reshard=self._resharded_before_backward or self._is_manual):
             result = super().training_step(*args, **kwargs)
         if self._is_manual:

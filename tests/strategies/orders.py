@@ -51,6 +51,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "kept": {"fsdp1": {"reshard_during_accumulation": False}, "fsdp2": {"reshard_during_accumulation": False}},
     "grad_op": {"fsdp1": {"sharding_strategy": "SHARD_GRAD_OP"}, "fsdp2": {"reshard_after_forward": False}},
     "recompute": {"fsdp1": {"activation_checkpointing": True}, "fsdp2": {"activation_checkpointing": True}},
+    "find_unused": {"fsdp1": {"find_unused_parameters": True}, "fsdp2": {"find_unused_parameters": True}},
     "one_unit": {"fsdp1": {"auto_wrap_policy": "no_wrap"}, "fsdp2": {"auto_wrap_policy": "no_wrap"}},
     "each_batch": {
         "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
@@ -117,7 +118,8 @@ class Script(_Code):
     every: int = 1
     """Manual optimization: the optimizers step every so many batches."""
     unused: str | None = None
-    """A branch that every other ``batch`` does not use, or that only the first ``rank`` uses, or ``never``."""
+    """A branch that every other ``batch`` does not use, or only one ``rank`` uses, or ``never``; a block, which is a
+    ``unit``, that every other batch does not use, or that only one rank uses (``unit_rank``)."""
     iterable: bool = False
     """A dataset without a length."""
     sharded: bool = False
@@ -145,9 +147,9 @@ class Net(nn.Module):
         self.emb, self.blocks = nn.Embedding(7, 5), nn.ModuleList([Block(5), Block(5)])
         self.branch, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
 
-    def forward(self, tokens: Tensor, branch: bool = True) -> Tensor:
+    def forward(self, tokens: Tensor, branch: bool = True, unit: bool = True) -> Tensor:
         x = self.emb(tokens)
-        for block in self.blocks:
+        for block in self.blocks if unit else self.blocks[:1]:
             x = block(x)
         if branch:
             x = x + self.branch(x)
@@ -219,11 +221,15 @@ class Module(LightningModule):
             unused == "never" or (unused == "batch" and batch_idx % 2) or (unused == "rank" and rank != batch_idx % 2)
         )
 
+    def _uses_unit(self, batch_idx: int, rank: int) -> bool:
+        unused = self.script.unused
+        return not ((unused == "unit" and batch_idx % 2) or (unused == "unit_rank" and rank != batch_idx % 2))
+
     def _loss(self, batch: list[Tensor], batch_idx: int, second: bool) -> Tensor:
         ranks = range(WORLD_SIZE) if self.rank is None else [self.rank]
         losses = []
         for rank, tokens, targets in zip(ranks, batch[0].chunk(len(ranks)), batch[1].chunk(len(ranks)), strict=True):
-            out = self.net(tokens, self._uses_branch(batch_idx, rank))
+            out = self.net(tokens, self._uses_branch(batch_idx, rank), self._uses_unit(batch_idx, rank))
             if second:
                 out = self.second(out)
             losses.append(functional.mse_loss(out, targets))
@@ -580,6 +586,8 @@ def refusal(script: Script, kind: str) -> str | None:
     """Return the words with which a kind of strategy refuses a script that plain ``ddp`` runs; None if it does not."""
     if kind == "fsdp1_flat" and (script.over != "all" or script.unused in ("batch", "never")):
         return "use_orig_params=True"
+    if kind.startswith("fsdp") and script.unused == "unit_rank" and script.option not in ("one_unit", "find_unused"):
+        return "Processes use different units at one time"
     actions = [event.action for fit in script.fits for event in fit.events]
     if kind.startswith("zero") and script.manual:
         return "a DeepSpeed engine has one"

@@ -86,6 +86,9 @@ FOUND: dict[str, Script] = {
     "parameters that nobody uses": Script((Fit(accumulate=2), Fit(start="resume")), unused="never", optimizer="decay"),
     "parameters that some batches use": Script((Fit(epochs=2),), unused="batch", optimizer="decay"),
     "parameters that some ranks use": Script((Fit(accumulate=2, epochs=2),), unused="rank", optimizer="decay"),
+    "a unit that some batches use": Script((Fit(accumulate=3, epochs=2),), unused="unit", optimizer="decay"),
+    "a unit that some ranks use": Script((Fit(epochs=2),), unused="unit_rank"),
+    "a unit that some ranks use, with the option": Script((Fit(epochs=2),), unused="unit_rank", option="find_unused"),
     "two optimizers in the documented order": Script((Fit(epochs=2),), manual="tzbs", optimizer="decay"),
     "two optimizers every other batch": Script((Fit(batches=1), Fit()), over="part", manual="tbsz", every=2),
     "kept gathered, and hooks that change weights": Script(
@@ -133,7 +136,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         schedule=pick([None, "step", "epoch"]),
         manual=manual,
         every=pick([1, 2]) if manual in ("zbs", "bsz", "tzbs", "tbsz") else 1,
-        unused=pick([None, None, "batch", "rank", "never"]),
+        unused=pick([None, None, None, "batch", "rank", "never", "unit", "unit_rank"]),
         iterable=pick([False, True]),
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS]) if is_fsdp else None,
