@@ -182,6 +182,10 @@ class Engine(ABC, Generic[SettingsT]):
     ) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
 
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Return the norm of gradients of the model over all ranks, each of which calls it; None if torch knows it."""
+        return None
+
     @abstractmethod
     def grad_scaler(self) -> torch.amp.GradScaler:
         """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""

@@ -139,7 +139,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         """Return the strategy that fits the mesh.
 
         Raises:
-            ValueError: If a hybrid strategy has no two-dimensional mesh, or the other way round.
+            ValueError: If a hybrid strategy has no two-dimensional mesh, or the other way round; or a mesh of copies
+                that are not sharded.
         """
         strategy, hybrid_mesh = self.settings.sharding_strategy, self.mesh.ndim == 2
         if not self.settings.reshard_during_accumulation:  # these stay gathered through no_sync()
@@ -148,6 +149,11 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             raise ValueError(
                 f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not fit. Hybrid "
                 "strategies need device_mesh=(replicate, shard), and such a mesh needs HYBRID_SHARD(_ZERO2)."
+            )
+        if hybrid_mesh and self.mesh.size(1) == 1 < self.mesh.size(0):  # torch 2.13 would not reduce at all
+            raise ValueError(
+                f"device_mesh={tuple(self.mesh.shape)} shards over one process, and FSDP1 would not reduce gradients "
+                "over its copies. Leave device_mesh out and use sharding_strategy='NO_SHARD', or fsdp_version=2."
             )
         return strategy
 
@@ -284,6 +290,20 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         parts[None, ()] = gradients_of(parameter for parameter in parameters if parameter not in sharded)
         device = parameters[0].device if parameters else self.device
         return clip_to_norm(gradients_of(parameters), norm_of_parts(parts, norm_type, device), max_norm)
+
+    @override
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        sharded = {id(gradient) for gradient in gradients_of(_sharded_parameters(root))}
+        if sharded and not gradients and not self.settings.use_orig_params:
+            raise RuntimeError(
+                "No gradients were given to be clipped: with use_orig_params=False, the parameters() of a part of a "
+                "unit are none. Set use_orig_params=True (the default), or clip all of self.parameters()."
+            )
+        parts: dict[Sharding, list[torch.Tensor]] = {
+            (self.mesh, (self.mesh.ndim - 1,)): [one for one in gradients if id(one) in sharded],
+            (None, ()): [one for one in gradients if id(one) not in sharded],
+        }
+        return norm_of_parts(parts, norm_type, gradients[0].device if gradients else self.device)
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,6 +171,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     ) -> torch.Tensor:
         gradients = gradients_of(parameters)
         return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
+
+    @override
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        return global_norm(gradients, norm_type)  # torch's is a partial sum to whoever reads it
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:

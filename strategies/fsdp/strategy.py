@@ -53,6 +53,7 @@ from .outside_calls import OutsideCalls, inside
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
 from .root import inside_root
+from .total_norms import TotalNorms
 from .unreduced import ZeroGradFollowing
 from .watchers import looks_before_backward, looks_between_batches
 
@@ -182,6 +183,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         self._tracker = LoopTracker(gradient_accumulation)
         self._saves = BackgroundSaves(timeout) if async_save else None
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
+        self._total_norms = TotalNorms(self._norm_of)
         self._accumulating = False
         self._resharded_before_backward = False
         self._kept_gathered = False
@@ -312,6 +314,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         module = self.lightning_module
         if module is not None:
             self._zero_grads.follow(module, self.optimizers)
+            self._total_norms.follow()
             self._resharded_before_backward = looks_before_backward(trainer, module)
             self._kept_gathered = not self._reshard_during_accumulation and not looks_between_batches(trainer, module)
             if not self._reshard_during_accumulation and not self._kept_gathered:
@@ -487,6 +490,16 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             self._make_whole(optimizer)
             self.precision_plugin.unscale(optimizer)
 
+    def _norm_of(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Return the norm of gradients that the user clips; None if it is torch's business."""
+        parameters = list(self.form.root.parameters())
+        known = {id(gradient) for gradient in gradients_of(parameters)}
+        if gradients and not any(id(gradient) in known for gradient in gradients):
+            return None
+        if self._is_manual:
+            average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
+        return self.engine.norm_of(self.form.root, gradients, norm_type)
+
     def _make_whole(self, optimizer: Optimizer) -> None:
         parameters = self._parameters_of(optimizer)
         average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
@@ -502,6 +515,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
         self._zero_grads.let_go()
+        self._total_norms.let_go()
         if self._form is not None:
             self.engine.drop_unreduced(self._form.root)
         super().teardown()
