@@ -146,7 +146,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
 
     def begin_step(self, root: nn.Module) -> None:
-        """Begin a training step of automatic optimization: no backward of an earlier forward will come."""
+        """Begin a training step: no backward of an earlier forward will come."""
 
     def end_step(self, root: nn.Module) -> None:
         """End a training step of automatic optimization, or what comes before a backward in manual optimization."""
@@ -165,12 +165,12 @@ class Engine(ABC, Generic[SettingsT]):
             RuntimeError: On every rank, if the ranks did not use the same units.
         """
 
+    def keep_graph(self) -> None:
+        """Be ready for another backward of the graph that the last one kept (``retain_graph=True``)."""
+
     @abstractmethod
     def reshard(self, root: nn.Module) -> None:
         """Free what is gathered: ``root.parameters()`` are the sharded ones, and the next forward gathers anew."""
-
-    def after_manual_backward(self, root: nn.Module) -> None:
-        """Put right what a backward inside ``training_step`` leaves behind."""
 
     @abstractmethod
     def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:

@@ -34,9 +34,11 @@ from .engine import Engine
 from .fsdp1_units import (
     BackwardWatch,
     FrozenGradients,
+    KeptGraphs,
     add_waiting_gradients,
     drop_unreduced,
     expect_backward,
+    forget_frozen_hooks,
     forget_order,
     make_idle,
     names_of,
@@ -177,6 +179,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         units = units_of(root)
         self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
         self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
+        self._graphs = KeptGraphs(root)
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: not self._accumulating, partial(self.path.reduce, number))
         self.make_idle(root)
@@ -197,6 +200,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         outermost, unit = self._units[module]
         handle: Any = unit._handle
         hooked = unit is module  # its own forward does the rest
+        forget_frozen_hooks(root)
         self._frozen.put_aside()
         args, _ = _root_pre_forward(outermost, outermost, args, {})
         if not hooked:
@@ -227,6 +231,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def begin_step(self, root: nn.Module) -> None:
         self._waiting = []
+        self._graphs.forget()
         forget_order(root)
 
     @override
@@ -236,33 +241,26 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def begin_backward(self, root: nn.Module) -> None:
         expected, self._waiting = self._waiting, []
+        self._graphs.begin_backward()
         expect_backward(root, expected)
         self._watch.begin()
         self._frozen.put_aside()
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
-        if not reduced:
-            put_aside(root, self._watch.without)
+        put_aside(root, self._watch.without, reduced=reduced)
         self._frozen.give_back()
         if reduced:
             reduce_left_over(root)
             self._watch.settle(max_over_ranks)
 
     @override
-    def reshard(self, root: nn.Module) -> None:
-        reshard(root)
+    def keep_graph(self) -> None:
+        self._graphs.keep()
 
     @override
-    def after_manual_backward(self, root: nn.Module) -> None:
-        for unit in FullyShardedDataParallel.fsdp_modules(root):
-            # A unit that was frozen when it ran, and that no gradient came back to, keeps the (single) hook that waits
-            # for it: thawed, it would reduce nothing. Found with torch 2.13.
-            flat_param: Any = unit._flat_param
-            waiting: tuple[Any, ...] = getattr(flat_param, "_post_backward_hook_state", ())
-            if len(waiting) == 1:
-                waiting[0].remove()
-                del flat_param._post_backward_hook_state
+    def reshard(self, root: nn.Module) -> None:
+        reshard(root)
 
     @override
     @contextmanager

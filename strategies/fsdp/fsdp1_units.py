@@ -20,6 +20,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import (
     _div_if_needed,
     _get_reduce_scatter_tensors,
+    _post_backward_hook,
     _reshard,
 )
 
@@ -154,6 +155,43 @@ def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
             del flat_param._post_backward_hook_state
 
 
+class KeptGraphs:
+    """Prepares units for another backward of a graph that one has kept (``retain_graph=True``).
+
+    torch 2.13 prepares them in the forward, for one backward, which undoes it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._last: dict[Any, tuple[Any, list[Any]]] = {}
+        self._kept: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def begin_backward(self) -> None:
+        """Note what the forward has prepared, and prepare what has been used up."""
+        for unit, (node, tensors) in self._kept.items():
+            flat_param: Any = unit._handle.flat_param
+            unit._handle._reset_flat_param_grad_info_if_needed()
+            unit._handle._needs_pre_backward_unshard = True
+            if flat_param._tensors is not None:
+                flat_param._tensors = list(tensors)
+            if flat_param.requires_grad and not _hook_state(unit):
+                hook = node.register_hook(partial(_post_backward_hook, unit, unit._handle))
+                flat_param._post_backward_hook_state = (node, hook)
+        for unit in waiting_units(self._root):
+            self._last[unit] = _hook_state(unit)[0], list(unit._handle.flat_param._tensors or ())
+
+    def keep(self) -> None:
+        """The last backward has kept its graph."""
+        self._kept.update(self._last)
+
+    def forget(self) -> None:
+        """No other backward will come: what was prepared for one is undone."""
+        self._last, self._kept = {}, {}
+        for unit in waiting_units(self._root):
+            _hook_state(unit)[-1].remove()
+            del unit._handle.flat_param._post_backward_hook_state
+
+
 def _follow_gradients(handle: Any) -> None:
     """Let a flat parameter's gradient be what its original parameters' are: cleared since, or set by the user.
 
@@ -171,6 +209,17 @@ def _follow_gradients(handle: Any) -> None:
             piece.zero_()
         elif parameter.grad.data_ptr() != piece.data_ptr():
             piece.copy_(parameter.grad)
+
+
+def forget_frozen_hooks(root: nn.Module) -> None:
+    """Remove the hooks of units that were frozen when they ran: thawed, such a unit would reduce nothing.
+
+    torch 2.13 takes them for the hooks that reduce, and removes them in a backward alone, which may not come.
+    """
+    for unit in units_of(root):
+        if len(_hook_state(unit)) == 1:
+            _hook_state(unit)[0].remove()
+            del unit._handle.flat_param._post_backward_hook_state
 
 
 def _hook_state(unit: Any) -> tuple[Any, ...]:
@@ -217,14 +266,16 @@ class FrozenGradients:
                 del flat_param._saved_grad_shard
 
 
-def put_aside(root: nn.Module, without: Container[tuple[int, int]]) -> None:
-    """Take the gradients that a backward in ``no_sync`` left; see the note above.
+def put_aside(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:
+    """Take the gradients that a backward left unreduced; see the note above.
 
     Those that were reduced before and not cleared, which torch keeps beside until the next reduction, come back.
 
     Args:
         root: Sharded.
         without: Numbers of the units and of their parameters that had no gradient before.
+        reduced: Whether the backward was not in ``no_sync``: torch 2.13 leaves out a unit all the same if it computes
+            in half precision and was called before with a graph that was dropped.
     """
     for number, unit in enumerate(units_of(root)):
         handle = unit._handle
@@ -233,8 +284,8 @@ def put_aside(root: nn.Module, without: Container[tuple[int, int]]) -> None:
         gradient = flat_param.grad
         if gradient is None:
             continue
-        if handle.uses_sharded_strategy and gradient.shape == flat_param._local_shard.shape:
-            continue  # reduced before
+        if gradient.shape == flat_param._local_shard.shape if handle.uses_sharded_strategy else reduced:
+            continue
         waiting = getattr(flat_param, _WAITING, None)
         setattr(flat_param, _WAITING, gradient.data if waiting is None else waiting.add_(gradient.data))
         _forget(handle)

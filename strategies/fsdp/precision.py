@@ -92,7 +92,7 @@ class AccelFSDPPrecision(FSDPPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._strategy.running_backward():
+        with self._strategy.running_backward(keeps_graph=bool(kwargs.get("retain_graph"))):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override

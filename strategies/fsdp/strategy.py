@@ -353,8 +353,12 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
                 path.end()
 
     @contextmanager
-    def running_backward(self) -> Iterator[None]:
-        """Run a backward; gradients are what one process would have when it ends, if it reduces them."""
+    def running_backward(self, *, keeps_graph: bool = False) -> Iterator[None]:
+        """Run a backward; gradients are what one process would have when it ends, if it reduces them.
+
+        Args:
+            keeps_graph: Whether there may be another one of the same graph.
+        """
         root = self.form.root
         self.engine.begin_backward(root)
         with inside():
@@ -367,6 +371,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
                 self.engine.make_idle(root)
                 raise
             self.engine.end_backward(root, reduced=not self._accumulating)
+            if keeps_graph:
+                self.engine.keep_graph()
             if not (self._kept_gathered and self._accumulating):  # a step follows: also units that this batch left out
                 self.engine.reshard(root)
 
@@ -414,12 +420,6 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             self.engine.end_step(self.form.root)
 
     @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._is_manual:
-            self.engine.after_manual_backward(self.form.root)
-
-    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -431,8 +431,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.begin_step(self.form.root)
         if not self._is_manual:
-            self.engine.begin_step(self.form.root)
             self.engine.path.forget()
             self.engine.path.begin(("train", self._accumulating))
         with self._running_step(reshard=self._resharded_before_backward or self._is_manual):

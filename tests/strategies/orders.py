@@ -572,7 +572,7 @@ def differences(found: list[Record], expected: list[Record], *, tolerance: float
 def _differing_states(where: str, mine: Record, theirs: Record, tolerance: float) -> list[str]:
     lines = []
     for index, (state, expected) in enumerate(zip(mine.optimizers, theirs.optimizers, strict=True)):
-        if not state and any(mine.optimizers):
+        if not state and expected and any(mine.optimizers):
             lines.append(f"{where}: optimizer {index} has no state")
         for key in sorted(set(state) | set(expected), key=str) if state else ():
             if key not in state or key not in expected:
@@ -584,9 +584,14 @@ def _differing_states(where: str, mine: Record, theirs: Record, tolerance: float
 
 def refusal(script: Script, kind: str) -> str | None:
     """Return the words with which a kind of strategy refuses a script that plain ``ddp`` runs; None if it does not."""
+    has_units = script.option not in ("one_unit", "find_unused")
+    if kind == "fsdp1_flat" and script.over == "part" and not has_units:
+        return "optimizer got an empty parameter list"  # torch's own words
     if kind == "fsdp1_flat" and (script.over != "all" or script.unused in ("batch", "never")):
         return "use_orig_params=True"
-    if kind.startswith("fsdp") and script.unused == "unit_rank" and script.option not in ("one_unit", "find_unused"):
+    if kind == "fsdp1_flat" and script.unused == "unit" and not has_units:
+        return "use_orig_params=True"
+    if kind.startswith("fsdp") and script.unused == "unit_rank" and has_units:
         return "Processes use different units at one time"
     actions = [event.action for fit in script.fits for event in fit.events]
     if kind.startswith("zero") and script.manual:
