@@ -19,7 +19,15 @@ from torch.distributed.fsdp import (
 from typing_extensions import override
 
 from .engine import Engine
-from .fsdp2_units import BackwardWatch, drop_unreduced, groups_of, roots_of, states_of, units_by_module
+from .fsdp2_units import (
+    BackwardWatch,
+    drop_unreduced,
+    give_frozen_groups_dtypes,
+    groups_of,
+    roots_of,
+    states_of,
+    units_by_module,
+)
 from .gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
 from .groups import late_heads
 from .outside_calls import Close
@@ -95,6 +103,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def get_ready(self, root: nn.Module) -> None:
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
+        give_frozen_groups_dtypes(root)
         self._units = units_by_module(root)
         self.path = SamePath([clean_name(group._module_fqn or "") for group in groups_of(root)], self.timeout)
         self._watch = BackwardWatch(root, self.path)

@@ -68,6 +68,17 @@ def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = 
                 param.unsharded_accumulated_grad = None
 
 
+def give_frozen_groups_dtypes(root: nn.Module) -> None:
+    """Tell groups that were frozen when torch looked in which dtypes to reduce: they may be thawed.
+
+    torch 2.13 leaves them at None, and then cannot reduce under mixed precision.
+    """
+    for group in groups_of(root):
+        floating = [param for param in group.fsdp_params if param.orig_dtype.is_floating_point]
+        if group._orig_dtype is None and len({param.orig_dtype for param in floating}) == 1:
+            group._orig_dtype, group._reduce_dtype = floating[0].orig_dtype, floating[0].reduce_dtype
+
+
 class BackwardWatch:
     """Sees which parameters a backward reached on this rank, and lets the ranks agree.
 
