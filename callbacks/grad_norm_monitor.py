@@ -76,7 +76,9 @@ class GradNormMonitor(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         deepspeed = isinstance(trainer.strategy, DeepSpeedStrategy)
-        if deepspeed and not _engine(trainer).is_gradient_accumulation_boundary():
+        # Lightning's own strategy comes here at every micro-batch, and lets the engine count.
+        counts = deepspeed and trainer.strategy.handles_gradient_accumulation
+        if counts and not _engine(trainer).is_gradient_accumulation_boundary():
             return  # it is called for each micro-batch there
         name = self._name_for(trainer, optimizer)
         self._num_steps[name] = self._num_steps.get(name, trainer.global_step // len(trainer.optimizers)) + 1
