@@ -48,7 +48,7 @@ def gather(engine: Any) -> None:
 
 
 def hold_parameters_in_forward(engine: Any) -> None:
-    """Let an engine for evaluation have every parameter whole in each forward, and none afterwards: ranks may differ."""
+    """Let an engine for evaluation have every parameter whole in each forward, none afterwards: ranks may differ."""
     _coordinator(engine).reset_step = lambda: None
     engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
     engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
