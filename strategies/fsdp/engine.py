@@ -137,6 +137,10 @@ class Engine(ABC, Generic[SettingsT]):
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
         """Gather what a call of ``module`` needs, see `UnitOpener`."""
 
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        """Return what to raise in place of an error that ended a step and says nothing of sharding; as a rule None."""
+        return None
+
     @abstractmethod
     def make_idle(self, root: nn.Module) -> None:
         """End whatever an exception left open: all that is gathered is sharded again."""

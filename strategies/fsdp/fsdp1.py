@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from .engine import Engine
+from .fsdp1_shards import explained, guard_shards
 from .fsdp1_units import (
     BackwardWatch,
     FrozenGradients,
@@ -180,6 +181,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
         self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
         self._graphs = KeptGraphs(root)
+        guard_shards(root)
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: not self._accumulating, partial(self.path.reduce, number))
         self.make_idle(root)
@@ -217,6 +219,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             return output
 
         return args, close
+
+    @override
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        return explained(error, {module: unit for module, (_, unit) in self._units.items()})
 
     @override
     def make_idle(self, root: nn.Module) -> None:

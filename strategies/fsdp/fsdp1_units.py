@@ -110,11 +110,12 @@ def make_idle(root: nn.Module) -> None:
 def reshard(root: nn.Module) -> None:
     """Free what is gathered, and let parameters be the sharded ones."""
     for unit in units_of(root):
-        if unit._handle.uses_sharded_strategy and _is_gathered(unit._handle):
+        if unit._handle.uses_sharded_strategy and is_gathered(unit._handle):
             _reshard(unit, unit._handle, True)
 
 
-def _is_gathered(handle: Any) -> bool:
+def is_gathered(handle: Any) -> bool:
+    """Return whether a unit's parameters are whole, or torch still shows those that were."""
     flat_param = handle.flat_param
     gathered = [getattr(flat_param, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
     return (

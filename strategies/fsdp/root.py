@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +31,25 @@ class ShardedRoot(nn.Module):
         Raises:
             RuntimeError: If weights are used outside of the ``forward`` that they are gathered for.
         """
-        try:
+        with explaining_mixtures():
             return self.module(*args, **kwargs)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise RuntimeError(
-                "Weights of a module that is gathered on its own were used while they are sharded: by a method other "
-                "than its forward, or by somebody who reads its weight (a fused loss that reads the output head's, "
-                "say). Call the module, or leave it to the root's unit: give auto_wrap_policy a policy object such as "
-                "ModuleWrapPolicy({Block}), which wraps nothing else."
-            ) from error
+
+
+@contextmanager
+def explaining_mixtures() -> Iterator[None]:
+    """Say where sharded weights (DTensors) of FSDP2 meet whole tensors, which torch refuses."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            "Sharded weights (DTensors) met whole tensors in a step. As a rule, a weight of a module that is gathered "
+            "on its own was used past the module's forward: something inside of it, or another method, was called, or "
+            "somebody read the weight (a fused loss that reads the output head's, a penalty). Call the module, or "
+            "leave it to the root's unit: give auto_wrap_policy a policy object such as ModuleWrapPolicy({Block}), "
+            "which wraps nothing else. For a penalty, use weight_decay or parameter.full_tensor()."
+        ) from error
 
 
 def inside_root(root: nn.Module) -> nn.Module:

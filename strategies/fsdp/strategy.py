@@ -52,7 +52,8 @@ from .meta_init import parameters_on_meta
 from .outside_calls import OutsideCalls, inside
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision
-from .root import inside_root
+from .refusals import check_callbacks
+from .root import explaining_mixtures, inside_root
 from .total_norms import TotalNorms
 from .unreduced import ZeroGradFollowing
 from .watchers import looks_before_backward, looks_between_batches
@@ -276,6 +277,7 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             raise RuntimeError("AccelFSDPStrategy.setup() is called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
         if fitting:
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -336,8 +338,11 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
         with inside() if self.form.has_root_unit else nullcontext():
             try:
                 yield
-            except BaseException:  # whoever catches it may save, evaluate and fit again
+            except BaseException as error:  # whoever catches it may save, evaluate and fit again
+                instead = self.engine.explained(error)
                 self.engine.make_idle(root)
+                if instead is not None:
+                    raise instead from error
                 raise
         if reshard:
             self.engine.reshard(root)
@@ -365,7 +370,8 @@ class AccelFSDPStrategy(LoopFollowing, CheckpointingStrategy):
             try:
                 if self._is_manual:
                     self.engine.path.begin("backward")
-                yield
+                with explaining_mixtures():
+                    yield
                 self.engine.path.end()
             except BaseException:
                 self.engine.make_idle(root)
