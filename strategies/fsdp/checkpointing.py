@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ...checkpoint.manifest import Manifest, write_manifest
+from ...checkpoint.names import clean_name
 from .atomic import replace
 from .optimizer_states import restore_full_optimizer, restore_optimizer
+from .original_model import find_ties
 from .outcome import run_on_rank_zero
 from .own_files import check_replaceable, keep_files_of_others
 from .safe_dcp import SafePlanner, SafeReader
@@ -310,8 +312,11 @@ def load_full(
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
     stored = checkpoint.pop("state_dict")
     present = _common_names(get_model_state_dict(module), set(stored), strict, path)
-    options = state_dict_options(module, full=True, strict=strict)
-    set_model_state_dict(module, {name: stored[name] for name in present}, options=options)
+    # Under one of its names each: torch 2.13 shards what a module that stands in two places has under the first alone.
+    ties = {clean_name(alias): clean_name(kept) for alias, kept in find_ties(module).items()}
+    named_once = {name: stored[name] for name in present if ties.get(name) not in present}
+    options = state_dict_options(module, full=True, strict=strict and len(named_once) == len(present))
+    set_model_state_dict(module, named_once, options=options)
     optimizer_states = checkpoint.pop("optimizer_states", None)
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))

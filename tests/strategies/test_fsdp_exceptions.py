@@ -56,13 +56,15 @@ class Raises(UserModule):
         super().validation_step(batch, batch_idx)
 
 
-def _raise_and_go_on(where: str, callback: str, resumes: bool, place: Place) -> tuple[Trainer, UserModule]:
+def _raise_and_go_on(
+    where: str, callback: str, resumes: bool, place: Place, kind: type[Raises] = Raises
+) -> tuple[Trainer, UserModule]:
     saving: Any = (
         OnExceptionCheckpoint(place.folder / "saved", "saved")
         if callback == "OnExceptionCheckpoint"
         else ModelCheckpoint(place.folder / "saved", save_on_exception=True, every_n_epochs=99)
     )
-    module = Raises(place.rank)
+    module = kind(place.rank)
     module.where = where
     trainer = place.trainer(callbacks=[saving], enable_checkpointing=True, accumulate_grad_batches=2)
     with pytest.raises(Own):
@@ -72,10 +74,17 @@ def _raise_and_go_on(where: str, callback: str, resumes: bool, place: Place) -> 
     [saved] = (place.folder / "saved").iterdir()
     module.where = ""
     if resumes:
-        module = Raises(place.rank)
+        module = kind(place.rank)
     trainer = place.trainer(accumulate_grad_batches=2, max_epochs=2)
     trainer.fit(module, place.loader(4), place.loader(2), ckpt_path=saved if resumes else None)
     return trainer, module
+
+
+class RaisesWithTwins(Raises):
+    """A module that stands in two places, as adapters and tied layers do."""
+
+    def build(self) -> None:
+        self.net.blocks[1].again = self.net.blocks[1].linear
 
 
 @pytest.mark.parametrize("where", ["step", "forward", "within", "backward", "validation"])
@@ -84,6 +93,13 @@ def test_exceptions_arrive_and_training_goes_on(kind: str, where: str) -> None:
     sharded: dict[str, Any] = {"state_dict_type": "sharded_state_dict"}
     assert_as_one_process(partial(_raise_and_go_on, where, "OnExceptionCheckpoint", False), kind, **sharded)
     assert_as_one_process(partial(_raise_and_go_on, where, "ModelCheckpoint", True), kind)
+
+
+@pytest.mark.parametrize("form", ["full_state_dict", "sharded_state_dict"])
+@ALL_KINDS
+def test_a_module_in_two_places_is_resumed(kind: str, form: str) -> None:
+    script = partial(_raise_and_go_on, "step", "ModelCheckpoint", True, kind=RaisesWithTwins)
+    assert_as_one_process(script, kind, state_dict_type=form)
 
 
 class Saves(UserModule):
