@@ -19,7 +19,7 @@ FSDP = ["fsdp2", "fsdp1", "fsdp1_flat"]
 KINDS = [*FSDP, "zero1", "zero2", "zero3"]
 NUM_SCRIPTS = int(os.environ.get("ACCELIGHT_ORDERS", "20"))
 """For each kind."""
-IN_ONE_TEST = 20
+IN_ONE_TEST = 10
 SEED = int(os.environ.get("ACCELIGHT_ORDERS_SEED", "0"))
 """Of the first test; each further one has the next number."""
 
