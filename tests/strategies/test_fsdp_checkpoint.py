@@ -299,6 +299,7 @@ def _save_again(path: str) -> None:
     dist.barrier()
     trainer.save_checkpoint(path)
     assert os.stat(Path(path) / ".metadata").st_ino != before
+    dist.barrier()  # rank 0 removes it for all
     trainer.strategy.remove_checkpoint(path)
     dist.barrier()
 
