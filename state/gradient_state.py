@@ -213,8 +213,8 @@ class GradientState(ReadOnlyState):
     def window_size(self, batch_idx: int, num_batches: float | None = None) -> int:
         """Return how many micro-batches share the optimizer step of ``batch_idx``.
 
-        That is ``num_steps``, and fewer in the last window of an epoch whose length does not divide by it. A loss divided
-        by it makes the mean over the window; Accelerate divides by ``num_steps`` there, too.
+        That is ``num_steps``, and fewer in the last window of an epoch whose length does not divide by it. A loss
+        divided by it makes the mean over the window; Accelerate divides by ``num_steps`` there, too.
 
         Args:
             batch_idx: Index of the micro-batch in its epoch.
