@@ -35,7 +35,7 @@ from .parts import Plan
 from .root import ShardedForm, ShardedRoot, inside_root
 from .same_path import SamePath
 from .settings import FSDP2Settings
-from .slots import Slot, open_slots
+from .slots import Slot, open_slots, reshard
 from .wrapping import clean_name
 
 
@@ -158,9 +158,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def reshard(self, root: nn.Module) -> None:
-        for module in root.modules():  # a forward without backward leaves at least the root's unit gathered
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(root)  # a forward without backward leaves at least the root's unit gathered
 
     @override
     @contextmanager
