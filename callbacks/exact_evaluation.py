@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from ..state import GradientState, gather
 from ..state.agreement import agree
-from ..state.facts import communication_group
 from ..state.gathering import gather_interleaved
 from ..state.nested import tensors_of
+from ..state.process_record import communication_group
 from .empty_output import without_samples
 from .logged_values import LoggedValue, Reduction, reduction_named
 from .metric_states import MetricStates, check_exact, gathering_any_number, metrics_of

@@ -14,12 +14,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from ..checkpoint.dtypes import conversion_target
 from ..checkpoint.errors import CheckpointError
+from ..checkpoint.formats.dtypes import conversion_target
 from ..checkpoint.names import checked_prefix
 from ..checkpoint.processes import run_on_main
-from ..checkpoint.shards import parse_size
-from ..strategies.paths import local_path
+from ..checkpoint.writing.shards import parse_size
+from ..strategies.common.storage_paths import local_path
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
 from .pretrained_files import PretrainedFiles, find_pretrained
 

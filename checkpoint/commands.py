@@ -38,13 +38,13 @@ def _checked(check: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def _size(text: str) -> int:
-    from .shards import parse_size
+    from .writing.shards import parse_size
 
     return parse_size(int(text) if text.isdigit() else text)
 
 
 def _dtype(text: str) -> str:
-    from .dtypes import conversion_target
+    from .formats.dtypes import conversion_target
 
     conversion_target(text)
     return text

@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 
-from .dcp import is_optimizer_key, read_description, select_model
-from .dcp_metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
 from .errors import CheckpointError
+from .formats.dcp.metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
+from .formats.dcp.reader import is_optimizer_key, read_description, select_model
+from .formats.registry import zero_manifest
+from .formats.safe_paths import file_inside
+from .formats.torch_save.meta_file import META_NAME, read_progress
+from .formats.zero.files import has_zero_files
+from .formats.zero.reader import ZeroCheckpoint, read_zero
 from .locate import find_checkpoint
 from .manifest import Manifest, read_manifest
-from .meta_file import META_NAME, read_progress
-from .paths import file_inside
 from .report import human_bytes
-from .sources import zero_manifest
-from .zero import ZeroCheckpoint, read_zero
-from .zero_files import has_zero_files
 
 KINDS = {
     "accelight": "accelight (torch.distributed.checkpoint with accelight.json)",

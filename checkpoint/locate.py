@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .dcp import is_optimizer_key
-from .dcp_metadata import METADATA_NAME
-from .dcp_safetensors import SHARD_PATTERN, has_safetensors_shards
 from .errors import CheckpointError
-from .zero_files import has_zero_files, latest_tag
+from .formats.dcp.metadata import METADATA_NAME
+from .formats.dcp.reader import is_optimizer_key
+from .formats.dcp.safetensors_format import SHARD_PATTERN, has_safetensors_shards
+from .formats.zero.files import has_zero_files, latest_tag
 
 
 def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:

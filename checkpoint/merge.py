@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .copying import compare_tensors, copy_tensors, same_bytes
-from .dtypes import DType, conversion_target
 from .errors import CheckpointError
-from .layout import Source, SourceTensor
+from .formats.dtypes import DType, conversion_target
+from .formats.layout import Source, SourceTensor
+from .formats.registry import open_source
+from .formats.zero.files import has_zero_files, remove_pointers
 from .locate import find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
-from .output import check_conflicts, check_destination, stale_files
-from .plan import Plan, PlannedFile, make_plan
 from .processes import run_on_main
 from .progress import Progress, ProgressCallback
 from .report import MergeReport
-from .shards import parse_size
-from .sources import open_source
-from .writer import AtomicFolder
-from .zero_files import has_zero_files, remove_pointers
+from .writing.copying import compare_tensors, copy_tensors, same_bytes
+from .writing.output import check_conflicts, check_destination, stale_files
+from .writing.plan import Plan, PlannedFile, make_plan
+from .writing.shards import parse_size
+from .writing.writer import AtomicFolder
 
 if TYPE_CHECKING:
     import torch
@@ -207,7 +207,7 @@ def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, prog
 
 
 def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progress: Progress) -> None:
-    from .convert import compare_bin, save_bin  # torch
+    from .writing.convert import compare_bin, save_bin  # torch
 
     fd = folder.create(file.name, None)
     with os.fdopen(os.dup(fd), "wb") as stream:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from .bin_file import read_bin
 from .errors import CheckpointError
-from .output import RESULT_NAMES
-from .paths import file_inside
-from .safetensors_file import read_safetensors
-from .tensor_file import TensorFile
+from .formats.safe_paths import file_inside
+from .formats.safetensors.file import read_safetensors
+from .formats.tensor_file import TensorFile
+from .formats.torch_save.bin_file import read_bin
+from .writing.output import RESULT_NAMES
 
 _MAX_INDEX_BYTES = 256 * 2**20
 

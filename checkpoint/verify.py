@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .copying import OnBytes, blocks_of, first_difference
-from .dtypes import DType, conversion_target, is_floating
 from .files import BLOCK_BYTES, FilePool
-from .layout import Piece, SourceTensor
+from .formats.dtypes import DType, conversion_target, is_floating
+from .formats.layout import Piece, SourceTensor
+from .formats.registry import open_source
+from .formats.tensor_file import FileTensor, TensorFile
 from .locate import find_checkpoint
 from .names import Selection, checked_prefix, patterns, select
-from .plan import PlannedTensor
 from .progress import Progress, ProgressCallback
 from .report import human_bytes
 from .result import read_result
-from .sources import open_source
-from .tensor_file import FileTensor, TensorFile
+from .writing.copying import OnBytes, blocks_of, first_difference
+from .writing.plan import PlannedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ class _Comparison:
         self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
     ) -> int | None:
         """Compare a tensor that the result holds with strides: as a whole in memory, through torch."""
-        from .decode import decode_piece
+        from .formats.decode import decode_piece
 
         piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)
         data = decode_piece(SourceTensor(planned.name, found.dtype, found.shape, (piece,)), piece)

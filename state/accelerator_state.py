@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .distributed_type import DistributedType
-from .facts import flag_from_env, precision_from_env, shared
 from .partial_state import PartialState
+from .process_record import flag_from_env, precision_from_env, shared
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _FP8_LIBRARIES = {"transformer_engine": "transformer-engine[pytorch]", "torchao": "torchao", "msamp": "msamp"}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .facts import shared
 from .process_group import backends_by_device
+from .process_record import shared
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from .agreement import agree, agree_on_tensors, sending_device
-from .facts import communication_group, shared
 from .nested import map_tensors, tensors_of
+from .process_record import communication_group, shared
 
 if TYPE_CHECKING:
     import torch.distributed as dist

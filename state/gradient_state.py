@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from .accumulation import GradientAccumulationPlugin, size_of_window
 from .distributed_type import DistributedType
-from .facts import flag_from_env, shared
 from .partial_state import ReadOnlyState
 from .process_group import live_group
+from .process_record import flag_from_env, shared
 from .sample_layout import SampleLayout, layout_of
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from .facts import communication_group
 from .gathering import gather, gather_blocks, gather_object, interleaved_order, replace_tensors
 from .gradient_state import active_entry
 from .nested import holds_only_tensors, tensors_of
+from .process_record import communication_group
 
 T = TypeVar("T")
 

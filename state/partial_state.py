@@ -12,9 +12,9 @@ import torch
 
 from . import triggers
 from .distributed_type import DistributedType
-from .facts import ProcessFacts, set_device, shared
 from .ordering import one_first
 from .process_group import default_accelerator, live_group, require_group
+from .process_record import ProcessFacts, set_device, shared
 from .running import check_index, run_where
 from .splitting import split
 

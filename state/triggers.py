@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import staying
-from .facts import communication_group
 from .ordering import poll
 from .process_group import backends_by_device, group_store, require_group, timeout_of
+from .process_record import communication_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist

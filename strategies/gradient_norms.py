@@ -16,8 +16,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .fsdp.gradients import local_tensor
-from .fsdp.root import inside_root
+from .common.gradients import local_tensor
+from .fsdp.units.sharded_root import inside_root
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelight.strategies.deepspeed.build_locks import is_open
+from accelight.strategies.deepspeed.engines.build_locks import is_open
 
 _BUILD = """
 from deepspeed.accelerator import get_accelerator

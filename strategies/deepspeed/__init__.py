@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .active import get_active_deepspeed_plugin
-    from .config import HfDeepSpeedConfig
-    from .dummies import DummyOptim, DummyScheduler
-    from .plugin import DeepSpeedPlugin
+    from .config.active_plugin import get_active_deepspeed_plugin
+    from .config.dummies import DummyOptim, DummyScheduler
+    from .config.hf_config import HfDeepSpeedConfig
+    from .config.plugin import DeepSpeedPlugin
+    from .engines.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
     from .strategy import AccelDeepSpeedStrategy
-    from .wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -27,14 +27,14 @@ __all__ = [
 
 _HOMES = {  # the plugin must import without Lightning and DeepSpeed, so each name comes when it is asked for
     "AccelDeepSpeedStrategy": ".strategy",
-    "DeepSpeedEngineWrapper": ".wrappers",
-    "DeepSpeedOptimizerWrapper": ".wrappers",
-    "DeepSpeedPlugin": ".plugin",
-    "DeepSpeedSchedulerWrapper": ".wrappers",
-    "DummyOptim": ".dummies",
-    "DummyScheduler": ".dummies",
-    "HfDeepSpeedConfig": ".config",
-    "get_active_deepspeed_plugin": ".active",
+    "DeepSpeedEngineWrapper": ".engines.wrappers",
+    "DeepSpeedOptimizerWrapper": ".engines.wrappers",
+    "DeepSpeedPlugin": ".config.plugin",
+    "DeepSpeedSchedulerWrapper": ".engines.wrappers",
+    "DummyOptim": ".config.dummies",
+    "DummyScheduler": ".config.dummies",
+    "HfDeepSpeedConfig": ".config.hf_config",
+    "get_active_deepspeed_plugin": ".config.active_plugin",
 }
 
 

@@ -22,18 +22,19 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
-from ...state.meeting import meet
-from ..loop_following import LoopFollowing
-from ..loop_tracker import LoopTracker
-from ..paths import local_path
-from ..skipped_steps import SkippedSteps
-from . import checkpointing
-from . import engine as engines
-from .auto_values import accumulation_steps
-from .build_locks import check_build_locks
-from .config import HfDeepSpeedConfig
-from .engine_precision import AccelDeepSpeedPrecision
-from .library import (
+from ...state.same_call import meet
+from ..common.loop_following import LoopFollowing
+from ..common.loop_tracker import LoopTracker
+from ..common.skipped_steps import SkippedSteps
+from ..common.storage_paths import local_path
+from .checkpoints import checkpointing
+from .config.auto_values import accumulation_steps
+from .config.hf_config import HfDeepSpeedConfig
+from .config.plugin import DeepSpeedPlugin
+from .engines import engine as engines
+from .engines.build_locks import check_build_locks
+from .engines.engine_precision import AccelDeepSpeedPrecision
+from .engines.library import (
     check_async_io,
     choose_accelerator,
     deepspeed_library,
@@ -41,12 +42,11 @@ from .library import (
     quietly,
     require_deepspeed,
 )
-from .living import end_engines_on, engine_of, put_down, shapes_to_see
-from .optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
-from .paths import SamePath, hold_parameters, hold_parameters_in_forward
-from .plugin import DeepSpeedPlugin
+from .engines.living_engines import end_engines_on, engine_of, put_down, shapes_to_see
+from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
+from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
+from .engines.window import Window
 from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
-from .window import Window
 
 
 class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):

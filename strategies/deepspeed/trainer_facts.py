@@ -9,11 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from .auto_values import TrainingFacts, resolve
-from .config import AUTO, HfDeepSpeedConfig, is_auto_value
-from .hidden_size import hidden_size_of
-from .optimizers import Chosen
-from .plugin import DeepSpeedPlugin
+from .config.auto_values import TrainingFacts, resolve
+from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
+from .config.hidden_size import hidden_size_of
+from .config.plugin import DeepSpeedPlugin
+from .engines.optimizers import Chosen
 
 _MICRO, _TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 

@@ -6,17 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .full_state_dict import fsdp2_load_full_state_dict
-    from .optimizer_parameters import fsdp2_switch_optimizer_parameters, map_parameters, parameters_by_name
-    from .plugin import (
+    from .config.plugin import (
         FullyShardedDataParallelPlugin,
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
     )
+    from .config.wrapping import fsdp2_prepare_auto_wrap_policy
     from .prepare import fsdp2_prepare_model
-    from .safetensors_loading import fsdp2_load_safetensors
     from .strategy import AccelFSDPStrategy
-    from .wrapping import fsdp2_prepare_auto_wrap_policy
+    from .units.optimizer_parameters import fsdp2_switch_optimizer_parameters, map_parameters, parameters_by_name
+    from .weights.full_state_dict import fsdp2_load_full_state_dict
+    from .weights.safetensors_loading import fsdp2_load_safetensors
 
 __all__ = [
     "AccelFSDPStrategy",
@@ -34,16 +34,16 @@ __all__ = [
 
 _HOMES = {  # the plugin must import without Lightning, so each name comes when it is asked for
     "AccelFSDPStrategy": ".strategy",
-    "FullyShardedDataParallelPlugin": ".plugin",
-    "disable_fsdp_ram_efficient_loading": ".environment",
-    "enable_fsdp_ram_efficient_loading": ".environment",
-    "fsdp2_load_full_state_dict": ".full_state_dict",
-    "fsdp2_load_safetensors": ".safetensors_loading",
-    "fsdp2_prepare_auto_wrap_policy": ".wrapping",
+    "FullyShardedDataParallelPlugin": ".config.plugin",
+    "disable_fsdp_ram_efficient_loading": ".config.environment",
+    "enable_fsdp_ram_efficient_loading": ".config.environment",
+    "fsdp2_load_full_state_dict": ".weights.full_state_dict",
+    "fsdp2_load_safetensors": ".weights.safetensors_loading",
+    "fsdp2_prepare_auto_wrap_policy": ".config.wrapping",
     "fsdp2_prepare_model": ".prepare",
-    "fsdp2_switch_optimizer_parameters": ".optimizer_parameters",
-    "map_parameters": ".optimizer_parameters",
-    "parameters_by_name": ".optimizer_parameters",
+    "fsdp2_switch_optimizer_parameters": ".units.optimizer_parameters",
+    "map_parameters": ".units.optimizer_parameters",
+    "parameters_by_name": ".units.optimizer_parameters",
 }
 
 

@@ -16,10 +16,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from .gradients import gradients_of, local_tensor, scale_gradients
-from .masters import convert_floats, make_masters, one_dtype_in_each_unit
-from .root import recall_form
-from .settings import PrecisionSettings
+from ..common.gradients import gradients_of, local_tensor, scale_gradients
+from .config.settings import PrecisionSettings
+from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit
+from .units.sharded_root import recall_form
 
 if TYPE_CHECKING:
     from .strategy import AccelFSDPStrategy

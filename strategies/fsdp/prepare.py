@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from .fsdp2 import FSDP2Engine
-from .initial_weights import prepare_with_weights
-from .masters import make_masters
-from .mesh import build_mesh
-from .plugin import FullyShardedDataParallelPlugin
-from .root import recall_form
-from .settings import FSDP2Settings
-from .wrapping import resolve_ignored
+from .config.plugin import FullyShardedDataParallelPlugin
+from .config.settings import FSDP2Settings
+from .config.wrapping import resolve_ignored
+from .engines.fsdp2 import FSDP2Engine
+from .units.master_weights import make_masters
+from .units.mesh import build_mesh
+from .units.sharded_root import recall_form
+from .weights.initial_weights import prepare_with_weights
 
 
 class Accelerator(Protocol):

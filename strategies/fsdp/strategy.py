@@ -39,24 +39,24 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
-from ..loop_following import LoopFollowing
-from ..loop_tracker import LoopTracker
-from ..skipped_steps import SkippedSteps
-from .background_saves import BackgroundSaves
-from .checkpointing_strategy import CheckpointingStrategy
-from .engines import build_engine
-from .gradients import average_over_ranks, gradients_of, scale_gradients
-from .initial_weights import prepare_with_weights
-from .mesh import build_mesh
-from .meta_init import parameters_on_meta
-from .outside_calls import OutsideCalls, inside
-from .plugin import FullyShardedDataParallelPlugin
+from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
+from ..common.loop_following import LoopFollowing
+from ..common.loop_tracker import LoopTracker
+from ..common.skipped_steps import SkippedSteps
+from .checkpoints.background_saves import BackgroundSaves
+from .checkpoints.checkpointer import CheckpointingStrategy
+from .config.plugin import FullyShardedDataParallelPlugin
+from .engines.choice import build_engine
 from .precision import AccelFSDPPrecision
-from .refusals import check_callbacks
-from .root import explaining_mixtures, inside_root
-from .total_norms import TotalNorms
-from .unreduced import ZeroGradFollowing
-from .watchers import looks_before_backward, looks_between_batches
+from .steps.outside_calls import OutsideCalls, inside
+from .steps.total_norms import TotalNorms
+from .steps.unreduced_gradients import ZeroGradFollowing
+from .steps.user_hooks import looks_before_backward, looks_between_batches
+from .units.mesh import build_mesh
+from .units.refused_models import check_callbacks
+from .units.sharded_root import explaining_mixtures, inside_root
+from .weights.initial_weights import prepare_with_weights
+from .weights.meta_init import parameters_on_meta
 
 _log = logging.getLogger(__name__)
 

@@ -134,7 +134,7 @@ def test_at_the_end_of_fit(check: Any, tmp_path: Path) -> None:
 
 
 def merge_deepspeed(folder: str) -> None:
-    from tests.strategies.deepspeed_training import whole_weights as deepspeed_weights
+    from tests.strategies.deepspeed.training import whole_weights as deepspeed_weights
 
     for stage in (2, 3):
         strategy: Any = AccelDeepSpeedStrategy(zero_stage=stage)

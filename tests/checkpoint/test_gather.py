@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelight.checkpoint import CheckpointError
-from accelight.checkpoint.dtypes import DTYPES
 from accelight.checkpoint.files import FilePool
-from accelight.checkpoint.gather import TensorReader
-from accelight.checkpoint.layout import Piece, SourceTensor, check_coverage
+from accelight.checkpoint.formats.dtypes import DTYPES
+from accelight.checkpoint.formats.layout import Piece, SourceTensor, check_coverage
+from accelight.checkpoint.writing.gather import TensorReader
 
 Dims = tuple[int, ...]
 

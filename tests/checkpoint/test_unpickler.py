@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
-from accelight.checkpoint.dcp_metadata import read_dcp_metadata
-from accelight.checkpoint.unpickler import SafeCall, Sealed, load_restricted
+from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
+from accelight.checkpoint.formats.torch_save.unpickler import SafeCall, Sealed, load_restricted
 from tests.checkpoint import damage
 
 METADATA = b"torch.distributed.checkpoint.metadata"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from accelight.state import PartialState
-from accelight.state.meeting import meet
+from accelight.state.same_call import meet
 from tests.ranks import run_on_ranks
 
 

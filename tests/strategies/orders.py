@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelight.state import GradientAccumulationPlugin
 from tests.ranks import run_on_ranks
-from tests.strategies.deepspeed_training import ds_config
+from tests.strategies.deepspeed.training import ds_config
 
 WORLD_SIZE = 2
 ROWS = 2

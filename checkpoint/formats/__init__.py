@@ -1,0 +1,1 @@
+"""Every format that a checkpoint may have, read without trusting it."""

@@ -1,0 +1,62 @@
+"""Pieces whose bytes are not the tensor's: other strides, compressed records. With torch, imported only for them."""
+
+from __future__ import annotations
+
+import io
+import os
+from math import prod
+from typing import IO, TYPE_CHECKING
+
+from ..errors import CheckpointError
+from ..files import read_exactly
+from .layout import Piece, SourceTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
+    """Return the bytes of a piece in row-major order; the whole piece is in memory."""
+    import torch
+
+    dtype = getattr(torch, tensor.dtype.name)
+    fd = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if piece.encoding:
+            values = _decode_record(tensor, piece, fd)
+        else:
+            strides = piece.strides or ()
+            last = sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
+            stored = bytearray((last + 1) * tensor.dtype.itemsize)
+            read_exactly(fd, piece.path, [memoryview(stored)], piece.start, len(stored))
+            values = torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
+    finally:
+        os.close(fd)
+    out = bytearray(prod(piece.sizes) * tensor.dtype.itemsize)
+    if out:
+        torch.frombuffer(out, dtype=dtype).view(piece.sizes).copy_(values)
+    return memoryview(out)
+
+
+def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
+    """Undo DCP's stream transforms (compression) of one record."""
+    import torch
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    what = f"{piece.path}: tensor {tensor.fqn!r}"
+    raw = bytearray(piece.length)
+    read_exactly(fd, piece.path, [memoryview(raw)], piece.start, piece.length)
+    stream: IO[bytes] = io.BytesIO(bytes(raw))
+    try:
+        for extension in ExtensionRegistry().from_descriptor_list(piece.encoding):
+            if not isinstance(extension, StreamTransformExtension):
+                raise ValueError(f"{extension} does not transform streams")
+            stream = extension.transform_from(stream)
+        values = torch.load(io.BytesIO(stream.read(-1)), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{what}: the record is transformed by {list(piece.encoding)}: {error}") from error
+    expected = (tensor.dtype.name, piece.sizes)
+    found = (str(getattr(values, "dtype", "")).removeprefix("torch."), tuple(getattr(values, "shape", ())))
+    if found != expected:
+        raise CheckpointError(f"{what}: the record holds {found}, the metadata says {expected}.")
+    return values

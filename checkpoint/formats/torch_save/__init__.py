@@ -1,0 +1,1 @@
+"""Files of ``torch.save``, and the pickles inside them."""

@@ -1,0 +1,97 @@
+"""What stands for the objects that a pickle names and that nobody here needs: nothing is imported, nothing is run."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import CheckpointError
+from ..layout import MAX_BYTES, MAX_DIMS
+from .unpickler import Sealed, brief
+
+_ATTACK_MODULES = frozenset(("os", "posix", "nt", "subprocess", "sys", "pty", "runpy", "importlib", "shutil", "socket"))
+_ATTACK_BUILTINS = frozenset(("eval", "exec", "execfile", "compile", "__import__", "open", "input", "breakpoint"))
+
+
+class Inert(metaclass=Sealed):
+    """Stands for every object that is not needed: takes whatever the pickle gives it, and keeps nothing."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: object) -> Inert:  # noqa: PYI034 - Self is newer than Python 3.10
+        """Take any arguments."""
+        return super().__new__(cls)
+
+    def __call__(self, *_: object) -> Inert:
+        """Stand for the result of a call, too."""
+        return self
+
+    def __setstate__(self, _: object) -> None: ...
+
+    def __setitem__(self, _: object, __: object) -> None: ...
+
+    def append(self, _: object) -> None:
+        """Drop what a list would get."""
+
+    def extend(self, _: object) -> None:
+        """Drop what a list would get."""
+
+
+class InertByDefault(dict[tuple[str, str], object]):
+    """Allowed names of a pickle; `Inert` for all others, however they are called: `Inert` keeps and runs nothing."""
+
+    def __missing__(self, _: tuple[str, str]) -> type[Inert]:
+        return Inert
+
+
+class InertUnlessAttack(InertByDefault):
+    """The same, but names that only an attack has a use for are an error.
+
+    That is no fence, only a word to the user: `Inert` would keep the pickle just as harmless.
+    """
+
+    def __missing__(self, key: tuple[str, str]) -> type[Inert]:
+        module, name = key
+        if module.partition(".")[0] in _ATTACK_MODULES or (
+            module in ("builtins", "__builtin__") and name in _ATTACK_BUILTINS
+        ):
+            raise CheckpointError(
+                f"The pickle asks for {module}.{name}, which no training writes: it may be an attack. "
+                f"Nothing of it was run."
+            )
+        return Inert
+
+
+class DictWithState(dict[object, object], metaclass=Sealed):
+    """``collections.OrderedDict``, as ``Module.state_dict()`` makes it: its attribute ``_metadata`` is dropped."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        """Begin empty: pickles fill it item by item, and pairs given here would escape the check of keys."""
+        super().__init__()
+
+    def __setstate__(self, _: object) -> None: ...
+
+
+class Size(tuple[int, ...], metaclass=Sealed):
+    """``torch.Size``: small non-negative integers, checked as they come in; equal ones are one object."""
+
+    __slots__ = ()
+
+    def __new__(cls, values: Iterable[Any] = ()) -> Size:  # noqa: PYI034 - Self is newer than Python 3.10
+        """Check the sizes."""
+        sizes = tuple(values)
+        for size in sizes:
+            if type(size) is not int or not 0 <= size < MAX_BYTES or len(sizes) > MAX_DIMS:
+                raise pickle.UnpicklingError(f"a torch.Size of {brief(sizes)}")
+        known = _known_sizes.get(sizes)
+        if known is None:
+            if len(_known_sizes) > 10_000:
+                _known_sizes.clear()
+            known = _known_sizes[sizes] = super().__new__(cls, sizes)
+        return known
+
+
+_known_sizes: dict[tuple[int, ...], Size] = {}

@@ -1,0 +1,1 @@
+"""What a merge writes: planned as a whole, copied, and named when it is complete."""

@@ -1,0 +1,196 @@
+"""Reads a tensor's bytes in the order of the whole tensor, from wherever its pieces lie.
+
+A tensor is seen as rows: the last dimension that any piece is cut along and all behind it make a row, the dimensions
+before it count the rows. In each row it touches, a piece is one run of bytes, and the piece's own rows lie one behind
+the other in its file. A tensor cut along dimension 0 is a single row, and each piece a single run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+from ..files import FilePool, read_exactly
+from ..formats.layout import Piece, SourceTensor
+
+_LONG_RUN = 64 * 1024  # from here on, copying run by run beats putting rows together in a buffer
+_SHORT_RUN = 64
+_MAX_VECTORS = 1024  # IOV_MAX on Linux and macOS
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that lie together in the file and in the tensor."""
+
+    path: Path
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A piece as rows: (first row, number of rows, first of the piece's own rows), in order."""
+
+    piece: Piece
+    segments: list[tuple[int, int, int]]
+    run_start: int
+    run_bytes: int
+
+
+class TensorReader:
+    """Reads one tensor."""
+
+    def __init__(self, tensor: SourceTensor, files: FilePool):
+        self._tensor = tensor
+        self._files = files
+        self._decoded: dict[Piece, memoryview] = {}
+        shape, itemsize = tensor.cut_shape, tensor.dtype.itemsize
+        cut = max(
+            (dim for piece in tensor.pieces for dim in range(len(shape)) if piece.sizes[dim] != shape[dim]), default=0
+        )
+        self._row_bytes = prod(shape[cut:]) * itemsize
+        self._num_rows = prod(shape[:cut])
+        inner = prod(shape[cut + 1 :]) * itemsize
+        self._rows = [
+            _Rows(
+                piece,
+                _segments(shape[:cut], piece.offsets[:cut], piece.sizes[:cut]),
+                piece.offsets[cut] * inner if shape else 0,
+                piece.sizes[cut] * inner if shape else itemsize,
+            )
+            for piece in tensor.pieces
+            if all(piece.sizes)
+        ]
+
+    def runs(self) -> Iterator[Run] | None:
+        """Return the tensor as long runs to copy from file to file; None if its bytes must be put together first."""
+        if not all(rows.piece.is_plain for rows in self._rows):
+            return None
+        if self._num_rows > 1 and any(rows.run_bytes < min(_LONG_RUN, self._row_bytes) for rows in self._rows):
+            return None
+        return self._iter_runs()
+
+    def _iter_runs(self) -> Iterator[Run]:
+        for rows in self._rows:
+            piece, size = rows.piece, rows.run_bytes
+            for first, count, own in rows.segments:
+                if size == self._row_bytes:
+                    yield Run(piece.path, piece.start + own * size, first * size, count * size)
+                    continue
+                for row in range(count):
+                    target = (first + row) * self._row_bytes + rows.run_start
+                    yield Run(piece.path, piece.start + (own + row) * size, target, size)
+
+    def blocks(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yield (position in the tensor, bytes) from start to end; the bytes are overwritten by the next block."""
+        unit = self._row_bytes if self._row_bytes <= len(buffer) else self._tensor.dtype.itemsize
+        step = len(buffer) // unit * unit if unit else len(buffer)
+        for start in range(0, self._tensor.num_bytes, step):
+            view = buffer[: min(step, self._tensor.num_bytes - start)]
+            self.read_into(start, view)
+            yield start, view
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the tensor's bytes from ``start`` on: rest of a row, whole rows, start of a row."""
+        width = self._row_bytes
+        while len(view):
+            row, inside = divmod(start, width)
+            count = len(view) // width if not inside else 0
+            size = count * width or min(width - inside, len(view))
+            self._fill(row, inside, count, view[:size])
+            start, view = start + size, view[size:]
+
+    def _fill(self, first: int, inside: int, count: int, view: memoryview) -> None:
+        """Fill ``count`` whole rows from row ``first`` on; for 0, a part of that row from byte ``inside`` on."""
+        last = first + max(count, 1)
+        for rows in self._rows:
+            at = max(bisect_right(rows.segments, first, key=itemgetter(0)) - 1, 0)
+            for row, num_rows, own in _from(rows.segments, at, last):
+                begin, end = max(row, first), min(row + num_rows, last)
+                if begin >= end:
+                    continue
+                if count:
+                    self._fill_rows(rows, own + begin - row, end - begin, view[(begin - first) * self._row_bytes :])
+                else:
+                    self._fill_part(rows, own + begin - row, inside, view)
+
+    def _fill_part(self, rows: _Rows, own: int, start: int, view: memoryview) -> None:
+        begin = max(start, rows.run_start)
+        end = min(start + len(view), rows.run_start + rows.run_bytes)
+        if begin < end:
+            position = own * rows.run_bytes + begin - rows.run_start
+            self._read(rows.piece, position, [view[begin - start : end - start]], end - begin)
+
+    def _fill_rows(self, rows: _Rows, own: int, count: int, view: memoryview) -> None:
+        """Fill the piece's part of ``count`` rows."""
+        size, width, position = rows.run_bytes, self._row_bytes, own * rows.run_bytes
+        if size == width:
+            self._read(rows.piece, position, [view[: count * size]], count * size)
+        elif size < _SHORT_RUN and count > size:
+            self._scatter(rows, position, count, view)
+        else:
+            for row in range(0, count, _MAX_VECTORS):
+                begins = range(row * width + rows.run_start, min(count, row + _MAX_VECTORS) * width, width)
+                vectors = [view[begin : begin + size] for begin in begins]
+                self._read(rows.piece, position + row * size, vectors, size * len(vectors))
+
+    def _scatter(self, rows: _Rows, position: int, count: int, view: memoryview) -> None:
+        """Fill many short runs, one strided copy for each of their elements."""
+        itemsize = min(self._tensor.dtype.itemsize, 8)
+        together = memoryview(bytearray(count * rows.run_bytes))
+        self._read(rows.piece, position, [together], len(together))
+        source = together.cast(_FORMATS[itemsize])
+        target = view[: count * self._row_bytes].cast(_FORMATS[itemsize])
+        step, width, start = rows.run_bytes // itemsize, self._row_bytes // itemsize, rows.run_start // itemsize
+        for element in range(step):
+            target[start + element :: width] = source[element::step]
+
+    def _read(self, piece: Piece, position: int, vectors: list[memoryview], num_bytes: int) -> None:
+        if not piece.is_plain:
+            data = self._decode(piece)
+            for vector in vectors:
+                vector[:] = data[position : position + len(vector)]
+                position += len(vector)
+            return
+        read_exactly(self._files.fd(piece.path), piece.path, vectors, piece.start + position, num_bytes)
+
+    def _decode(self, piece: Piece) -> memoryview:
+        data = self._decoded.get(piece)
+        if data is None:
+            from ..formats.decode import decode_piece  # torch
+
+            data = decode_piece(self._tensor, piece)
+            self._decoded[piece] = data
+        return data
+
+
+def _from(segments: list[tuple[int, int, int]], at: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the segments from position ``at`` on that begin before row ``last``."""
+    while at < len(segments) and segments[at][0] < last:
+        yield segments[at]
+        at += 1
+
+
+def _segments(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return the rows that a box of the leading dimensions touches, those in sequence together."""
+    if not shape:
+        return [(0, 1, 0)]
+    while len(shape) > 1 and sizes[-1] == shape[-1]:  # a whole last dimension: one with that before it
+        last = shape[-1]
+        shape = (*shape[:-2], shape[-2] * last)
+        offsets = (*offsets[:-2], offsets[-2] * last)
+        sizes = (*sizes[:-2], sizes[-2] * last)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    segments = []
+    for number, index in enumerate(product(*map(range, sizes[:-1]))):
+        row = sum((offset + one) * stride for offset, one, stride in zip(offsets, index, strides, strict=False))
+        segments.append((row + offsets[-1], sizes[-1], number * sizes[-1]))
+    return segments

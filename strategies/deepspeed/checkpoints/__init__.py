@@ -1,0 +1,1 @@
+"""What a run with DeepSpeed saves and loads."""

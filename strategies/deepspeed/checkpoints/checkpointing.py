@@ -1,0 +1,199 @@
+"""DeepSpeed's own sharded checkpoints, with the Trainer's state in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...common.agreed_outcome import run_on_rank_zero
+from ...fsdp.checkpoints.sharded_checkpoints import new_folder
+from ..engines import partitions as layout
+from ..engines.library import deepspeed_library, quietly
+from ..engines.window import window_of
+from . import sixteen_bit, universal
+from .safe_loading import reading_safely
+
+_OPTIMIZER_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+_MODEL_FILE = re.compile(r"^zero_pp_rank_\d+_mp_rank_00_model_states\.pt$")
+_COUNTS = "accelight_optimizer_counts"
+"""Key in a checkpoint of what an optimizer counts for each parameter, if some have stepped less often than others."""
+_OF_DEEPSPEED = {
+    "module", "optimizer", "lr_scheduler", "buffer_names", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+}  # fmt: skip
+
+
+def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit: bool) -> None:
+    """Write one folder, every rank its own shards; it has its name only when it is complete.
+
+    Args:
+        engine: DeepSpeed's engine.
+        path: The folder; what is there already is replaced, last of all.
+        trainer_state: The Trainer's checkpoint, without weights and optimizer states.
+        write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
+
+    Raises:
+        ValueError: If the state has a key that DeepSpeed uses itself.
+        RuntimeError: On every rank, if rank 0 failed to finish the folder.
+    """
+    taken = sorted(_OF_DEEPSPEED & set(trainer_state))
+    if taken:
+        raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint has itself. Rename them.")
+    weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}
+
+    def complete(folder: Path) -> None:
+        if write_16bit:
+            sixteen_bit.write_16bit(weights, folder)
+
+    window = window_of(engine)
+    if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
+        trainer_state = {**trainer_state, _COUNTS: counts}
+    with new_folder(path, complete) as folder, _told_what_is_trained(engine):
+        engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state)
+
+
+def load(
+    engine: Any, path: Path, *, with_optimizer: bool, strict: bool, load_universal: bool, weights_only: bool | None
+) -> dict[str, Any]:
+    """Read a checkpoint into the engine.
+
+    Args:
+        engine: DeepSpeed's engine, not used before.
+        path: The folder.
+        with_optimizer: Whether the optimizer's state is read, too.
+        strict: Whether every weight has to be there, and no other.
+        load_universal: Whether another number of processes may have written it.
+        weights_only: False reads anything, whatever it may execute.
+
+    Returns:
+        The Trainer's state.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint of DeepSpeed's.
+        ValueError: If another number of processes, or another kind of stage, has written it.
+        RuntimeError: If it holds objects that may run code.
+    """
+    _check_folder(path)
+    universally = with_optimizer and load_universal
+    if with_optimizer:
+        _check_layout(engine, path / universal.TAG, any_number=load_universal)
+    if universally and not universal.is_converted(path):
+        run_on_rank_zero(lambda: universal.convert(path), f"converting {path} to a universal checkpoint")
+    partitioned = engine.zero_optimization_partition_weights()
+    if partitioned and not with_optimizer and not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
+        # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
+        engine.optimizer._restore_from_bit16_weights = lambda: None
+    clipping = getattr(engine.optimizer, "clip_grad", None)
+    with reading_safely(weights_only), quietly(), _told_what_is_trained(engine):
+        _, state = engine.load_checkpoint(
+            str(path),
+            tag=None if universally else universal.TAG,
+            load_module_strict=strict,
+            load_optimizer_states=with_optimizer,
+            load_lr_scheduler_states=False,
+        )
+        if state is None:
+            raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
+        if universally:
+            _load_what_is_not_trained(engine, path)
+    if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
+        engine.optimizer.clip_grad = clipping
+    counts, window = state.pop(_COUNTS, {}), window_of(engine)
+    if window is not None:
+        window.accept_values()
+    if with_optimizer and window is not None and window.steps is not None:
+        window.steps.load_state_dict(counts)
+    return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}
+
+
+@contextmanager
+def _told_what_is_trained(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed take everything that its optimizer does not train for frozen, and nothing else.
+
+    It keeps a frozen parameter's value apart, and would lose that of one which is in no optimizer (stage 3).
+    """
+    trained: set[nn.Parameter] = set()
+    if layout.is_partitioned_optimizer(engine.optimizer):
+        trained = {each for group in layout.parameter_groups(engine.optimizer) for each in group}
+    before = [(each, each.requires_grad) for each in engine.module.parameters()] if trained else []
+    for parameter, _ in before:
+        parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before:
+            parameter.requires_grad_(requires_grad)
+
+
+def _check_folder(path: Path) -> None:
+    if not (path / universal.TAG).is_dir():
+        what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "has no 'checkpoint' in it"
+        raise FileNotFoundError(
+            f"{path} {what}: a checkpoint of AccelDeepSpeedStrategy is the folder that trainer.save_checkpoint(path) "
+            "writes. Weights alone, from elsewhere, belong into the module before fit()."
+        )
+
+
+def _check_layout(engine: Any, folder: Path, *, any_number: bool) -> None:
+    files = [match for file in folder.iterdir() if (match := _OPTIMIZER_FILE.search(file.name))]
+    saved_by = len({match.group(1) for match in files})
+    stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
+    kind = "stage 3" if stage3 else "stage 1 or 2" if files else "stage 0"
+    here = engine.zero_optimization_stage()
+    wanted = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}[int(here)]
+    if kind != wanted:
+        raise ValueError(
+            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {int(here)}: DeepSpeed keeps its state "
+            f"differently there. Resume with {kind}, or merge the weights and start from them."
+        )
+    if files and saved_by != dist.get_world_size() and not any_number:
+        raise ValueError(
+            f"{folder.parent} was saved by {saved_by} process(es), and this is a run of {dist.get_world_size()}. Start "
+            f"{saved_by}, or use AccelDeepSpeedStrategy(load_universal=True), which converts it once."
+        )
+
+
+def _load_what_is_not_trained(engine: Any, path: Path) -> None:
+    """Load buffers and frozen parameters: a universal checkpoint restores what the optimizer has, alone."""
+    module: nn.Module = engine.module
+    stage3 = engine.zero_optimization_partition_weights()
+    folder = path / universal.TAG
+    file = folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage3 else "mp_rank_00_model_states.pt")
+    saved = _load_tensors(file)["module"]
+    frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    with torch.no_grad():
+        for name, tensor in {**({} if stage3 else frozen), **dict(module.named_buffers())}.items():
+            if name in saved:
+                tensor.copy_(saved[name])
+    if stage3 and frozen:
+        _load_frozen_pieces(frozen, folder)
+
+
+def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
+    """Join the pieces of frozen parameters that stage 3 has saved, and cut them for these processes."""
+    files = [file for file in folder.iterdir() if _MODEL_FILE.search(file.name)]
+    saved = [_load_tensors(file) for file in sorted(files, key=lambda file: int(file.name.split("_")[3]))]
+    for name, parameter in frozen.items():
+        if name not in saved[0]["frozen_param_shapes"]:
+            raise ValueError(
+                f"{name} is frozen here and was not when {folder.parent} was saved: load_universal=True cannot restore "
+                "it. Freeze the same parameters as then, or resume with the number of processes that saved."
+            )
+        shape = saved[0]["frozen_param_shapes"][name]
+        pieces = torch.cat([each["frozen_param_fragments"][name].flatten() for each in saved])
+        with deepspeed_library().zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                parameter.copy_(pieces[: shape.numel()].view(shape))  # the last piece is padded
+
+
+def _load_tensors(file: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return state

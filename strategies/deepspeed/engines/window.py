@@ -1,0 +1,469 @@
+"""The gradients of one accumulation window in DeepSpeed's engine: whole, alike on every rank, and gone when it ends.
+
+[Note: one window]
+DeepSpeed 0.19 reduces gradients in the order in which backward makes them, so that ranks which use different parameters
+would add up gradients of different ones; it keeps what a window that was dropped has left; stage 3 keeps the gradient
+of a parameter that the next window does not use; and its optimizers step on all that they have. Here the engine never
+decides what a window is (``managed_gradient_accumulation`` is false): each backward adds to it, `Window.complete` ends
+it, and `Window.forget` drops it. Before each backward of the stages 2 and 3, and at the end of a window for 0 and 1,
+ranks agree on the parameters that have a gradient somewhere. Where they differ, this backward's gradients are held back
+and reduced after it in one order, those that are missing as zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import partitions as layout
+from . import same_path as paths
+from .agreement import agree, ranks_without, will_get_gradients
+from .partial_steps import PiecewiseSteps
+
+_NAME = "accelight_window"
+
+
+class Window:
+    """Follows one engine.
+
+    Args:
+        engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
+        optimized: The parameters that its optimizer trains.
+        device: Where this process computes.
+        is_whole: Whether stage 3 has been told to hold parameters (`paths.hold_parameters`).
+    """
+
+    def __init__(
+        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, is_whole: bool = False
+    ) -> None:
+        self.engine, self.device, self._is_whole = engine, device, is_whole
+        self.stage = int(engine.zero_optimization_stage())
+        zero = self._zero = engine.optimizer
+        self._is_partitioned = layout.is_partitioned_optimizer(zero)
+        self.names: Mapping[nn.Parameter, str] = dict(engine.param_names)
+        optimized = list(optimized)
+        self._frozen = [each for each in optimized if not each.requires_grad]
+        if self._is_partitioned:
+            self._parameters = [each for group in layout.parameter_groups(zero) for each in group]
+        else:
+            self._parameters = [each for each in optimized if each.requires_grad]
+        self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        self._is_plain = isinstance(zero, torch.optim.Optimizer)
+        if not self._is_plain:
+            zero.add_param_group = _refuse_group
+        self.used: set[nn.Parameter] = set()
+        """Parameters that have got a gradient in this window, on some rank."""
+        self._leaves: set[nn.Parameter] = set()
+        self._order = 0
+        self._is_held = self._is_complete = False
+        self._is_dirty = True
+        self._clip_norm: float | None = None
+        self.is_stale = self._adds_to_stale = False
+        """Whether the optimizer has stepped, and nobody has asked for zeroed gradients since."""
+        self.has_stepped = False
+        """Whether the last `step` had gradients to step on."""
+        self.steps: PiecewiseSteps | None = None
+        if self._is_partitioned:
+            self._follow_zero()
+        self._versions: dict[nn.Parameter, int] = {}
+        if self.stage == 3:
+            for parameter in engine.module.parameters():
+                self._watch_partitioning(parameter)
+        self._clear, self._is_stepping = zero.zero_grad, False
+        zero.accelight_window = self
+        kind: type = type(zero)
+        zero.__class__ = _telling_class(kind)
+        engine.__dict__[_NAME] = self  # not as a submodule
+
+    @contextmanager
+    def on_module(self, module: nn.Module) -> Iterator[None]:
+        """Let the module's own ``zero_grad()`` drop these gradients, too, in this context.
+
+        Lightning calls it before validation, and users do in manual optimization.
+        """
+        zero_grad = module.zero_grad
+
+        def zero_all(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self.zero_grad()
+
+        module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
+        try:
+            yield
+        finally:
+            module.__dict__.pop("zero_grad", None)
+
+    def _follow_zero(self) -> None:
+        zero = self._zero
+        self.steps = PiecewiseSteps(zero, self.names)
+        self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
+        self._reduce = zero.reduce_ready_partitions_and_remove_grads
+        zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
+        self._finalize = zero.finalize_gradient_accumulation_boundary
+        zero.finalize_gradient_accumulation_boundary = lambda: None  # complete() has done it
+
+    def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
+        if not getattr(self._zero, "_coalesce_grad_reduction", False):
+            if parameter not in self._leaves:  # DeepSpeed makes up zeros for those
+                self.used.add(parameter)
+            self._order = hash((self._order, self._places.get(parameter, -1)))
+        self._reduce(parameter, *args)
+
+    # ------------------------------------------------------------------ backward
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the engine's backward, as one more micro-batch of this window.
+
+        Raises:
+            RuntimeError: On every rank, before anything is reduced, if ranks use different parameters and this stage
+                cannot bring that together.
+        """
+        if self._is_complete:
+            raise RuntimeError(
+                "A backward followed gradients that were complete, and neither stepped on nor zeroed: DeepSpeed cannot "
+                "add to those. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more batches, "
+                "use Trainer(accumulate_grad_batches=...)."
+            )
+        self._adds_to_stale |= self.is_stale
+        self._check_frozen()
+        self._is_dirty = True
+        zero = self._zero
+        if self._is_partitioned:
+            zero.set_gradient_accumulation_boundary(False)
+        if self._is_whole:
+            paths.gather(self.engine)
+        if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
+            zero.micro_step_id = 1
+        agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
+        hook = loss.register_hook(self._agree_before_backward) if agrees else None  # type: ignore[no-untyped-call]
+        try:
+            with _backward_again(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
+                self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            if self._is_held:
+                self._reduce_held_back()
+        finally:
+            self._let_go()
+            if hook is not None:
+                hook.remove()
+
+    def _check_frozen(self) -> None:
+        if self._is_plain:  # torch's own, which holds what it was given
+            optimizer: torch.optim.Optimizer = self._zero
+            self._parameters = [
+                each for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+            ]
+            return
+        unfrozen = [self.names[each] for each in self._frozen if each.requires_grad]
+        if unfrozen:
+            raise RuntimeError(
+                f"{', '.join(unfrozen)} was frozen when fit() began, and is not any more: DeepSpeed's optimizer has no "
+                "place for it and would never train it. Begin fit() with it unfrozen and freeze it in on_train_start() "
+                "until it is to train, or unfreeze it between two calls of fit(), or use stage 0 in fp32."
+            )
+
+    def _agree_before_backward(self, _: Tensor) -> None:
+        agreed = agree(will_get_gradients(self._parameters), self.device, self._order)
+        self._order = 0
+        if not agreed.same_order:
+            raise RuntimeError(
+                "Ranks used the same parameters in different orders in the backward before this one, so that DeepSpeed "
+                "has added up gradients of different ones. Let every rank use its layers in one order, or use stage 1."
+            )
+        pairs = list(zip(self._parameters, agreed.some, agreed.mixed, strict=True))
+        self.used.update(each for each, some, _ in pairs if some and each in self._leaves)
+        mixed = [each for each, _, differs in pairs if differs and each not in self._leaves]
+        if not mixed:
+            return
+        if self.stage == 3 and not self._is_whole:
+            self._refuse_mixed(mixed)
+        self._is_held = True
+        self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
+
+    def _refuse_mixed(self, mixed: list[nn.Parameter]) -> None:
+        first = mixed[0]
+        lacking = ranks_without(will_get_gradients([first])[0], self.device)
+        raise RuntimeError(
+            f"{', '.join(self.names[each] for each in mixed)}: only some ranks use it in this batch (rank "
+            f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {paths.WAY_OUT}"
+        )
+
+    def _let_go(self) -> None:
+        if self._is_held:
+            self._is_held = self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = False
+
+    def _reduce_held_back(self) -> None:
+        self._let_go()
+        self._add_missing_zeros()
+        flush = self.engine._flush_coalesced_reduction_zero3 if self.stage == 3 else None
+        (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
+        self._order = 0
+
+    def _add_missing_zeros(self) -> None:
+        """Make the ranks have gradients of the same parameters."""
+        zero = self._zero
+        attribute = "grad_accum" if getattr(zero, "use_grad_accum_attribute", False) else "grad"
+        have = [getattr(each, attribute, None) is not None for each in self._parameters]
+        for parameter, here, some in zip(self._parameters, have, agree(have, self.device).some, strict=True):
+            if some and not here:
+                dtype = zero.gradient_accumulation_dtype if attribute == "grad_accum" else parameter.dtype
+                setattr(parameter, attribute, torch.zeros_like(parameter, dtype=dtype))
+
+    # ------------------------------------------------------------------ the end of a window
+    def complete(self) -> None:
+        """Make the gradients complete: what other ranks have is in them, and DeepSpeed's optimizer has them ready."""
+        if self._is_complete or not self._is_dirty:
+            return
+        self._is_complete = True
+        if self.stage >= 2 and self._is_partitioned:
+            if self.used:
+                self._finalize()
+        else:
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        engine, zero = self.engine, self._zero
+        if self._is_partitioned:  # stage 1
+            zero.setup_buckets()
+            self._add_missing_zeros()
+        else:
+            have = agree([self._has_gradient(each) for each in self._parameters], self.device).some
+            self.used = {each for each, some in zip(self._parameters, have, strict=True) if some}
+            self._check_plain()
+        engine._running_engine_step = True  # what its step() says, too
+        try:
+            engine.allreduce_gradients()
+        finally:
+            engine._running_engine_step = False
+        if not self._is_partitioned:  # DeepSpeed has made up zeros for everything
+            for parameter in engine.module.parameters():
+                if parameter not in self.used:
+                    parameter.grad = None
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        flags = getattr(self._zero, "fp32_groups_has_gradients", None)
+        if flags is None:
+            return parameter.grad is not None
+        for group, has in zip(self._zero.bf16_groups, flags, strict=True):
+            for each, one in zip(group, has, strict=True):
+                if each is parameter:
+                    return bool(one)
+        return False
+
+    def _check_plain(self) -> None:
+        unused = [self.names[each] for each in self._parameters if each not in self.used]
+        if unused and self.used and not self._is_plain:
+            raise RuntimeError(
+                f"{', '.join(unused)} had no gradient on any rank in this window: {type(self._zero).__name__} of "
+                "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
+            )
+
+    def step(self, **kwargs: Any) -> None:
+        """Let the engine's optimizer step on what has a gradient; without any, nothing happens."""
+        if self._adds_to_stale:
+            raise RuntimeError(
+                "manual_backward() followed optimizer.step() without zero_grad(): torch would add to the gradients "
+                "that were stepped on, and DeepSpeed has dropped them. Call optimizer.zero_grad() after each step, or "
+                "before the first backward of the next."
+            )
+        self.complete()
+        self._is_complete, self.has_stepped = False, bool(self.used)
+        if not self.used:
+            return
+        self._check_changes()
+        self._take_changed_weights()
+        if self.steps is not None:
+            self.steps.used = self.used
+        reduces = self.engine.enable_backward_allreduce
+        self.engine.enable_backward_allreduce = False  # complete() has done it
+        self._is_stepping = True
+        try:
+            with self._clipping():
+                self.engine.step(**kwargs)
+        finally:
+            self._is_stepping = False
+            self.engine.enable_backward_allreduce = reduces
+        self.forget()
+        self.is_stale = True
+
+    def _watch_partitioning(self, parameter: Any) -> None:
+        """Take note when ``GatheredParameters`` hands changed values over; any other change in place is lost."""
+        partition = getattr(parameter.partition, "__wrapped__", parameter.partition)  # not an earlier engine's watch
+
+        @functools.wraps(partition)
+        def partition_noting(
+            param_list: list[nn.Parameter] | None = None, *args: Any, has_been_updated: bool = False, **kwargs: Any
+        ) -> None:
+            partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
+            if has_been_updated:
+                self._versions.update((each, each._version) for each in param_list or [parameter])
+
+        parameter.partition = partition_noting
+        self._versions[parameter] = parameter._version
+
+    def accept_values(self) -> None:
+        """Take the values that parameters have now for right: they come from a checkpoint."""
+        self._versions = {parameter: parameter._version for parameter in self._versions}
+
+    def _check_changes(self) -> None:
+        lost = [self.names[each] for each, version in self._versions.items() if each._version != version]
+        if lost:
+            self.accept_values()
+            raise RuntimeError(
+                f"{', '.join(lost)} was changed in place while stage 3 had it partitioned, so that the change is lost. "
+                "Change weights inside 'with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):', on "
+                "every rank."
+            )
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of this window by their norm when the optimizer steps."""
+        if not getattr(self._zero, "compute_grad_norm", True):
+            raise RuntimeError(
+                "clip_gradients() needs the norm: set compute_grad_norm to true in the DeepSpeed config."
+            )
+        self._clip_norm = float(max_norm)
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        if self._clip_norm is None:
+            yield
+            return
+        max_norm, self._clip_norm = self._clip_norm, None
+        if self._is_plain:
+            nn.utils.clip_grad_norm_(self.used, max_norm)
+            yield
+            return
+        before, self._zero.clip_grad = self._zero.clip_grad, max_norm
+        try:
+            yield
+        finally:
+            self._zero.clip_grad = before
+
+    def _take_changed_weights(self) -> None:
+        """Let the weights that the optimizer steps on follow what the user's code has written into the parameters."""
+        if not self._is_partitioned:
+            return
+        for master, weights in zip(layout.masters(self._zero), layout.computing_weights(self._zero), strict=True):
+            if weights is None or weights.data_ptr() == master.data_ptr():
+                continue
+            if weights.dtype == master.dtype and weights.device == master.device:
+                master.data.copy_(weights)
+                continue
+            told = weights.to(master.device)
+            changed = told != master.detach().to(told.dtype)
+            if bool(changed.any()):
+                master.data.copy_(torch.where(changed, told.to(master.dtype), master.detach()))
+
+    # ------------------------------------------------------------------ nothing left
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the window, as the optimizer's and the module's ``zero_grad()`` are to do."""
+        if self._is_stepping:  # stage 3 asks for it in the middle of its step
+            self._clear(*args, **kwargs)
+            return
+        self.is_stale = self._adds_to_stale = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every gradient, wherever DeepSpeed keeps it, and what a backward that failed has left."""
+        if not self._is_dirty:
+            return
+        self._is_dirty = self._is_complete = False
+        self._let_go()
+        self._clip_norm = None
+        self.used = set()
+        self._order = 0
+        for parameter in self._parameters:
+            parameter.grad = None
+        zero = self._zero
+        if layout.is_stage_3(zero):
+            _forget_3(zero)
+        elif self._is_partitioned:
+            _forget_1_2(zero)
+        elif hasattr(zero, "clear_hp_grads"):
+            zero.clear_hp_grads()
+            zero.clear_lp_grads()
+        state = getattr(zero, "_backward_hook_state", None)
+        if state is not None:
+            state.backward_active_depth = 0
+            state.reset_for_new_step()
+        self.engine._unmanaged_backward_count = 0
+
+
+@functools.cache
+def _telling_class(base: type) -> type:
+    """Return a class of optimizers whose ``zero_grad()`` drops the window.
+
+    A method of the instance would not do: Lightning's own optimizers derive from the class, and call its methods.
+    """
+
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.accelight_window.zero_grad(*args, **kwargs)
+
+    return type(base.__name__, (base,), {"zero_grad": zero_grad, "__module__": base.__module__})
+
+
+def _refuse_group(param_group: Any) -> None:
+    raise RuntimeError(
+        "DeepSpeed's optimizer takes no parameter group after fit() has begun (add_param_group, BaseFinetuning). Give "
+        "the optimizer every parameter at once and freeze those in on_train_start() that train later, or unfreeze "
+        "them between two calls of fit(), or use stage 0 in fp32."
+    )
+
+
+def window_of(engine: Any) -> Window | None:
+    """Return what follows an engine, if it trains under the Trainer."""
+    window: Window | None = engine.__dict__.get(_NAME)
+    return window
+
+
+@contextmanager
+def _backward_again(engine: Any) -> Iterator[None]:
+    """Let another backward through the same graph gather parameters again, which stage 3 counts down to zero."""
+    counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    layers = list(engine.module.modules())
+    before = [{name: vars(layer)[name] for name in counts if name in vars(layer)} for layer in layers]
+    yield
+    for layer, each in zip(layers, before, strict=True):
+        vars(layer).update(each)
+
+
+def _forget_1_2(zero: Any) -> None:
+    for parameter in (each for group in zero.bit16_groups for each in group):
+        parameter.grad_accum = None
+    for group in range(len(zero.bit16_groups)):
+        zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+    for bucket in zero.ipg_buckets.values():
+        bucket.clear()
+    zero.extra_large_param_to_reduce.clear()
+    zero.previous_reduced_grads.clear()
+    zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+    zero._release_ipg_buffers()
+    zero.micro_step_id = -1
+    if zero.cpu_offload:
+        zero._wait_for_offload_copies()
+        for gradient in zero.accumulated_grads_in_cpu.values():
+            gradient.zero_()
+        for master in zero.single_partition_of_fp32_groups:
+            master.grad.zero_()
+        zero.norm_for_param_grads = {}
+        zero._offload_accumulated_param_ids = set()
+        zero.local_overflow = False
+
+
+def _forget_3(zero: Any) -> None:
+    zero.grad_partitions_flat_buffer.zero_()
+    zero.averaged_gradients = {}
+    for bucket in zero.ipg_buckets.values():
+        bucket.clear_params()
+    for parameter_id in zero.params_already_reduced:
+        zero.params_already_reduced[parameter_id] = False
+    zero._offload_boundary_param_ids = set()
+    if zero.offload_optimizer:
+        zero.norm_for_param_grads = {}
+        zero.inf_or_nan_tracker.zero_()
+        for master in zero.fp32_partitioned_groups_flat:
+            if master.grad is not None:
+                master.grad.zero_()

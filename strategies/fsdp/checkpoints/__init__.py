@@ -1,0 +1,1 @@
+"""What a sharded run saves and loads."""

@@ -1,0 +1,177 @@
+"""Saves that go on while training goes on: only the copy to host memory makes the loop wait.
+
+[Note: one error, one step] A failed save has to stop all processes at the same step, or those that go on hang in a
+collective. But each learns of the failure in a thread of its own, at a moment of its own. So while a save is
+outstanding, each process looks for a key in the store before each step, and who knows of a failure first writes the
+number of the next optimizer step there. Nobody can begin that step before, since the present one has collectives that
+need the writer; so all find the key in time, and all raise there. (On an accelerator the loop's thread could run ahead
+of its collectives; Lightning waits for one in each batch.)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ....state.process_group import group_store
+from ...common.agreed_outcome import failing_together, num_ranks
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Save:
+    """One save on its way."""
+
+    what: str
+    number: int
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+    complete: bool = False
+    """The checkpoint has its name."""
+    done: bool = False
+    """The thread has nothing left to do, and the error is known if there is one."""
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class BackgroundSaves:
+    """Writes one checkpoint at a time in a thread of its own, through a process group of its own.
+
+    Args:
+        timeout: Of the group's collectives.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._groups: tuple[Any, dist.ProcessGroup] | None = None
+        self._stager: DefaultStager | None = None
+        self._current: _Save | None = None
+        self._num_saves = 0
+
+    def connect(self) -> None:
+        """Make the process group; every rank calls it, whenever the default group may be new."""
+        if self._groups is None or self._groups[0] is not dist.group.WORLD:
+            self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory; the memory is used again for the next one."""
+        if self._stager is None:  # a new one for each save would make the loop wait twice as long
+            pinned = torch.cuda.is_available()
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        staged = self._stager.stage(state)
+        if not isinstance(staged, dict):
+            raise TypeError(f"expected the staged state itself, got {type(staged).__name__}.")
+        return staged
+
+    def start(self, what: str, save: Callable[[dist.ProcessGroup], None]) -> None:
+        """Let ``save`` run in the background, on every rank; `wait` first.
+
+        Args:
+            what: Names the save in errors.
+            save: Given the group for its collectives. It must fail on every rank if it fails on one.
+        """
+        if self._current is not None:
+            raise RuntimeError(f"{self._current.what} is still under way: wait() before the next.")
+        if self._groups is None:
+            raise RuntimeError("connect() comes first.")
+        group = self._groups[1]
+        self._num_saves += 1
+        current = self._current = _Save(what, self._num_saves)
+        # Not a daemon: a process that ends waits for its save.
+        current.thread = threading.Thread(target=_run, args=(current, save, group), name="accelight-save")
+        current.thread.start()
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the present save is complete, at once if there is none, and not at all if it fails."""
+        if self._current is not None:
+            with self._current.lock:
+                if not self._current.complete:
+                    self._current.afterwards.append(action)
+                    return
+        action()
+
+    def wait(self) -> None:
+        """Return when the present save is complete.
+
+        Raises:
+            RuntimeError: If it failed; on every rank.
+        """
+        current, self._current = self._current, None
+        if current is None or current.thread is None:
+            return
+        current.thread.join()
+        if current.error is not None:
+            raise RuntimeError(f"{current.what} in the background failed: {current.error}") from current.error
+
+    def check(self, step: int) -> None:
+        """Raise the error of a failed save, on every rank at the same step; see the note above.
+
+        Args:
+            step: Number of finished optimizer steps; every rank calls it at least once with each.
+
+        Raises:
+            RuntimeError: As `wait`.
+        """
+        current = self._current
+        if current is None:
+            return
+        if current.done and current.error is None:
+            self.wait()
+        elif num_ranks() == 1:
+            if current.done:
+                self.wait()
+        elif self._fails_at(current, step) <= step:
+            self.wait()
+
+    @staticmethod
+    def _fails_at(current: _Save, step: int) -> float:
+        store = group_store(f"accelight/failed_save/{current.number}")
+        if store.check(["step"]):
+            return int(store.get("step"))
+        if current.done:
+            return int(store.compare_set("step", "", f"{step + 1}"))
+        return float("inf")
+
+    def close(self, exception: BaseException | None = None) -> None:
+        """Wait, and free the memory.
+
+        Args:
+            exception: What ended training already. A save that failed, too, is only logged then.
+
+        Raises:
+            RuntimeError: As `wait`.
+        """
+        try:
+            self.wait()
+        except RuntimeError:  # logged when it happened
+            if exception is None:
+                raise
+        finally:
+            if self._stager is not None:
+                self._stager.close()
+                self._stager = None
+
+
+def _run(current: _Save, save: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup) -> None:
+    """Body of the thread."""
+    try:
+        save(group)
+        with current.lock:
+            current.complete = True
+        with failing_together("What waited for it", group):
+            for action in current.afterwards:
+                action()
+    except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)
+        current.error = caught
+        _log.error("%s in the background failed: %s", current.what, caught)  # now, in case nobody asks any more
+    finally:
+        current.done = True

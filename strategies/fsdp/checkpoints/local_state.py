@@ -1,0 +1,132 @@
+"""``local_state_dict``: each rank's flat shards of FSDP1 as they are, which come back in the same arrangement only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from ...common.agreed_outcome import failing_together
+from ..config.wrapping import clean_name
+from ..units.named_tensors import slots_of
+from ..units.sharded_root import ShardedForm
+from ..weights.full_state_dict import listed
+from .sharded_checkpoints import METADATA_FILE, new_folder
+
+_MODEL, _OPTIMIZERS = "model", "optimizers"
+
+
+def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
+    """Return this rank's flat shards by the names of their units, and what is whole on every rank.
+
+    Nothing is communicated and nothing is copied.
+    """
+    state: dict[str, Tensor] = {}
+    for name, module in form.root.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flat = module._handle.flat_param
+            # While a unit is gathered, `data` is the whole; until the first forward, there is no `_local_shard`.
+            state[clean_name(f"{name}._flat_param")] = getattr(flat, "_local_shard", flat.data)
+    for slot in slots_of(form.root):
+        whole = slot.tensor in form.unsharded if isinstance(slot.tensor, nn.Parameter) else slot.persistent
+        if whole:
+            state[slot.name] = slot.tensor.detach()
+    return state
+
+
+def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None) -> None:
+    """Write one folder with a file of each rank; it has its name only when it is complete.
+
+    Args:
+        path: The folder; a checkpoint that is there already is replaced, last of all.
+        state: Result of `local_state`.
+        metadata: The file for everything else, written by rank 0.
+        group: Through which the ranks agree; the default group by default.
+
+    Raises:
+        RuntimeError: On every rank, if any rank failed; it names the rank.
+    """
+
+    def complete(folder: Path) -> None:
+        (folder / METADATA_FILE).write_bytes(metadata)
+
+    with new_folder(path, complete, group) as folder, failing_together(f"saving {path}", group):
+        torch.save(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
+
+
+def local_state(model: dict[str, Tensor], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put together what a rank's file holds."""
+    return {_MODEL: model, _OPTIMIZERS: list(optimizer_states)}
+
+
+def is_local(path: Path) -> bool:
+    """Return whether ``path`` is a folder that `save_local` wrote."""
+    return path.is_dir() and any(path.glob("rank_*_of_*.pt"))
+
+
+def load_local(
+    path: Path, form: ShardedForm, optimizers: Sequence[Optimizer], *, weights_only: bool | None
+) -> dict[str, Any]:
+    """Load a folder that as many processes saved, with the same units and the same engine.
+
+    Args:
+        path: The folder.
+        form: The sharded model.
+        optimizers: The optimizers to restore; none leaves optimizer state alone.
+        weights_only: For the metadata file, as in ``torch.load``.
+
+    Returns:
+        Everything but weights and optimizer state.
+
+    Raises:
+        RuntimeError: On every rank, before any weight is changed, if the arrangement is another one.
+    """
+    with failing_together(f"Loading {path}"):
+        file = path / _file_of(dist.get_rank(), dist.get_world_size())
+        if not file.is_file():
+            raise ValueError(
+                f"{file.name} is not there, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
+                "local_state_dict comes back on the same number of processes only. Save a sharded_state_dict to resume "
+                "on another."
+            )
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        present = local_model_state(form)
+        _compare(stored[_MODEL], present)
+        if optimizers and len(stored[_OPTIMIZERS]) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint holds {len(stored[_OPTIMIZERS])} optimizers, configure_optimizers returned "
+                f"{len(optimizers)}."
+            )
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(stored[_MODEL][name])
+    for optimizer, state in zip(optimizers, stored[_OPTIMIZERS], strict=False):
+        optimizer.load_state_dict(state)
+    return dict(torch.load(path / METADATA_FILE, map_location="cpu", weights_only=weights_only))
+
+
+def _compare(stored: dict[str, Tensor], present: dict[str, Tensor]) -> None:
+    other = [
+        f"{name} (saved {_shape(stored.get(name))}, now {_shape(present.get(name))})"
+        for name in sorted(stored.keys() | present.keys())
+        if _shape(stored.get(name)) != _shape(present.get(name))
+    ]
+    if other:
+        raise ValueError(
+            f"the units are others: {listed(other)}. A local_state_dict needs the same wrapping; a sharded_state_dict "
+            "does not."
+        )
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _file_of(rank: int, world_size: int) -> str:
+    return f"rank_{rank:05d}_of_{world_size:05d}.pt"

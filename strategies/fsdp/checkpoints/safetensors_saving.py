@@ -1,0 +1,216 @@
+"""The weights of a sharded model as safetensors: every process writes its own byte ranges, nobody gathers anything."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ....checkpoint.errors import CheckpointError
+from ....checkpoint.files import BLOCK_BYTES, write_exactly
+from ....checkpoint.formats.dtypes import DTYPES, conversion_target
+from ....checkpoint.formats.layout import SourceTensor
+from ....checkpoint.manifest import Manifest
+from ....checkpoint.names import checked_prefix, clean_name, select
+from ....checkpoint.report import MergeReport
+from ....checkpoint.writing.convert import convert_block
+from ....checkpoint.writing.output import check_conflicts, check_destination, stale_files
+from ....checkpoint.writing.plan import Plan, PlannedTensor, make_plan
+from ....checkpoint.writing.shards import parse_size
+from ....checkpoint.writing.writer import AtomicFolder
+from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ..units.named_tensors import Slot
+from ..units.sharded_root import ShardedForm
+
+_SUFFIX = ".safetensors"
+_SHARED_FROM_BYTES = 2**20  # a whole tensor that is smaller is not worth being written by several
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of a tensor, and its share where others hold the same."""
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    share: int
+    num_shares: int
+
+
+def save_safetensors(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    module: nn.Module,
+    form: ShardedForm,
+    *,
+    max_shard_size: str | int | None,
+    dtype: str | torch.dtype | None,
+    strip_prefix: str | None,
+) -> MergeReport:
+    """Write the weights; every rank calls it. See `AccelFSDPStrategy.save_safetensors`.
+
+    Args:
+        path: A file with the suffix ``.safetensors``, or a folder.
+        weights: Sharded, as `checkpointing.model_state` returns them; the same names on every rank.
+        module: Whose weights they are; tells parameters from buffers.
+        form: For its ties and its module attribute.
+        max_shard_size: Of one file.
+        dtype: For floating-point tensors.
+        strip_prefix: As `merge_fsdp_weights` has it.
+    """
+    started, what = time.monotonic(), f"Saving the weights to {path}"
+    is_file = path.suffix == _SUFFIX
+    folder = path.parent if is_file else path
+    with failing_together(what):
+        if is_file and max_shard_size is not None:
+            raise ValueError(f"max_shard_size needs a folder to write several files into, got the file {path}.")
+        manifest = Manifest("model", form.ties, form.module_attribute)
+        selection = select(list(weights), manifest, strip_prefix=checked_prefix(strip_prefix))
+        plan = make_plan(
+            selection,
+            {name: _described(name, tensor) for name, tensor in weights.items()},
+            dtype=conversion_target(dtype),
+            max_shard_bytes=None if max_shard_size is None else parse_size(max_shard_size),
+        )
+        if is_file:
+            plan = replace(plan, files=(replace(plan.files[0], name=path.name),))
+        parts = _parts(weights, module, set(selection.names.values()))
+    output = AtomicFolder(folder, shared=True)
+    with ExitStack() as stack:  # leaving it early removes what was written
+
+        def begin() -> list[str]:
+            if not is_file:
+                check_destination(folder, folder, remove=False)
+                check_conflicts(folder, plan)
+            return _create(stack.enter_context(output), plan)
+
+        paths = run_on_rank_zero(begin, what)
+        with failing_together(what):
+            for file, temporary in zip(plan.files, paths, strict=True):
+                _write_parts(temporary, file.tensors, parts)
+        stale = [] if is_file else stale_files(folder, plan)
+        run_on_rank_zero(lambda: output.commit(plan.index_name, stale), what)
+    names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
+    return MergeReport(
+        destination=folder,
+        files=tuple(names),
+        num_tensors=sum(len(file.tensors) for file in plan.files),
+        num_bytes=plan.num_bytes,
+        seconds=time.monotonic() - started,
+        ties=dict(selection.ties),
+        skipped=dict(selection.skipped),
+        verified=False,
+    )
+
+
+def _described(name: str, tensor: Tensor) -> SourceTensor:
+    dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise CheckpointError(f"Tensor {name!r} is {tensor.dtype}, which safetensors cannot hold.")
+    return SourceTensor(name, dtype, tuple(tensor.shape), ())
+
+
+def _parts(weights: Mapping[str, Tensor], module: nn.Module, wanted: set[str]) -> dict[str, _Part]:
+    """Return what this rank has to write."""
+    buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+    parts = {
+        name: _part_of(name, tensor, clean_name(name) in buffers) for name, tensor in weights.items() if name in wanted
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _part_of(name: str, tensor: Tensor, is_buffer: bool) -> _Part | None:
+    offsets, sizes = Slot((name,), tensor, True).part()
+    if isinstance(tensor, DTensor):
+        return _Part(tensor.to_local(), offsets, sizes, *_replica(tensor))
+    if (
+        is_buffer or tensor.nbytes < _SHARED_FROM_BYTES
+    ):  # buffers may differ from process to process: one of them counts
+        return _Part(tensor, offsets, sizes, 0, 1) if dist.get_rank() == 0 else None
+    return _Part(tensor, offsets, sizes, dist.get_rank(), dist.get_world_size())
+
+
+def _replica(tensor: DTensor) -> tuple[int, int]:
+    """Return which of how many equal copies of its shard this rank holds."""
+    mesh, index, count = tensor.device_mesh, 0, 1
+    place = mesh.get_coordinate() or [0] * mesh.ndim  # not get_local_rank(), which asks the groups
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            index, count = index * mesh.size(dim) + place[dim], count * mesh.size(dim)
+    return index, count
+
+
+def _create(output: AtomicFolder, plan: Plan) -> list[str]:
+    """Make the files with their headers, and return where they lie until they are complete."""
+    output.check_space(plan.num_bytes)
+    for file in plan.files:
+        write_exactly(output.create(file.name, file.num_bytes), memoryview(file.header), 0)
+    if plan.index_name is not None:
+        write_exactly(output.create(plan.index_name, None), memoryview(plan.index), 0)
+    return [str(output.path_of(file.name)) for file in plan.files]
+
+
+def _write_parts(path: str, tensors: Sequence[PlannedTensor], parts: Mapping[str, _Part]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for planned in tensors:
+            part = parts.get(planned.source.fqn)
+            if part is not None:
+                _write_part(fd, planned, part)
+        os.fsync(fd)  # on a network file system, each machine holds its own writes back
+    finally:
+        os.close(fd)
+
+
+def _write_part(fd: int, planned: PlannedTensor, part: _Part) -> None:
+    local = part.local.detach().to("cpu").contiguous()
+    source, target = planned.source.dtype, planned.dtype
+    view = _bytes_of(local)
+    for start, position, count in _runs(planned.source.shape, part):
+        values = view[start * source.itemsize : (start + count) * source.itemsize]
+        where = planned.start + position * target.itemsize
+        if source is target:
+            write_exactly(fd, values, where)
+            continue
+        for begin in range(0, len(values), BLOCK_BYTES):
+            block = convert_block(values[begin : begin + BLOCK_BYTES], source, target, f"Tensor {planned.name!r}")
+            write_exactly(fd, block, where + begin // source.itemsize * target.itemsize)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, of any dtype."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _runs(shape: tuple[int, ...], part: _Part) -> Iterator[tuple[int, int, int]]:
+    """Yield (first element in the part, its place in the whole tensor, number of elements) of each contiguous run.
+
+    Where several ranks hold the same part, each has its share of every run.
+    """
+    sizes, offsets = part.sizes, part.offsets
+    inner = len(shape)  # dimensions from here on are whole, so that one more can be in the same run
+    while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    length = prod(sizes[outer:])
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    first, last = length * part.share // part.num_shares, length * (part.share + 1) // part.num_shares
+    if first == last:
+        return
+    for number, index in enumerate(product(*map(range, sizes[:outer]))):
+        position = base + sum(one * stride for one, stride in zip(index, strides, strict=False))
+        yield number * length + first, position + first, last - first

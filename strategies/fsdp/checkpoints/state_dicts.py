@@ -1,0 +1,46 @@
+"""How this package asks torch for state dicts, full or sharded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.utils._pytree import tree_map_only
+
+from ..config.settings import WholeState
+
+
+@contextmanager
+def without_torch_noise() -> Iterator[None]:
+    """Hide torch 2.13's warnings about its own calls; a user can do nothing about them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_get_pg_default_device.*")
+        warnings.filterwarnings("ignore", ".*Multiple backends are registered with this ProcessGroup.*")
+        warnings.filterwarnings("ignore", ".*FSDP.state_dict_type.*", FutureWarning)
+        warnings.filterwarnings("ignore", ".*NO_SHARD.*")
+        yield
+
+
+def state_dict_options(
+    module: nn.Module, *, full: bool, strict: bool = True, where: WholeState | None = None
+) -> StateDictOptions:
+    """Return how torch is to make or take a state dict of ``module``; ``where`` is for a full one that is made."""
+    # With cpu_offload, torch makes a full one on rank 0 alone.
+    offload = full and (where is None or (where.rank0_only and where.offload_to_cpu))
+    # FSDP1's full state dict with cpu_offload=True kills the process when its tensors are on the CPU (torch 2.13).
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    return StateDictOptions(full_state_dict=full, cpu_offload=offload and not on_cpu, strict=strict)
+
+
+def put_where(state: dict[str, Any], where: WholeState) -> dict[str, Any]:
+    """Return a full ``state``, or nothing where rank 0 alone is to have it."""
+    if where.rank0_only:
+        return {} if dist.get_rank() != 0 else state
+    moved = tree_map_only(torch.Tensor, torch.Tensor.cpu, state) if where.offload_to_cpu else state
+    return cast("dict[str, Any]", moved)

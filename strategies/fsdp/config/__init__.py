@@ -1,0 +1,1 @@
+"""FSDP as users ask for it: the plugin, the environment, and the strict settings they become."""

@@ -1,0 +1,220 @@
+"""The small interface behind which FSDP1 and FSDP2 differ."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from ..config.settings import EngineSettings
+from ..config.wrapping import resolve_ignored, units_to_wrap
+from ..steps.outside_calls import Close
+from ..steps.same_path import SamePath
+from ..units.groups import without_split_ties
+from ..units.named_tensors import Slot
+from ..units.optimizer_parameters import EarlyParameters
+from ..units.original_model import find_ties, module_attribute_of, parameter_order
+from ..units.plan import Plan, left_over, parts_called_alone
+from ..units.refused_models import check_modules
+from ..units.sharded_root import ShardedForm, recall_form, remember_form
+from ..units.unit_wrappers import checkpoint_units, compile_units
+from .optimizer_checks import check_kinds
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SettingsT = TypeVar("SettingsT", bound=EngineSettings)
+
+
+class Engine(ABC, Generic[SettingsT]):
+    """Shards a model and knows what only its version of FSDP knows.
+
+    Args:
+        settings: What the plugin resolved to.
+        mesh: One-dimensional (shard) or two-dimensional (replicate, shard) mesh over all ranks.
+        device: Where this rank computes.
+    """
+
+    version: ClassVar[int]
+    """The number users know: 1 or 2."""
+    model_key: ClassVar[str]
+    """Key of the weights in a sharded checkpoint, as Lightning's strategy for the same FSDP version names it."""
+    renews_parameters: ClassVar[bool]
+    """Whether sharding replaces each parameter by a new object."""
+    hooks_units: ClassVar[bool]
+    """Whether sharding puts its hooks on the units themselves, instead of around them."""
+
+    path: SamePath
+    """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
+    timeout: timedelta = default_pg_timeout
+    """How long a rank waits for the others where it does what none did before."""
+
+    def __init__(self, settings: SettingsT, mesh: DeviceMesh, device: torch.device) -> None:
+        self.settings = settings
+        self.mesh = mesh
+        self.device = device
+
+    def prepare(self, model: nn.Module, *, to_be_filled: bool = False) -> ShardedForm:
+        """Shard ``model``, whose submodules are changed in place.
+
+        A module that comes back (validation after training) keeps the form it has.
+
+        Args:
+            model: Under Lightning the LightningModule.
+            to_be_filled: Whether all of it is on the meta device, and its values come through `slots` afterwards.
+
+        Raises:
+            RuntimeError: If ``model`` is sharded by the other FSDP version.
+            ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
+        """
+        form = recall_form(model, self.version)
+        if form is None:
+            ignored = resolve_ignored(model, self.settings.ignored_modules)
+            ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
+            units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
+            if self.settings.activation_checkpointing:
+                units = checkpoint_units(model, units)
+            if (options := self.settings.compile_options) is not None:
+                units = compile_units(model, units, options, in_place=not self.hooks_units)
+            if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
+                units = []
+            units = without_split_ties(model, units, ignored)
+            parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
+            whole = ignored | left_over(model, parts) if parts else ignored
+            precision = self.settings.precision
+            check_modules(model, [*units, *parts], whole, version=self.version, precision=precision)
+            for module in whole:  # sharding moves what it manages; the rest is ours to move
+                _move_own_tensors(module, self.device)
+            unsharded = frozenset(parameter for module in whole for parameter in module.parameters(recurse=False))
+            if not self.settings.reshard_during_accumulation:
+                rank_zero_info(_memory_estimate(model))
+            if self.settings.cpu_offload and self.device.type == "cpu":
+                rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
+            early = EarlyParameters(model, kept=unsharded if self.renews_parameters else set(model.parameters()))
+            root = self._shard(model, Plan(units, whole, parts, to_be_filled))
+            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded, order, early)
+            remember_form(model, form)
+        return form
+
+    @abstractmethod
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """Shard the units, then the parts, or what is left as the root's unit."""
+
+    @abstractmethod
+    def slots(self, form: ShardedForm) -> AbstractContextManager[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+        """Open a model that was prepared ``to_be_filled``.
+
+        Returns:
+            A context of its tensors and of a function that returns the memory to fill, one part for each tensor. The
+            model has the values when the context ends.
+        """
+
+    @abstractmethod
+    def get_ready(self, root: nn.Module) -> None:
+        """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
+
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that would not train what one process trains.
+
+        Raises:
+            ValueError: As `check_kinds` and `check_flat_parameters`.
+        """
+        check_kinds(optimizers, self.version)
+
+    @abstractmethod
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules whose calls need something gathered, once `get_ready` has been called."""
+
+    @abstractmethod
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        """Gather what a call of ``module`` needs, see `UnitOpener`."""
+
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        """Return what to raise in place of an error that ended a step and says nothing of sharding; as a rule None."""
+        return None
+
+    @abstractmethod
+    def make_idle(self, root: nn.Module) -> None:
+        """End whatever an exception left open: all that is gathered is sharded again."""
+
+    @abstractmethod
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
+
+    def begin_step(self, root: nn.Module) -> None:
+        """Begin a training step: no backward of an earlier forward will come."""
+
+    def end_step(self, root: nn.Module) -> None:
+        """End a training step of automatic optimization, or what comes before a backward in manual optimization."""
+
+    def begin_backward(self, root: nn.Module) -> None:
+        """Begin a backward of what was computed before."""
+
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        """Put right what a backward leaves behind; every rank calls it.
+
+        Args:
+            root: Sharded.
+            reduced: Whether it was not inside `no_sync`.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks did not use the same units.
+        """
+
+    def keep_graph(self) -> None:
+        """Be ready for another backward of the graph that the last one kept (``retain_graph=True``)."""
+
+    @abstractmethod
+    def reshard(self, root: nn.Module) -> None:
+        """Free what is gathered: ``root.parameters()`` are the sharded ones, and the next forward gathers anew."""
+
+    @abstractmethod
+    def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally inside this context: nothing is reduced."""
+
+    @abstractmethod
+    def clip_grad_norm(
+        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
+
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Return the norm of gradients of the model over all ranks, each of which calls it; None if torch knows it."""
+        return None
+
+    @abstractmethod
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""
+
+    @abstractmethod
+    def state_dict_module(self, root: nn.Module) -> nn.Module:
+        """Return the module to hand to ``torch.distributed.checkpoint.state_dict``, whose names are the plain ones."""
+
+
+def _memory_estimate(model: nn.Module) -> str:
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() * (2 if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    )
+    return (
+        "reshard_during_accumulation=False: the unsharded parameters and gradients take up to "
+        f"{num_bytes / 1e9:.2f} GB on each process while gradients accumulate."
+    )
+
+
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move what has values; what is on the meta device gets memory with its values, later."""
+    for parameter in module.parameters(recurse=False):
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        if not buffer.is_meta:
+            module._buffers[name] = buffer.to(device)

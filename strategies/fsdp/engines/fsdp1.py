@@ -1,0 +1,338 @@
+"""FSDP1: `FullyShardedDataParallel`, a wrapper module around each unit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp._runtime_utils import (
+    _lazy_init,
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _register_pre_backward_hooks,
+    _root_pre_forward,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from ..config.settings import FSDP1Settings
+from ..config.wrapping import clean_name
+from ..steps.outside_calls import Close
+from ..steps.same_path import SamePath
+from ..units.named_tensors import Slot, slots_of, swap_for_empty
+from ..units.plan import Plan
+from ..units.sharded_root import ShardedForm, ShardedRoot
+from .base import Engine
+from .fsdp1_shards import explained, guard_shards
+from .fsdp1_units import (
+    BackwardWatch,
+    FrozenGradients,
+    KeptGraphs,
+    add_waiting_gradients,
+    drop_unreduced,
+    expect_backward,
+    forget_frozen_hooks,
+    forget_order,
+    make_idle,
+    names_of,
+    put_aside,
+    reduce_left_over,
+    reshard,
+    roots_of,
+    units_by_module,
+    units_of,
+    waiting_units,
+)
+from .optimizer_checks import check_flat_parameters
+
+if TYPE_CHECKING:
+    from ...common.gradients import Sharding
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEPT_AFTER_FORWARD = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+class FSDP1Engine(Engine[FSDP1Settings]):
+    """Shards through ``torch.distributed.fsdp.FullyShardedDataParallel``."""
+
+    version = 1
+    model_key = "model"
+    renews_parameters = False  # they are kept, or become part of a flat one
+    hooks_units = False  # and its state dict would show the wrappers that torch.compile makes
+    _accumulating = False
+    _waiting: Sequence[Any] = ()
+    """Units that a step has used and its backward has not reached yet."""
+
+    @override
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.to_be_filled:
+            for module in plan.whole:
+                self._give_memory(module)
+        with warnings.catch_warnings():
+            # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
+            warnings.filterwarnings("ignore", ".*NO_SHARD.*")
+            if not plan.parts:
+                return self._wrap(model, plan)
+            _replace(model, {part: self._wrap(part, plan) for part in plan.parts})
+        return ShardedRoot(model)
+
+    def _wrap(self, model: nn.Module, plan: Plan) -> FullyShardedDataParallel:
+        chosen, settings = set(plan.units), self.settings
+
+        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+            return recurse or module in chosen
+
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=self.mesh,
+            sharding_strategy=self._sharding_strategy(),
+            # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
+            cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
+            auto_wrap_policy=policy if plan.units else None,
+            backward_prefetch=settings.backward_prefetch,
+            mixed_precision=self._mixed_precision(),
+            ignored_modules=[module for module in model.modules() if module in plan.whole and module is not model],
+            param_init_fn=settings.param_init_fn or (self._give_memory if plan.to_be_filled else None),
+            device_id=self.device,
+            forward_prefetch=settings.forward_prefetch,
+            limit_all_gathers=settings.limit_all_gathers,
+            use_orig_params=settings.use_orig_params,
+        )
+
+    def _give_memory(self, module: nn.Module) -> None:
+        """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_meta:
+                swap_for_empty(tensor, self.device)
+
+    @override
+    @contextmanager
+    def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+        module = self.state_dict_module(form.root)
+        state: dict[str, Any] = get_model_state_dict(module)
+        names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
+        for alias, name in form.ties.items():
+            names[name].append(alias)
+        slots = [Slot(tuple(known), state[name], persistent=True) for name, known in names.items()]
+        slots += [slot for slot in slots_of(module) if not slot.persistent]
+        yield slots, lambda: [slot.local() for slot in slots]
+        state.update({alias: state[name] for alias, name in form.ties.items()})
+        set_model_state_dict(module, state)
+
+    def _sharding_strategy(self) -> ShardingStrategy:
+        """Return the strategy that fits the mesh.
+
+        Raises:
+            ValueError: If a hybrid strategy has no two-dimensional mesh, or the other way round; or a mesh of copies
+                that are not sharded.
+        """
+        strategy, hybrid_mesh = self.settings.sharding_strategy, self.mesh.ndim == 2
+        if not self.settings.reshard_during_accumulation:  # these stay gathered through no_sync()
+            strategy = _KEPT_AFTER_FORWARD.get(strategy, strategy)
+        if (strategy in _HYBRID) != hybrid_mesh:
+            raise ValueError(
+                f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not fit. Hybrid "
+                "strategies need device_mesh=(replicate, shard), and such a mesh needs HYBRID_SHARD(_ZERO2)."
+            )
+        if hybrid_mesh and self.mesh.size(1) == 1 < self.mesh.size(0):  # torch 2.13 would not reduce at all
+            raise ValueError(
+                f"device_mesh={tuple(self.mesh.shape)} shards over one process, and FSDP1 would not reduce gradients "
+                "over its copies. Leave device_mesh out and use sharding_strategy='NO_SHARD', or fsdp_version=2."
+            )
+        return strategy
+
+    def _mixed_precision(self) -> MixedPrecision | None:
+        precision = self.settings.precision
+        if precision.param_dtype is precision.reduce_dtype is precision.buffer_dtype is None:
+            return None
+        return MixedPrecision(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            buffer_dtype=precision.buffer_dtype,
+            cast_forward_inputs=precision.cast_forward_inputs,
+            cast_root_forward_inputs=precision.cast_root_forward_inputs,
+        )
+
+    @override
+    def get_ready(self, root: nn.Module) -> None:
+        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+            _lazy_init(unit, unit)
+        self._units = units_by_module(root)
+        units = units_of(root)
+        self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
+        self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
+        self._graphs = KeptGraphs(root)
+        guard_shards(root)
+        for number, unit in enumerate(units):
+            add_waiting_gradients(unit, lambda: not self._accumulating, partial(self.path.reduce, number))
+        self.make_idle(root)
+        drop_unreduced(root)
+
+    @override
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().check_optimizers(root, optimizers)
+        if not self.settings.use_orig_params:
+            check_flat_parameters(root, optimizers)
+
+    @override
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        return self._units
+
+    @override
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        outermost, unit = self._units[module]
+        handle: Any = unit._handle
+        hooked = unit is module  # its own forward does the rest
+        forget_frozen_hooks(root)
+        self._frozen.put_aside()
+        args, _ = _root_pre_forward(outermost, outermost, args, {})
+        if not hooked:
+            inner = unit._fsdp_wrapped_module
+            args, _ = _pre_forward(unit, handle, _pre_forward_unshard, inner, args, {})
+
+        def close(output: Any) -> Any:
+            if not hooked:
+                output = _post_forward(unit, handle, _post_forward_reshard, unit, None, output)
+            if unit is not outermost:  # who ends the backward of this call, if there is one
+                output = _register_pre_backward_hooks(outermost, outermost, output, None)
+            self.reshard(root)
+            self._frozen.give_back()
+            return output
+
+        return args, close
+
+    @override
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        return explained(error, {module: unit for module, (_, unit) in self._units.items()})
+
+    @override
+    def make_idle(self, root: nn.Module) -> None:
+        make_idle(root)
+        self.path.forget()
+        self._frozen.give_back()
+
+    @override
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        drop_unreduced(root, parameters)
+
+    @override
+    def begin_step(self, root: nn.Module) -> None:
+        self._waiting = []
+        self._graphs.forget()
+        forget_order(root)
+
+    @override
+    def end_step(self, root: nn.Module) -> None:
+        self._waiting = waiting_units(root)
+
+    @override
+    def begin_backward(self, root: nn.Module) -> None:
+        expected, self._waiting = self._waiting, []
+        self._graphs.begin_backward()
+        expect_backward(root, expected)
+        self._watch.begin()
+        self._frozen.put_aside()
+
+    @override
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        put_aside(root, self._watch.without, reduced=reduced)
+        self._frozen.give_back()
+        if reduced:
+            reduce_left_over(root)
+            self._watch.settle(max_over_ranks)
+
+    @override
+    def keep_graph(self) -> None:
+        self._graphs.keep()
+
+    @override
+    def reshard(self, root: nn.Module) -> None:
+        reshard(root)
+
+    @override
+    @contextmanager
+    def no_sync(self, root: nn.Module) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            with ExitStack() as stack:
+                for fsdp_root in roots_of(root):
+                    stack.enter_context(fsdp_root.no_sync())
+                yield
+        finally:
+            self._accumulating = False
+            put_aside(root, self._watch.without)  # what backwards of the user's own left
+
+    @override
+    def clip_grad_norm(
+        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        parameters = list(parameters)
+        sharded = _sharded_parameters(root)
+        ours = [parameter for parameter in parameters if parameter in sharded]
+        parts: dict[Sharding, list[torch.Tensor]] = {}
+        if ours:  # also where this rank has no gradient of them: the others wait for it
+            parts[self.mesh, (self.mesh.ndim - 1,)] = gradients_of(ours)
+        parts[None, ()] = gradients_of(parameter for parameter in parameters if parameter not in sharded)
+        device = parameters[0].device if parameters else self.device
+        return clip_to_norm(gradients_of(parameters), norm_of_parts(parts, norm_type, device), max_norm)
+
+    @override
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        sharded = {id(gradient) for gradient in gradients_of(_sharded_parameters(root))}
+        if sharded and not gradients and not self.settings.use_orig_params:
+            raise RuntimeError(
+                "No gradients were given to be clipped: with use_orig_params=False, the parameters() of a part of a "
+                "unit are none. Set use_orig_params=True (the default), or clip all of self.parameters()."
+            )
+        parts: dict[Sharding, list[torch.Tensor]] = {
+            (self.mesh, (self.mesh.ndim - 1,)): [one for one in gradients if id(one) in sharded],
+            (None, ()): [one for one in gradients if id(one) not in sharded],
+        }
+        return norm_of_parts(parts, norm_type, gradients[0].device if gradients else self.device)
+
+    @override
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        return ShardedGradScaler(device=self.device.type)
+
+    @override
+    def state_dict_module(self, root: nn.Module) -> nn.Module:
+        # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
+        return root.module if isinstance(root, ShardedRoot) else root
+
+
+def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """Return what optimizers may hold whose gradients are this rank's part alone."""
+    sharded: set[nn.Parameter] = set()
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            sharded.update(cast("Iterable[nn.Parameter]", handle.flat_param._params or [handle.flat_param]))
+    return sharded
+
+
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement where ``model`` registers the module that it stands for, under every name."""
+    for parent in list(model.modules()):
+        if parent not in replacements.values():
+            for name, child in list(parent._modules.items()):
+                if child is not None and child in replacements:
+                    parent._modules[name] = replacements[child]

@@ -1,0 +1,154 @@
+"""The units of an FSDP2 model as torch keeps them: their states, their groups, and what a backward leaves in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...common.gradients import refuse_second_derivatives
+from ..steps.same_path import SamePath
+
+
+def states_of(root: nn.Module) -> list[Any]:
+    """Return torch's state of each unit, parents before children."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return list(dict.fromkeys(states))
+
+
+def groups_of(root: nn.Module) -> list[Any]:
+    """Return torch's parameter groups, the same order on every rank."""
+    found: list[Any] = []
+    for state in states_of(root):
+        groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def roots_of(root: nn.Module) -> list[FSDPModule]:
+    """Return the outermost units: the root itself, or the parts that stand in its place."""
+    if isinstance(root, FSDPModule):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def units_by_module(root: nn.Module) -> dict[nn.Module, FSDPModule]:
+    """Return the unit that gathers each module's own parameters; modules outside of all units are left out."""
+    found: dict[nn.Module, FSDPModule] = {}
+
+    def visit(module: nn.Module, unit: FSDPModule | None) -> None:
+        unit = module if isinstance(module, FSDPModule) else unit
+        if unit is not None:
+            found.setdefault(module, unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(root, None)
+    return found
+
+
+def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Forget the gradients that no backward has reduced yet.
+
+    Args:
+        root: Sharded.
+        parameters: Sharded parameters whose gradients to forget; None for all.
+    """
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    for group in groups_of(root):
+        if chosen is None:
+            group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            if (chosen is None or id(param.sharded_param) in chosen) and hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+                param.unsharded_accumulated_grad = None
+
+
+def give_frozen_groups_dtypes(root: nn.Module) -> None:
+    """Tell groups that were frozen when torch looked in which dtypes to reduce: they may be thawed.
+
+    torch 2.13 leaves them at None, and then cannot reduce under mixed precision.
+    """
+    for group in groups_of(root):
+        floating = [param for param in group.fsdp_params if param.orig_dtype.is_floating_point]
+        if group._orig_dtype is None and len({param.orig_dtype for param in floating}) == 1:
+            group._orig_dtype, group._reduce_dtype = floating[0].orig_dtype, floating[0].reduce_dtype
+
+
+class BackwardWatch:
+    """Sees which parameters a backward reached on this rank, and lets the ranks agree.
+
+    torch reduces those parameters of a unit that have a gradient. Ranks that use different ones would add up gradients
+    of different parameters, so whoever lacks a gradient contributes zeros. What none of them used is without a gradient
+    afterwards, as in one process.
+    """
+
+    def __init__(self, root: nn.Module, path: SamePath) -> None:
+        self.groups, self._path = groups_of(root), path
+        self._used: set[Any] = set()
+        self._filled: set[Any] = set()
+        for number, group in enumerate(self.groups):
+            group.unshard = self._before_unshard(number, group, type(group).unshard)
+            group.post_backward = self._around(number, group, type(group).post_backward)
+            group.pre_backward = partial(_first_derivatives_only, group, type(group).pre_backward)
+
+    def _before_unshard(self, number: int, group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
+        def run(async_op: bool = False) -> None:
+            if group._all_gather_result is None and not group.is_unsharded:
+                self._path.gather(number)
+            unshard(group, async_op)
+
+        return run
+
+    def _around(self, number: int, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*unused: Any) -> None:
+            if group.reduce_grads:
+                self._fill(number, group)
+            post_backward(group, *unused)
+
+        return run
+
+    def _fill(self, number: int, group: Any) -> None:
+        gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+        trained = [param for param in gathered if param._unsharded_param.requires_grad or _has_gradient(param)]
+        used = [param for param in trained if _has_gradient(param)]
+        if not used and group._training_state.name != "PRE_BACKWARD":
+            return  # no rank has come through this unit
+        if trained:
+            self._path.reduce(number)
+        self._used.update(used)
+        for param in set(trained) - set(used):
+            if param.sharded_param.grad is None:
+                self._filled.add(param)
+            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
+        if any(param.unsharded_accumulated_grad is not None for param in trained):
+            for param in trained:  # torch wants one dtype of a unit's gradients
+                param.accumulate_unsharded_grad_if_needed()
+                param.to_accumulated_grad_if_needed()
+
+    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+        """
+        params = [param for group in self.groups for param in group.fsdp_params]
+        used = torch.tensor([int(param in self._used) for param in params], dtype=torch.int32)
+        reduce_max(used)
+        filled, self._filled, self._used = self._filled, set(), set()
+        for param, anywhere in zip(params, used.tolist(), strict=True):
+            if param in filled and not anywhere:
+                param.sharded_param.grad = None
+
+
+def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
+    refuse_second_derivatives(group._module_fqn)
+    pre_backward(group, *args)
+
+
+def _has_gradient(param: Any) -> bool:
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None

@@ -1,0 +1,128 @@
+"""Refuses, by name, to gather or reduce another unit than the other ranks do at that moment.
+
+Units are gathered and reduced by all ranks together, in the order in which the model uses them. A rank that goes
+another way would mix its values with those of other units, or end the process.
+
+What all ranks have done once, from the beginning of a step on, is a known path: as long as a rank follows one nothing
+is compared. Where paths part, and where nothing is known yet, the ranks compare what each is about to do, in one small
+reduction. A rank that leaves the only known path waits for the others to say the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ....state.process_group import group_store
+from ...common.agreed_outcome import num_ranks
+from ...common.gradients import max_over_ranks
+
+WAY_OUT = (
+    "FSDP gathers and reduces a unit on all processes together. Let each process call the same units (add 0 * "
+    "unit(x).sum() to its loss), or set find_unused_parameters=True, which makes one unit of the whole model."
+)
+_END = 0
+_PATIENCE = timedelta(seconds=30)
+_COUNT = itertools.count()
+
+
+class SamePath:
+    """Follows one rank through the units of a model.
+
+    Args:
+        names: Of the units, in the same order on every rank.
+        timeout: How long a rank that leaves the known path waits for the others.
+    """
+
+    def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
+        self._names, self._timeout = names, timeout
+        self._known: dict[Hashable, dict[int, Any]] = {}
+        self._at: dict[int, Any] | None = None
+        self._around: list[dict[int, Any] | None] = []
+        self._number, self._departures = next(_COUNT), 0
+        self._alone = num_ranks() == 1
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a step, or a call within one; ``kind`` is alike on every rank, and tells what has paths of its own."""
+        self._around.append(self._at)
+        self._at = None if self._alone else self._known.setdefault(kind, {})
+
+    def gather(self, unit: int) -> None:
+        """Say that this rank is about to gather a unit.
+
+        Raises:
+            RuntimeError: If the others are not.
+        """
+        self._take(2 * unit + 1)
+
+    def reduce(self, unit: int) -> None:
+        """Say that this rank is about to reduce a unit's gradients.
+
+        Raises:
+            RuntimeError: If the others are not.
+        """
+        self._take(2 * unit + 2)
+
+    def end(self) -> None:
+        """End what `begin` began last.
+
+        Raises:
+            RuntimeError: If the others go on.
+        """
+        self._take(_END)
+        self._at = self._around.pop() if self._around else None
+
+    def forget(self) -> None:
+        """Follow nothing any more, until the next `begin`."""
+        self._at, self._around = None, []
+
+    def _take(self, step: int) -> None:
+        at = self._at
+        if at is None:
+            return
+        if step not in at or len(at) > 1:
+            (self._wait_for_others if len(at) == 1 else self._compare)(step)
+        self._at = at.setdefault(step, {})
+
+    def _compare(self, step: int) -> None:
+        told = torch.tensor([step, -step], dtype=torch.int32)
+        max_over_ranks(told)
+        if told[0] != -told[1]:
+            everyone: list[Any] = [None] * num_ranks()
+            dist.all_gather_object(everyone, self._describe(step))
+            self._refuse(everyone)
+
+    def _wait_for_others(self, step: int) -> None:
+        self._departures += 1
+        store = group_store(f"accelight/path/{self._number}/{self._departures}")
+        rank, ranks = dist.get_rank(), range(num_ranks())
+        store.set(f"{rank}", self._describe(step))
+        for patience in (min(_PATIENCE, self._timeout), self._timeout):
+            try:
+                store.wait([f"{each}" for each in ranks], patience)
+                break
+            except RuntimeError:  # DistStoreError, or a FileStore's own
+                absent = ", ".join(f"{each}" for each in ranks if not store.check([f"{each}"]))
+                text = f"Process {rank} {self._describe(step)} now, and process {absent} does not"
+                if patience >= self._timeout:
+                    raise RuntimeError(f"{text}. {WAY_OUT}") from None
+                rank_zero_warn(f"{text}, so far. {WAY_OUT}")
+        everyone = [store.get(f"{each}").decode() for each in ranks]
+        if len(set(everyone)) > 1:
+            self._refuse(everyone)
+
+    def _refuse(self, everyone: Sequence[str]) -> None:
+        told = "; ".join(f"process {rank} {what}" for rank, what in enumerate(everyone))
+        raise RuntimeError(f"Processes use different units at one time: {told}. {WAY_OUT}")
+
+    def _describe(self, step: int) -> str:
+        if step == _END:
+            return "is through with its step"
+        unit, reduces = divmod(step - 1, 2)
+        return f"{'reduces' if reduces else 'gathers'} {self._names[unit] or 'the unit of the root'!r}"

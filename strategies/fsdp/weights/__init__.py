@@ -1,0 +1,1 @@
+"""First values of a sharded model, and whole weights into it."""

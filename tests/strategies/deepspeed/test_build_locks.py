@@ -1,0 +1,86 @@
+"""Locks of ops that a killed build has left, real files where torch puts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from accelight.strategies.deepspeed.engines.build_locks import check_build_locks, ops_of_optimizer
+from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import ds_config, trainer_for
+from tests.strategies.oracle import Case, Outcome, TinyModule, rank_loader
+
+OLD_S = 3600.0
+
+
+def leave_lock(root: Path, op: str, age_s: float) -> Path:
+    lock = root / op / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - age_s,) * 2)
+    return lock
+
+
+def test_an_abandoned_lock_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    old, young = leave_lock(tmp_path, "cpu_adam", OLD_S), leave_lock(tmp_path, "fused_adam", 1)
+    with pytest.raises(RuntimeError, match=rf"cpu_adam is locked .* 60 minutes old.* rm '{re.escape(str(old))}'"):
+        check_build_locks("cpu_adam")
+    with pytest.warns(UserWarning, match=re.escape(str(young))):
+        check_build_locks("fused_adam")
+    assert old.is_file()
+    assert young.is_file()
+
+
+def test_a_running_build_and_no_build_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    baton = FileBaton(str(tmp_path / "cpu_adam" / "lock"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_build_locks("cpu_adam")
+        assert baton.try_acquire()
+        os.utime(baton.lock_file_path, (time.time() - OLD_S,) * 2)
+        check_build_locks("cpu_adam")
+    baton.release()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload", "ops"),
+    [
+        ({"type": "AdamW"}, "cpu", ["cpu_adam"]),
+        ({"type": "Adam"}, "none", ["fused_adam"]),
+        ({"type": "Adam", "params": {"torch_adam": True}}, "none", []),
+        ({"type": "SGD"}, "none", []),
+        (None, "cpu", []),
+    ],
+)
+def test_which_op_an_optimizer_of_the_config_needs(optimizer: object, offload: str, ops: list[str]) -> None:
+    config = {"optimizer": optimizer, "zero_optimization": {"offload_optimizer": {"device": offload}}}
+    assert list(ops_of_optimizer(config)) == ops
+
+
+def fit_behind_a_lock() -> str:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    loaded = dict(OpBuilder._loaded_ops)
+    OpBuilder._loaded_ops.clear()  # as in a process that has just started
+    try:
+        with pytest.raises(RuntimeError, match="rm '") as caught:
+            trainer_for(Case(), ds_config(2)).fit(TinyModule(Case(), Outcome()), rank_loader(1))
+        return str(caught.value)
+    finally:
+        OpBuilder._loaded_ops.update(loaded)
+
+
+def test_the_trainer_does_not_wait_for_ever(tmp_path: Path) -> None:
+    lock = leave_lock(tmp_path, "deepspeed_shm_comm", OLD_S)
+    [error] = run_on_ranks(1, fit_behind_a_lock, env={"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert str(lock) in error

@@ -1,0 +1,229 @@
+"""A full state dict of rank 0 reaches every shard bit for bit, and each byte is sent once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from accelight.strategies.fsdp import fsdp2_load_full_state_dict
+from accelight.strategies.fsdp.units.named_tensors import slots_of
+from tests.ranks import run_on_ranks
+
+
+@dataclass
+class Process:
+    device: torch.device
+    is_main_process: bool
+
+
+def process() -> Process:
+    return Process(torch.device("cpu"), dist.get_rank() == 0)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)  # persistent buffers, one of them an integer without dimensions
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+class Model(nn.Module):
+    """Tied, ignored, frozen, half precision, one row only (so that most ranks have empty shards), no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers[0].requires_grad_(False)
+        self.ignored = nn.Linear(3, 2)
+        self.low = nn.Parameter(torch.zeros(1, 6, dtype=torch.bfloat16))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def build(device: str) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Model()
+
+
+def shard(model: Any, shape: tuple[int, ...] | None = None, **kwargs: Any) -> Any:
+    names = ("replicate", "shard") if shape else ("shard",)
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    ignored = set(model.ignored.parameters())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=ignored, **kwargs)
+    fully_shard(model, mesh=mesh, ignored_params=ignored, **kwargs)
+    return model
+
+
+def full_dict() -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    state = build("cpu").state_dict()
+    filled = {
+        name: torch.randn(value.shape) if value.is_floating_point() else value + 3 for name, value in state.items()
+    }
+    filled["head.weight"] = filled["embed.weight"]
+    return filled
+
+
+def assert_equals(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    assert set(state) == set(expected)
+    for name, value in state.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole, expected[name].to(whole.dtype)), name
+
+
+def _load(device: str, shape: tuple[int, ...] | None) -> int:
+    model = shard(build(device), shape)
+    parameters, expected = list(model.parameters()), full_dict()
+    sent = 0
+    isend = dist.isend
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel() * tensor.element_size()
+        return isend(tensor, *args, **kwargs)
+
+    source = build("cpu") if dist.get_rank() == 0 else None
+    with mock.patch.object(dist, "isend", counting):
+        fsdp2_load_full_state_dict(process(), model, expected if source else None, buffers_from=source)
+    assert_equals(model, expected)
+    assert model.low.dtype == torch.bfloat16
+    assert model.head.weight is model.embed.weight
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    assert [parameter.requires_grad for parameter in model.layers[0].parameters()] == [False] * 4
+    assert torch.equal(model.layers[1].table, torch.arange(3.0))
+    kept = sum(slot.local().numel() * slot.local().element_size() for slot in slots_of(model) if slot.persistent)
+    kept += sum(layer.table.numel() * 4 for layer in model.layers) if device == "meta" else 0
+    kept_elsewhere = torch.tensor(0 if dist.get_rank() == 0 else kept)
+    dist.all_reduce(kept_elsewhere)
+    assert sent == (kept_elsewhere.item() if dist.get_rank() == 0 else 0)
+
+    reference = shard(build("cpu"), shape)
+    theirs: dict[str, Any] = dict(full_dict()) if dist.get_rank() == 0 else {}
+    set_model_state_dict(reference, theirs, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for ours, their in zip(model.parameters(), reference.parameters(), strict=True):
+        assert type(ours) is type(their)
+        if isinstance(ours, DTensor) and isinstance(their, DTensor):
+            assert torch.equal(ours.to_local(), their.to_local())
+    return sent
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("world_size", "shape"), [(1, None), (2, None), (3, None), (4, (2, 2))])
+def test_every_shard_arrives_and_each_byte_is_sent_once(
+    device: str, world_size: int, shape: tuple[int, int] | None
+) -> None:
+    """huggingface/accelerate#3930: buffers, too, whether in the state dict or not."""
+    run_on_ranks(world_size, _load, device, shape)
+
+
+def _load_offloaded() -> None:
+    model = shard(build("meta"), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    expected = full_dict()
+    fsdp2_load_full_state_dict(process(), model, expected, buffers_from=build("cpu"))
+    assert_equals(model, expected)
+
+
+def test_offloaded_shards_are_materialised_on_the_cpu() -> None:
+    run_on_ranks(2, _load_offloaded)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.register_buffer("scale", torch.full((2,), 7.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+def _train_after_loading() -> float:
+    with torch.device("meta"):
+        model = Small()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # over meta parameters, which stay the same objects
+    torch.manual_seed(0)
+    plain = Small()
+    fsdp2_load_full_state_dict(process(), model, plain.state_dict(), buffers_from=plain)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    inputs = torch.randn(4, 3)
+    for _ in range(2):
+        losses = []
+        for one, other in ((model, optimizer), (plain, plain_optimizer)):
+            loss = one(inputs).square().mean()
+            loss.backward()
+            other.step()
+            other.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    fsdp2_load_full_state_dict(process(), model, plain.state_dict())  # again, in the middle of training
+    assert_equals(model, plain.state_dict())
+    return losses[0]
+
+
+def test_a_loaded_model_trains_and_loads_again() -> None:
+    first, second = run_on_ranks(2, _train_after_loading)
+    assert first == second
+
+
+def _refuse(kind: str) -> tuple[str, bool]:
+    model = shard(build("cpu"))
+    before = model.layers[0].linear.weight.full_tensor().clone()
+    state: Any = full_dict()
+    if kind == "missing":
+        del state["layers.0.linear.weight"]
+    elif kind == "unexpected":
+        state["stray"] = torch.zeros(1)
+    elif kind == "shape":
+        state["layers.0.linear.weight"] = torch.zeros(5, 3)
+    elif kind == "tied":
+        state["head.weight"] = torch.zeros(7, 4)
+    elif kind == "not a tensor":
+        state["stray"] = 3
+    elif kind == "none":
+        state = None
+    elif kind == "buffer":
+        model = shard(build("meta"))
+    elif kind == "one rank" and dist.get_rank() == 1:
+        model.register_parameter("own", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(RuntimeError) as caught:
+        fsdp2_load_full_state_dict(process(), model, state if dist.get_rank() == 0 else None)
+    weight = model.layers[0].linear.weight
+    return str(caught.value), weight.is_meta or torch.equal(weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"process 0: missing in the state dict: layers.0.linear.weight"),
+        ("unexpected", r"unexpected in the state dict: stray"),
+        ("shape", r"'layers.0.linear.weight' is \(5, 3\) in the state dict, \(5, 4\) in the model"),
+        ("tied", r"'embed.weight' and 'head.weight' are tied in the model, and differ"),
+        ("not a tensor", r"not tensors in the state dict: stray"),
+        ("none", r"missing in the state dict: embed.weight"),
+        ("buffer", r"the buffer 'layers.0.table' is not persistent.*buffers_from"),
+        ("one rank", r"missing in the state dict: own"),
+    ],
+)
+def test_what_does_not_fit_is_named_on_every_rank_and_changes_nothing(kind: str, message: str) -> None:
+    for text, unchanged in run_on_ranks(2, _refuse, kind):
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError(text)
+        assert unchanged

@@ -1,0 +1,63 @@
+"""Ranks that are about to gather or reduce different units are told apart before they do."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from accelight.strategies.fsdp.steps.same_path import SamePath
+from tests.ranks import run_on_ranks
+from tests.strategies.orders import Fit, Script, run
+
+NAMES = ["", "blocks.0", "blocks.1"]
+
+
+def _go(path: SamePath, units: list[int]) -> str:
+    """Gather units and end; return what is raised."""
+    path.begin("step")
+    try:
+        for unit in units:
+            path.gather(unit)
+        path.end()
+    except RuntimeError as error:
+        path.forget()
+        return str(error)
+    return ""
+
+
+def _walk(ways: list[list[list[int]]], timeout_s: float) -> list[str]:
+    path = SamePath(NAMES, timedelta(seconds=timeout_s))
+    return [_go(path, way[dist.get_rank() % len(way)]) for way in ways]
+
+
+def test_what_all_do_is_let_through() -> None:
+    """The same way again, another one, and both in turn."""
+    ways = [[[0, 1, 2]], [[0, 1, 2]], [[0, 2]], [[0, 1, 2]], [[0, 1]], [[0, 2]]]
+    assert run_on_ranks(2, _walk, ways, 20.0) == [[""] * len(ways)] * 2
+
+
+@pytest.mark.parametrize("before", [[], [[[0, 1]], [[0, 2]]]], ids=["nothing_known", "where_known_ways_part"])
+def test_different_units_are_told_on_every_rank(before: list[list[list[int]]]) -> None:
+    for *_, error in run_on_ranks(2, _walk, [*before, [[0, 1], [0, 2]]], 20.0):
+        assert "process 0 gathers 'blocks.0'; process 1 gathers 'blocks.1'" in error
+        assert "find_unused_parameters=True" in error
+
+
+def test_a_rank_that_leaves_the_known_way_alone_says_so() -> None:
+    follows, leaves = run_on_ranks(2, _walk, [[[0, 1, 2]], [[0, 1, 2], [0, 1]]], 1.0)
+    assert follows == ["", ""]  # here nothing is gathered; in training it waits for the other, which ends
+    assert "Process 1 is through with its step now, and process 0 does not" in leaves[1]
+
+
+def test_both_leave_it_differently() -> None:
+    for *_, error in run_on_ranks(2, _walk, [[[0, 1, 2]], [[0, 2], [0]]], 20.0):
+        assert "process 0 gathers 'blocks.1'; process 1 is through with its step" in error
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
+def test_training_refuses_it(kind: str) -> None:
+    with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
+        run(Script((Fit(),), unused="unit_rank"), kind)
+    assert str(caught.value).count("Processes use different units at one time: process") >= 2

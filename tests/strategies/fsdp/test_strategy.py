@@ -1,0 +1,459 @@
+"""`AccelFSDPStrategy` under the Trainer: its loops, what it tells the states, what it sends, what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from accelight.state import AcceleratorState, GradientAccumulationPlugin, GradientState, PartialState
+from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
+from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.test_training import BLOCKS, ENGINES
+from tests.strategies.oracle import (
+    BATCH_SIZE,
+    NUM_MICRO_BATCHES,
+    Case,
+    Outcome,
+    TinyModule,
+    assert_same,
+    build_model,
+    dataset,
+    quiet_trainer,
+    rank_loader,
+    train_plain,
+    train_sharded,
+)
+
+
+def _loader() -> DataLoader[tuple[Tensor, ...]]:
+    return rank_loader(dist.get_world_size())
+
+
+# ------------------------------------------------------------------ loops
+def _evaluate(engine: str) -> dict[str, Any]:
+    trainer = quiet_trainer(AccelFSDPStrategy(**ENGINES[engine]), 2, max_epochs=1)
+    module = TinyModule(Case(), Outcome())
+    before = trainer.validate(module, _loader(), verbose=False)[0]["val_loss"]
+    predictions: Any = trainer.predict(module, _loader())
+    trainer.fit(module, _loader(), _loader())
+    after = trainer.test(module, _loader(), verbose=False)[0]["val_loss"]
+    again = trainer.validate(module, _loader(), verbose=False)[0]["val_loss"]
+    return {"before": before, "predictions": torch.cat(predictions), "after": after, "again": again}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_validate_test_and_predict_before_and_after_fit(engine: str) -> None:
+    results = run_on_ranks(2, _evaluate, engine)
+    inputs, targets = dataset(2).tensors
+    model = build_model()
+    loss = functional.mse_loss(model(inputs), targets).item()
+    assert [result["before"] for result in results] == [pytest.approx(loss, rel=1e-5)] * 2
+    trained = train_plain(Case(epochs=1), 2)
+    for rank, result in enumerate(results):  # Lightning's sampler gives each rank every second sample
+        torch.testing.assert_close(result["predictions"], model(inputs[rank::2]).detach(), rtol=1e-5, atol=1e-6)
+    model.load_state_dict(trained.weights)
+    loss = functional.mse_loss(model(inputs), targets).item()
+    for name in ("after", "again"):
+        assert [result[name] for result in results] == [pytest.approx(loss, rel=1e-5)] * 2
+
+
+# ------------------------------------------------------------------ what the states tell
+class _Watch(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, bool, bool]] = []
+
+    def _note(self, where: str, batch_idx: int) -> None:
+        state = GradientState()
+        self.seen.append((where, batch_idx, state.sync_gradients, state.end_of_dataloader))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._note("train", batch_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._note(f"val{dataloader_idx}", batch_idx)
+
+
+def _watch(num_val_loaders: int) -> tuple[list[tuple[str, int, bool, bool]], tuple[Any, ...], tuple[Any, ...]]:
+    watch = _Watch()
+    strategy = AccelFSDPStrategy(fsdp_version=2, **BLOCKS)
+    trainer = quiet_trainer(
+        strategy, 2, max_epochs=1, accumulate_grad_batches=3, callbacks=[watch], val_check_interval=4,
+        limit_val_batches=2, precision="bf16-mixed",
+    )  # fmt: skip
+    module = TinyModule(Case(), Outcome())
+    trainer.fit(module, _loader(), [_loader()] * num_val_loaders)
+    state = AcceleratorState()
+    facts = (state.distributed_type.value, state.mixed_precision, state.is_fsdp2, state.num_processes)
+    gradient = GradientState()
+    return watch.seen, facts, (gradient.num_steps, gradient.in_dataloader, gradient.sync_gradients)
+
+
+def test_gradient_state_follows_the_loops() -> None:
+    for seen, facts, after in run_on_ranks(2, _watch, 2):
+        train = [entry[1:] for entry in seen if entry[0] == "train"]
+        assert train == [(i, i in (2, 5, 6), i == 6) for i in range(NUM_MICRO_BATCHES)]
+        # Validation after batch 3, in the middle of a window: it leaves sync_gradients of the training loop alone.
+        assert [(where, i, end) for where, i, _, end in seen if where != "train"] == [
+            ("val0", 0, False),
+            ("val0", 1, True),
+            ("val1", 0, False),
+            ("val1", 1, True),
+        ]
+        assert facts == ("FSDP", "bf16", True, 2)
+        assert after == (3, False, True)
+
+
+# ------------------------------------------------------------------ communication
+def _num_steps(options: dict[str, Any], trainer_options: dict[str, Any]) -> tuple[int, int]:
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **options), 1, max_epochs=1, **trainer_options)
+    trainer.fit(TinyModule(Case(), Outcome()), _loader())
+    return GradientState().num_steps, trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "env", "expected"),
+    [
+        ({}, {}, {}, 1),
+        ({}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 3),
+        ({}, {"accumulate_grad_batches": 2}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 2),
+        ({"gradient_accumulation": 2}, {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, 2),
+        ({"gradient_accumulation": 2}, {"accumulate_grad_batches": 2}, {}, 2),
+    ],
+    ids=["neither", "environment", "trainer", "strategy", "both"],
+)
+def test_where_the_number_of_accumulation_steps_comes_from(
+    options: dict[str, Any], trainer_options: dict[str, Any], env: dict[str, str], expected: int
+) -> None:
+    [found] = run_on_ranks(1, _num_steps, options, trainer_options, env=env)
+    assert found == (expected, -(-NUM_MICRO_BATCHES // expected))
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts calls of torch.distributed by the name of their operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count(engine: str, accumulate: int, each_batch: bool) -> int:
+    plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
+    strategy = AccelFSDPStrategy(gradient_accumulation=plugin, **ENGINES[engine])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1)
+    with CountCollectives() as counted:
+        trainer.fit(TinyModule(Case(), Outcome()), _loader())
+    assert trainer.accumulate_grad_batches == accumulate
+    return sum(number for name, number in counted.calls.items() if "reduce_scatter" in name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_are_reduced_once_for_each_window(engine: str) -> None:
+    units, windows = 3, 3  # two blocks and the root; 7 micro-batches in windows of 3
+    assert run_on_ranks(2, _count, engine, 3, False)[0] == units * windows
+    assert run_on_ranks(2, _count, engine, 3, True)[0] == units * NUM_MICRO_BATCHES
+
+
+def _count_gathers(engine: str, reshard: bool) -> int:
+    strategy = AccelFSDPStrategy(gradient_accumulation=3, reshard_during_accumulation=reshard, **ENGINES[engine])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1)
+    with CountCollectives() as counted:
+        trainer.fit(TinyModule(Case(), Outcome()), _loader())
+    return sum(number for name, number in counted.calls.items() if "allgather" in name.replace("_", ""))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_parameters_are_gathered_once_for_each_window_on_request(engine: str) -> None:
+    units, windows = 3, 3
+    # By default each block is gathered for forward and for backward, and the root, which stays gathered, once.
+    assert run_on_ranks(2, _count_gathers, engine, True)[0] == NUM_MICRO_BATCHES * (2 * (units - 1) + 1)
+    assert run_on_ranks(2, _count_gathers, engine, False)[0] == units * windows
+
+
+def _validate_inside_windows(case: Case, engine: str, reshard: bool) -> Outcome:
+    outcome = Outcome()
+    strategy = AccelFSDPStrategy(
+        reshard_during_accumulation=reshard, state_dict_type="full_state_dict", **ENGINES[engine]
+    )
+    trainer = quiet_trainer(
+        strategy, 2, max_epochs=case.epochs, accumulate_grad_batches=case.accumulate, val_check_interval=4
+    )
+    trainer.fit(TinyModule(case, outcome), _loader(), _loader())
+    weights = strategy.lightning_module_state_dict()
+    outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
+    outcome.global_step = trainer.global_step
+    return outcome
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_validation_inside_a_window_leaves_its_gradients_alone(engine: str, reshard: bool) -> None:
+    case = Case(accumulate=3)
+    assert_same(run_on_ranks(2, _validate_inside_windows, case, engine, reshard)[0], train_plain(case, 2))
+
+
+def _with_scheduler() -> tuple[Outcome, int]:
+    outcome = Outcome()
+    trainer = quiet_trainer(
+        AccelFSDPStrategy(fsdp_version=2, **BLOCKS), 2, max_epochs=2,
+        callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})],
+    )  # fmt: skip
+    trainer.fit(TinyModule(Case(), outcome), _loader())
+    return outcome, trainer.global_step
+
+
+def test_the_number_of_steps_may_change_from_epoch_to_epoch() -> None:
+    outcome, global_step = run_on_ranks(2, _with_scheduler)[0]
+    assert global_step == 7 + 3
+    expected = train_plain(Case(), 2)
+    torch.testing.assert_close(torch.tensor(outcome.losses[:8]), torch.tensor(expected.losses[:8]))
+
+
+# ------------------------------------------------------------------ plugin, names, options
+def _with_plugin(case: Case) -> Outcome:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="full_state_dict", **BLOCKS)
+    strategy = AccelFSDPStrategy(fsdp_plugin=plugin)
+    outcome = Outcome()
+    trainer = quiet_trainer(strategy, 2, max_epochs=case.epochs)
+    trainer.fit(TinyModule(case, outcome), _loader())
+    outcome.weights = {
+        name.removeprefix("model."): value.clone() for name, value in strategy.lightning_module_state_dict().items()
+    }
+    outcome.global_step = trainer.global_step
+    return outcome
+
+
+def test_a_plugin_serves_as_well_as_its_fields() -> None:
+    assert_same(run_on_ranks(2, _with_plugin, Case())[0], train_plain(Case(), 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forward_prefetch": True, **BLOCKS},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 50},
+        {"reshard_during_accumulation": False, **BLOCKS},
+    ],
+    ids=["forward_prefetch", "size_based_wrap", "kept_gathered"],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_options_train_the_same(version: int, options: dict[str, Any]) -> None:
+    case = Case(accumulate=3, clip_norm=0.5)
+    outcome = run_on_ranks(2, train_sharded, case, {"fsdp_version": version, **options})[0]
+    assert_same(outcome, train_plain(case, 2))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_hybrid_sharding_trains_the_same(version: int) -> None:
+    options = {"fsdp_version": version, "device_mesh": (2, 2), **BLOCKS}
+    if version == 1:
+        options["sharding_strategy"] = "HYBRID_SHARD"
+    case = Case(accumulate=3, clip_norm=0.5)
+    assert_same(run_on_ranks(4, train_sharded, case, options)[0], train_plain(case, 4))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision_stays_near_full_precision(version: int, precision: str) -> None:
+    outcome = run_on_ranks(2, train_sharded, Case(precision=precision), {"fsdp_version": version, **BLOCKS})[0]
+    # bfloat16 keeps 8 bits: each rounding is within 2**-8, and some of them add up over 14 steps.
+    expected = train_plain(Case(), 2)
+    torch.testing.assert_close(torch.tensor(outcome.losses), torch.tensor(expected.losses), rtol=0.05, atol=0.02)
+    dtypes = {value.dtype for value in outcome.weights.values()}
+    assert dtypes == {torch.float32 if precision == "bf16-mixed" else torch.bfloat16}
+
+
+def _overflow(version: int) -> tuple[list[bool], int, bool]:
+    """Train in fp16 with a scheduler, the gradients of the second step infinite on one process alone."""
+
+    class Overflowing(TinyModule):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            factor = 1e30 if batch_idx == 1 and dist.get_rank() == 1 else 1.0
+            return super().training_step(batch, batch_idx) * factor
+
+    skipped: list[bool] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            skipped.append(cast("AccelFSDPStrategy", trainer.strategy).step_was_skipped)
+
+    strategy = AccelFSDPStrategy(fsdp_version=version, **BLOCKS)
+    trainer = quiet_trainer(strategy, 2, max_steps=4, precision="16-mixed", callbacks=[Watch()])
+    module = Overflowing(Case(), Outcome())
+    trainer.fit(module, _loader())
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
+    return skipped, scheduler.last_epoch, finite
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_skipped_step_holds_the_schedule_back_on_every_rank(version: int) -> None:
+    for skipped, num_scheduled, finite in run_on_ranks(2, _overflow, version):
+        assert skipped[1]
+        assert num_scheduled == skipped.count(False)
+        assert finite
+
+
+@pytest.mark.parametrize("first", ["accelight.strategies", "lightning.pytorch"])
+def test_names_are_registered_in_either_order(first: str) -> None:
+    second = {"accelight.strategies": "lightning.pytorch", "lightning.pytorch": "accelight.strategies"}[first]
+    code = f"""
+import {first}, {second}
+from lightning.pytorch import Trainer
+from accelight.strategies import AccelFSDPStrategy
+options = dict(accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+for name, version, offload in [("accel_fsdp", 1, False), ("accel_fsdp1", 1, False), ("accel_fsdp2", 2, False),
+                               ("accel_fsdp_offload", 1, True), ("accel_fsdp2_offload", 2, True)]:
+    strategy = Trainer(strategy=name, **options).strategy
+    assert type(strategy) is AccelFSDPStrategy
+    assert strategy.fsdp_plugin.settings().cpu_offload is offload, name
+    assert strategy.fsdp_plugin.fsdp_version == version
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------ what is refused
+def test_a_plugin_and_its_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got fsdp_plugin and also cpu_offload, fsdp_version"):
+        AccelFSDPStrategy(FullyShardedDataParallelPlugin(), fsdp_version=2, cpu_offload=True)
+
+
+def test_a_wrong_field_is_the_plugins_error() -> None:
+    with pytest.raises(ValueError, match="fsdp_version"):
+        AccelFSDPStrategy(fsdp_version=3)
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="64-true"):
+        quiet_trainer(AccelFSDPStrategy(), 1, precision="64-true")
+    with pytest.raises(TypeError, match=r"cannot work with MixedPrecision.*precision="):
+        quiet_trainer(AccelFSDPStrategy(), 1, plugins=[MixedPrecision("bf16-mixed", "cpu")])
+
+
+def test_what_needs_the_trainer_says_so() -> None:
+    strategy = AccelFSDPStrategy()
+    with pytest.raises(RuntimeError, match="once the Trainer has connected"):
+        _ = strategy.device_mesh
+    with pytest.raises(RuntimeError, match="no sharded model yet"):
+        _ = strategy.form
+
+
+def _fit_error(strategy_options: dict[str, Any], trainer_options: dict[str, Any], early: bool = False) -> str:
+    module = TinyModule(Case(), Outcome())
+    if early:
+        optimizer = torch.optim.SGD(build_model().parameters(), lr=0.1)
+        module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    try:
+        trainer = quiet_trainer(
+            AccelFSDPStrategy(**strategy_options), dist.get_world_size(), max_steps=1, **trainer_options
+        )
+        trainer.fit(module, _loader())
+    except (ValueError, RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy_options", "trainer_options", "early", "match"),
+    [
+        ({"gradient_accumulation": 2}, {"accumulate_grad_batches": 3}, False, r"gradient_accumulation=2 .*=3\) differ"),
+        ({"device_mesh": (2, 2)}, {}, False, r"device_mesh=\(2, 2\) must be .* = 2"),
+        ({"fsdp_version": 1, "sharding_strategy": "HYBRID_SHARD"}, {}, False, r"HYBRID_SHARD .*device_mesh="),
+        ({"fsdp_version": 2}, {}, True, r"has no sharded parameter.*configure_optimizers"),
+        ({"fsdp_version": 1}, {}, True, r"has no sharded parameter.*configure_optimizers"),
+        (
+            {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Blok"]},
+            {},
+            False,
+            "Blok",
+        ),
+        ({"activation_checkpointing": True}, {}, False, "the wrap policy makes no unit"),
+    ],
+    ids=["accumulation", "mesh", "hybrid", "stale_fsdp2", "stale_fsdp1", "class_name", "checkpointing"],
+)
+def test_what_does_not_fit_is_explained(
+    strategy_options: dict[str, Any], trainer_options: dict[str, Any], early: bool, match: str
+) -> None:
+    for message in run_on_ranks(2, _fit_error, strategy_options, trainer_options, early):
+        assert message, "nothing was refused"
+        with pytest.raises(AssertionError, match=match):
+            raise AssertionError(message)
+
+
+def _other_version_again() -> str:
+    module = TinyModule(Case(), Outcome())
+    quiet_trainer(AccelFSDPStrategy(fsdp_version=1), 1, max_steps=1).fit(module, _loader())
+    try:
+        quiet_trainer(AccelFSDPStrategy(fsdp_version=2), 1, max_steps=1).fit(module, _loader())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_module_is_not_sharded_by_both_versions() -> None:
+    assert "already sharded with FSDP1" in run_on_ranks(1, _other_version_again)[0]
+
+
+def _nonfinite(version: int) -> str:
+    class Exploding(TinyModule):
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            next(p for p in self.parameters() if p.grad is not None).grad.mul_(float("inf"))  # type: ignore[union-attr]
+            cast("AccelFSDPStrategy", self.trainer.strategy).clip_grad_norm(optimizer, 1.0, error_if_nonfinite=True)
+
+    try:
+        strategy = AccelFSDPStrategy(fsdp_version=version)
+        quiet_trainer(strategy, 2, max_steps=1).fit(Exploding(Case(), Outcome()), _loader())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_nonfinite_norm_is_an_error_when_asked_for(version: int) -> None:
+    assert all("cannot be clipped" in message for message in run_on_ranks(2, _nonfinite, version))
+
+
+def _state_in_hooks() -> list[int]:
+    seen: list[int] = []
+
+    class Watch(Callback):
+        def setup(self, *_: Any, **__: Any) -> None:
+            seen.append(PartialState().num_processes)
+
+        def on_train_end(self, *_: Any) -> None:
+            seen.append(PartialState().process_index)
+
+    strategy = AccelFSDPStrategy(fsdp_version=2)
+    loader = DataLoader(dataset(2), BATCH_SIZE)
+    quiet_trainer(strategy, 2, max_steps=1, callbacks=[Watch()]).fit(TinyModule(Case(), Outcome()), loader)
+    assert strategy.is_main_process is PartialState().is_main_process
+    assert strategy.device == PartialState().device
+    return seen
+
+
+def test_partial_state_tells_the_truth_in_hooks() -> None:
+    assert run_on_ranks(2, _state_in_hooks, init_group=False) == [[2, 0], [2, 1]]
