@@ -128,9 +128,10 @@ def _ways(engine: str) -> dict[str, _Way]:
     stager = DefaultStager(StagingOptions(False, False, False, False))
 
     def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
-        saves, trainer.strategy._saves = trainer.strategy._saves, None
+        checkpointer = trainer.strategy._checkpointer
+        saves, checkpointer.saves = checkpointer.saves, None
         trainer.save_checkpoint(path, weights_only=weights_only)
-        trainer.strategy._saves = saves
+        checkpointer.saves = saves
 
     def in_background(trainer: Any, path: str) -> Callable[[], Any]:
         trainer.save_checkpoint(path)
@@ -142,8 +143,12 @@ def _ways(engine: str) -> dict[str, _Way]:
         return {"model": weights, "optimizer_0": strategy.optimizer_state(trainer.optimizers[0])}
 
     def dcp_async(trainer: Any, path: str) -> Callable[[], Any]:
+        group = trainer.strategy._checkpointer.saves._groups[1]
         future: Any = async_save(
-            state_of(trainer), checkpoint_id=path, async_stager=stager, process_group=trainer.strategy._saves._groups[1]
+            state_of(trainer),
+            checkpoint_id=path,
+            async_stager=stager,
+            process_group=group,
         )
         return future.result
 

@@ -4,28 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..common.gradients import gradients_of, local_tensor, scale_gradients
+from ..common.skipped_steps import SkippedSteps
 from .config.settings import PrecisionSettings
+from .engines.base import Engine
 from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit
 from .units.sharded_root import recall_form
 
-if TYPE_CHECKING:
-    from .strategy import AccelFSDPStrategy
-
 PrecisionFlag = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 _HALF = {"16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Trained(Protocol):
+    """What the precision asks of the strategy that it works for."""
+
+    skipped_steps: SkippedSteps
+
+    @property
+    def engine(self) -> Engine[Any]:
+        """Of the sharded model."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Of this process."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of the running fit."""
+
+    def running_backward(self, *, keeps_graph: bool = False) -> AbstractContextManager[None]:
+        """Run a backward inside."""
+
+    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
+        """Make gradients whole before they are unscaled, clipped and used."""
+
+    def prepare_to_clip(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's gradients what is to be clipped."""
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Clip by the global norm."""
 
 
 class AccelFSDPPrecision(FSDPPrecision):
@@ -40,7 +69,7 @@ class AccelFSDPPrecision(FSDPPrecision):
         ValueError: If ``precision`` is another.
     """
 
-    def __init__(self, precision: str, strategy: AccelFSDPStrategy) -> None:
+    def __init__(self, precision: str, strategy: Trained) -> None:
         # Not super().__init__: it builds a scaler for CUDA, whatever the device.
         if precision not in get_args(PrecisionFlag):
             raise ValueError(
@@ -181,11 +210,3 @@ def _without_scaling_of_its_own(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         plain._step_supports_amp_scaling = fused
-
-
-def share_scaler_state(checkpoint: dict[str, Any]) -> None:
-    """Put the gradient scaler's state under the names under which our plugin and Lightning's look for it."""
-    names = (AccelFSDPPrecision.__qualname__, FSDPPrecision.__qualname__, MixedPrecision.__qualname__)
-    state = next((checkpoint[name] for name in names if name in checkpoint), None)
-    if state is not None:
-        checkpoint.update(dict.fromkeys(names, state))
