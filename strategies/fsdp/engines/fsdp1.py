@@ -39,26 +39,20 @@ from ..units.named_tensors import Slot, slots_of, swap_for_empty
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot
 from .base import Engine
+from .fsdp1_backward import BackwardWatch, KeptGraphs, expect_backward
 from .fsdp1_shards import explained, guard_shards
 from .fsdp1_units import (
-    BackwardWatch,
-    FrozenGradients,
-    KeptGraphs,
-    add_waiting_gradients,
-    drop_unreduced,
-    expect_backward,
     forget_frozen_hooks,
     forget_order,
     make_idle,
     names_of,
-    put_aside,
-    reduce_left_over,
     reshard,
     roots_of,
     units_by_module,
     units_of,
     waiting_units,
 )
+from .fsdp1_unreduced import FrozenGradients, add_waiting_gradients, drop_unreduced, put_aside, reduce_left_over
 from .optimizer_checks import check_flat_parameters
 
 if TYPE_CHECKING:

@@ -1,0 +1,203 @@
+"""Backwards of FSDP1: what they need to have been prepared, and which parameters they reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._runtime_utils import (
+    _post_backward_hook,
+)
+
+from ...common.gradients import refuse_second_derivatives
+from ..steps.same_path import SamePath
+from .fsdp1_units import hook_state, units_of, waiting_units
+from .fsdp1_unreduced import give_gradient
+
+
+def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
+    """Let the units be ready for a backward of what was computed before, whatever came in between.
+
+    Parameters may have been frozen or thawed since, which torch 2.13 takes for a mistake (``_finalize_params``).
+
+    Args:
+        root: Sharded.
+        expected: What `waiting_units` returned after the forward.
+
+    Raises:
+        RuntimeError: If another backward has run since, and has ended what the forward prepared.
+    """
+    if any(len(hook_state(unit)) != 2 for unit in expected):
+        raise RuntimeError(
+            "A backward of one's own ran between training_step() and its backward (in on_before_backward(), say): with "
+            "FSDP1 it ends what the step's forward has prepared. Run it in another hook, or use fsdp_version=2."
+        )
+    for unit in units_of(root):
+        _follow_gradients(unit._handle)
+        unit._handle._reset_flat_param_grad_info_if_needed()
+        flat_param: Any = unit._handle.flat_param
+        if hook_state(unit) and len(hook_state(unit)) != 1 + flat_param.requires_grad:
+            hook_state(unit)[-1].remove()
+            del flat_param._post_backward_hook_state
+
+
+class KeptGraphs:
+    """Prepares units for another backward of a graph that one has kept (``retain_graph=True``).
+
+    torch 2.13 prepares them in the forward, for one backward, which undoes it.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._last: dict[Any, tuple[Any, list[Any]]] = {}
+        self._kept: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def begin_backward(self) -> None:
+        """Note what the forward has prepared, and prepare what has been used up."""
+        for unit, (node, tensors) in self._kept.items():
+            flat_param: Any = unit._handle.flat_param
+            unit._handle._reset_flat_param_grad_info_if_needed()
+            unit._handle._needs_pre_backward_unshard = True
+            if flat_param._tensors is not None:
+                flat_param._tensors = list(tensors)
+            if flat_param.requires_grad and not hook_state(unit):
+                hook = node.register_hook(partial(_post_backward_hook, unit, unit._handle))
+                flat_param._post_backward_hook_state = (node, hook)
+        for unit in waiting_units(self._root):
+            self._last[unit] = hook_state(unit)[0], list(unit._handle.flat_param._tensors or ())
+
+    def keep(self) -> None:
+        """The last backward has kept its graph."""
+        self._kept.update(self._last)
+
+    def forget(self) -> None:
+        """No other backward will come: what was prepared for one is undone."""
+        self._last, self._kept = {}, {}
+        for unit in waiting_units(self._root):
+            hook_state(unit)[-1].remove()
+            del unit._handle.flat_param._post_backward_hook_state
+
+
+def _follow_gradients(handle: Any) -> None:
+    """Let a flat parameter's gradient be what its original parameters' are: cleared since, or set by the user.
+
+    torch 2.13 looks at them where it gathers, and not where a unit stays gathered between forward and backward.
+    """
+    flat_param = handle.flat_param
+    gradient = flat_param.grad
+    if flat_param._params is None or gradient is None or not handle._skipped_use_sharded_views:
+        return
+    for parameter, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+        if not info.in_shard:
+            continue
+        piece = gradient.narrow(0, info.offset_in_shard, info.numel_in_shard)
+        if parameter.grad is None:
+            piece.zero_()
+        elif parameter.grad.data_ptr() != piece.data_ptr():
+            piece.copy_(parameter.grad)
+
+
+class BackwardWatch:
+    """Sees which original parameters a backward reached on this rank, and lets the ranks agree.
+
+    A flat parameter's gradient has zeros for those that nobody used; one process has no gradient there, so that neither
+    momentum nor decay touch them.
+    """
+
+    def __init__(self, root: nn.Module, path: SamePath) -> None:
+        self._units = units_of(root)
+        self._used: set[tuple[int, int]] = set()
+        self.without: set[tuple[int, int]] = set()
+        """Units and parameters, by their numbers, that had no gradient before the last backward."""
+        for number, unit in enumerate(self._units):
+            unit._handle._use_unsharded_views = self._around(number, unit._handle)
+            unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
+            unit._handle.prepare_gradient_for_backward = partial(_first_derivatives_only, unit._handle)
+
+    def _around(self, number: int, handle: Any) -> Callable[..., None]:
+        use_views = type(handle)._use_unsharded_views
+
+        def run(as_params: bool) -> None:
+            use_views(handle, as_params)
+            if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
+                return
+            owners = handle.flat_param._params or [handle.flat_param] * len(handle.flat_param._param_infos)
+            for index, ((name, module, _), owner) in enumerate(
+                zip(handle.flat_param._param_infos, owners, strict=True)
+            ):
+                view = getattr(module, name)
+                if view.requires_grad:
+                    arrive = partial(self._arrive, (number, index), owner if owner.requires_grad else None)
+                    view.register_hook(arrive)
+
+        return run
+
+    def _arrive(
+        self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
+        if owner is None or not owner.requires_grad:
+            return torch.zeros_like(gradient)
+        self._used.add(place)
+        return None
+
+    def begin(self) -> None:
+        """Note which parameters have no gradient before a backward."""
+        self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
+
+    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+
+        Raises:
+            RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.
+        """
+        sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
+        places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
+        told = torch.tensor([int(place in self._used) for place in places], dtype=torch.int32)
+        reduce_max(told)
+        used = {place for place, anywhere in zip(places, told.tolist(), strict=True) if anywhere}
+        self._used = set()
+        for place, parameter in self._parameters():
+            if place not in used and place in self.without:
+                parameter.grad = None
+            elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
+                give_gradient(self._units[place[0]]._handle, place[1])
+        for number, unit in enumerate(self._units):
+            self._check_flat(number, unit, sizes[number], used)
+
+    def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
+        flat_param = unit._handle.flat_param
+        of_unit = [index for index in range(size) if (number, index) in used]
+        if flat_param._params is not None or len(of_unit) == size or not flat_param.requires_grad:
+            return
+        if not of_unit:
+            flat_param.grad = None if number in {place[0] for place in self.without} else flat_param.grad
+            return
+        names = ", ".join(name for index, name in enumerate(flat_param._fqns) if index not in of_unit)
+        raise RuntimeError(
+            f"{names} got no gradient in this step, and lie in one flat parameter with some that did: the optimizer's "
+            "momentum and decay would change them, which one process does not. Set use_orig_params=True."
+        )
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
+        for number, unit in enumerate(self._units):
+            flat_param: Any = unit._handle.flat_param
+            for index, parameter in enumerate(flat_param._params or [flat_param]):
+                yield (number, index), parameter
+
+
+def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:
+    path.gather(number)
+    return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
+
+
+def _first_derivatives_only(handle: Any) -> None:
+    refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
+    type(handle).prepare_gradient_for_backward(handle)
