@@ -7,22 +7,27 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from .environment import wrong_type
-from .settings import WrapSettings
+from .settings import FSDP1Settings, FSDP2Settings, WrapSettings
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import _Policy
-
-    from .plugin import FullyShardedDataParallelPlugin
 
 # Where torch (2.6 to 2.13) keeps the module inside an activation wrapper and inside a compiled module. The names stand
 # for the classes, because importing `torch._dynamo` for an `isinstance` costs seconds.
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 _MAX_CANDIDATES = 8
+
+
+class WithSettings(Protocol):
+    """A `FullyShardedDataParallelPlugin`."""
+
+    def settings(self) -> FSDP1Settings | FSDP2Settings:
+        """Return what the engines are told."""
 
 
 def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -123,9 +128,7 @@ def layer_classes(model: nn.Module, names: Iterable[str] | None) -> tuple[type[n
     return tuple(cls for name in names for cls in classes[name])
 
 
-def fsdp2_prepare_auto_wrap_policy(
-    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
-) -> Callable[[nn.Module], bool] | None:
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: WithSettings, model: nn.Module) -> Callable[[nn.Module], bool] | None:
     """Return whether a module of ``model`` is to be sharded on its own, or None where the plugin wraps nothing.
 
     Unlike Accelerate's, the function knows every kind of policy, and is true of the very modules of ``model`` as it is
