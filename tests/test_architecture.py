@@ -13,6 +13,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ["state", "checkpoint", "strategies", "callbacks"]  # from the lowest up
+ROOMS = {  # of a folder, from the lowest up; files beside them stand on all of them
+    "checkpoint": ["formats", "writing"],
+    "checkpoint/formats": ["torch_save", "safetensors", "dcp", "zero"],
+    "strategies": ["common", "fsdp", "deepspeed"],
+    "strategies/fsdp": ["config", "units", "steps", "engines", "weights", "checkpoints"],
+    "strategies/deepspeed": ["config", "engines", "checkpoints"],
+}
+APART = {("strategies/deepspeed", "strategies/fsdp")}
+"""Siblings of which neither knows the other: what they share is in ``common``."""
+MOST_LINES = 400
 
 
 def _files() -> Iterator[tuple[str, Path]]:
@@ -23,13 +33,19 @@ def _files() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts), path
 
 
-def _imports(module: str, path: Path) -> set[str]:
-    """Return the modules of this project that a file imports, at its top or inside functions, for more than types."""
+def _imports(module: str, path: Path, *, for_types: bool = False) -> set[str]:
+    """Return the modules of this project that a file imports, at its top or inside functions.
+
+    Args:
+        module: Its name.
+        path: Where it is.
+        for_types: Whether to count what only type checkers import.
+    """
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     known = {name for name, _ in _files()}
     found: set[str] = set()
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):  # what is only for type checkers is no import
+    for node in ast.walk(tree) if not for_types else ():
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
     for node in ast.walk(tree):
@@ -51,8 +67,40 @@ def test_imports_point_downwards() -> None:
             assert FLOORS.index(target.split(".")[0]) <= floor, f"{path} imports {target}, from a higher floor"
 
 
-def test_no_circles() -> None:
-    graph = {module: _imports(module, path) - {module} for module, path in _files()}
+def test_rooms_import_from_those_before_them() -> None:
+    for module, path in _files():
+        for target in _imports(module, path, for_types=True):
+            _check_rooms(path.relative_to(ROOT).as_posix(), target.replace(".", "/"))
+
+
+def _check_rooms(file: str, target: str) -> None:
+    for folder, rooms in ROOMS.items():
+        if not (file.startswith(f"{folder}/") and target.startswith(f"{folder}/")):
+            continue
+        own, other = (name.removeprefix(f"{folder}/").split("/")[0] for name in (file, target))
+        if own in rooms and other in rooms:
+            assert rooms.index(other) <= rooms.index(own), f"{file} imports {target}, from a later folder"
+    for one, another in APART:
+        together = {f"{one}/", f"{another}/"}
+        sides = [next((side for side in together if name.startswith(side)), None) for name in (file, target)]
+        assert None in sides or sides[0] == sides[1], f"{file} imports {target}, from a sibling"
+
+
+def test_folders_are_listed() -> None:
+    """A new folder takes its place among the others."""
+    for folder, rooms in ROOMS.items():
+        found = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+        assert found == set(rooms), folder
+
+
+def test_no_file_is_too_long_to_have_one_subject() -> None:
+    long = {str(path): count for _, path in _files() if (count := len(path.read_text().splitlines())) > MOST_LINES}
+    assert not long
+
+
+@pytest.mark.parametrize("for_types", [False, True])
+def test_no_circles(for_types: bool) -> None:
+    graph = {module: _imports(module, path, for_types=for_types) - {module} for module, path in _files()}
     lazy = {name for name, path in _files() if path.name == "__init__.py"}  # they name their files; files may name them
     TopologicalSorter({module: {t for t in targets if t not in lazy} for module, targets in graph.items()}).prepare()
 

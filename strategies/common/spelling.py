@@ -17,7 +17,7 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "t": True, "y": True, "1": T
     "n": False,
     "0": False,
 }
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _warned: set[str] = set()
 EnumT = TypeVar("EnumT", bound=Enum)
 

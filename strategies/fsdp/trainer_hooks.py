@@ -276,7 +276,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
             RuntimeError: On every process, naming the one that failed; or if some processes do not call it.
         """
         return self._checkpointer.save_safetensors(
-            self.broadcast(str(path)), max_shard_size=max_shard_size, dtype=dtype, strip_prefix=strip_prefix
+            str(path), max_shard_size=max_shard_size, dtype=dtype, strip_prefix=strip_prefix
         )
 
     @override

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...common.agreed_outcome import run_on_rank_zero
-from ...fsdp.checkpoints.sharded_checkpoints import new_folder
+from ...common.new_checkpoints import new_folder
 from ..engines import partitions as layout
 from ..engines.library import deepspeed_library, quietly
 from ..engines.window import window_of

@@ -23,6 +23,7 @@ from ....checkpoint.report import MergeReport
 from ....state.same_call import meet
 from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
+from ...common.new_checkpoints import new_file
 from ...common.storage_paths import is_remote, local_path
 from ..engines.base import Engine
 from ..steps.outside_calls import is_inside
@@ -71,6 +72,9 @@ class Saved(Protocol):
     @property
     def is_global_zero(self) -> bool:
         """Whether this is the main process."""
+
+    def broadcast(self, obj: str, src: int = 0) -> str:
+        """Return what the process ``src`` has."""
 
 
 class Checkpointer:
@@ -153,7 +157,7 @@ class Checkpointer:
         file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
         beside = type(self._strategy.checkpoint_io) is TorchCheckpointIO
-        return lambda group: checkpointing.save_full(file, write, group, beside=beside)
+        return lambda group: new_file(file, write, group, beside=beside)
 
     def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         if storage_options is not None:
@@ -197,7 +201,7 @@ class Checkpointer:
     def save_safetensors(self, path: str, **options: Any) -> MergeReport:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
         meet("strategy.save_safetensors")
-        module, file = self._state_dict_module(), local_path(path, "weights")
+        module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
         return save_safetensors(file, checkpointing.model_state(module, None), module, self._strategy.form, **options)
 
     def load(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ...common.agreed_outcome import failing_together
+from ...common.new_checkpoints import new_folder
 from ..config.wrapping import clean_name
 from ..units.named_tensors import slots_of
 from ..units.sharded_root import ShardedForm
 from ..weights.full_state_dict import listed
-from .sharded_checkpoints import METADATA_FILE, new_folder
+from .sharded_checkpoints import METADATA_FILE
 
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,7 @@ from torch.optim import Optimizer
 
 from ....checkpoint.manifest import Manifest, write_manifest
 from ....checkpoint.names import clean_name
-from ...common.agreed_outcome import run_on_rank_zero
-from ...common.atomic_folders import replace
-from ...common.own_files import check_replaceable, keep_files_of_others
+from ...common.new_checkpoints import new_folder
 from ..config.settings import WholeState
 from ..units.original_model import find_ties
 from .optimizer_states import restore_full_optimizer, restore_optimizer
@@ -85,37 +82,6 @@ def save_sharded(
 
 
 @contextmanager
-def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
-
-    Args:
-        path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
-        complete: Called with the folder on rank 0, in the end.
-        group: Through which the ranks agree; the default group by default.
-
-    Raises:
-        RuntimeError: On every rank, if rank 0 failed outside of the body.
-        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-
-    def prepare() -> None:
-        check_replaceable(path)
-        if unfinished.exists():  # left by a killed run
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
-
-    def finish() -> None:
-        complete(unfinished)
-        keep_files_of_others(path, unfinished)
-        replace(path, unfinished)
-
-    run_on_rank_zero(prepare, f"preparing {unfinished}", group)
-    yield unfinished
-    run_on_rank_zero(finish, f"finishing {path}", group)
-
-
-@contextmanager
 def _naming_ranks(what: str) -> Iterator[None]:
     """Turn DCP's report of failed ranks, which is no ``Exception``, into an error that one can catch and read."""
     try:
@@ -140,36 +106,6 @@ def serialised(metadata: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(dict(metadata), buffer)
     return buffer.getvalue()
-
-
-def save_full(
-    path: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None, *, beside: bool = True
-) -> None:
-    """Let rank 0 ``write`` one file that gets the name ``path``, where a sharded checkpoint may be in the way.
-
-    Args:
-        path: The file.
-        write: Told where to write.
-        group: Through which the ranks agree; the default group by default.
-        beside: Whether that is beside ``path``, whose name the file gets when it is complete.
-
-    Raises:
-        RuntimeError: On every rank, if rank 0 failed.
-        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint, or holds more than one.
-    """
-
-    def save_one() -> None:
-        check_replaceable(path, by_file=True)
-        if beside:
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            write(unfinished)
-            replace(path, unfinished)
-            return
-        if path.is_dir():
-            shutil.rmtree(path)
-        write(path)
-
-    run_on_rank_zero(save_one, f"saving {path}", group)
 
 
 def is_sharded(path: Path) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.fsdp.checkpoints import checkpointer
 from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.test_training import ENGINES
@@ -63,8 +64,8 @@ def held_back() -> Iterator[threading.Event]:
         return held
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("save_sharded", "save_full"):
-            patch.setattr(checkpointing, name, hold(getattr(checkpointing, name)))
+        for module, name in ((checkpointing, "save_sharded"), (checkpointer, "new_file")):
+            patch.setattr(module, name, hold(getattr(module, name)))
         yield go_on
 
 

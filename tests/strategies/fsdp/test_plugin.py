@@ -37,7 +37,7 @@ from accelight.strategies.fsdp.config.environment import (
     fields_from_env,
 )
 from accelight.strategies.fsdp.config.plugin import FullyShardedDataParallelPlugin as Plugin
-from accelight.strategies.fsdp.config.plugin import materialize
+from accelight.strategies.fsdp.config.plugin_fields import materialize
 from accelight.strategies.fsdp.config.settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings
 
 BF16 = torch.bfloat16
