@@ -305,7 +305,7 @@ class AccelDeepSpeedStrategy(LoopFollowing, DeepSpeedStrategy):
         if is_whole:
             hold_parameters(engine)
         elif self._stage == 3:
-            SamePath(engine, self.root_device, self._timeout or default_pg_timeout)
+            SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, is_whole=is_whole)
         self._while_fitting.enter_context(self._window.on_module(module))
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs

@@ -261,16 +261,17 @@ class Module(LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == self.skip_at else None
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        loss = self._loss(batch, batch_idx, second=self.script.manual is not None)
-        if self.rank is not None:
-            dist.all_reduce(loss)
-            loss = loss / WORLD_SIZE
-        self.seen.append(loss.item())
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self._loss(batch, batch_idx, second=self.script.manual is not None)
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs.item() if self.rank is None else _sum_over_ranks(outputs) / WORLD_SIZE)
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
-        self.seen.append(self.net(batch[0]).sum().item() if self.rank is None else _sum_over_ranks(self.net(batch[0])))
-        return batch[0]
+        return self.net(batch[0])
+
+    def on_predict_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs.sum().item() if self.rank is None else _sum_over_ranks(outputs))
 
     def configure_optimizers(self) -> Any:
         owners = [self.net, self.second] if self.script.manual else [self]
@@ -589,11 +590,11 @@ def refusal(script: Script, kind: str) -> str | None:
         return "optimizer got an empty parameter list"  # torch's own words
     if kind == "fsdp1_flat" and (script.over != "all" or script.unused in ("batch", "never")):
         return "use_orig_params=True"
-    if kind == "fsdp1_flat" and script.unused == "unit" and not has_units:
+    actions = [event.action for fit in script.fits for event in fit.events]
+    if kind == "fsdp1_flat" and not has_units and (script.unused == "unit" or {"freeze", "thaw"} & {*actions}):
         return "use_orig_params=True"
     if kind.startswith("fsdp") and script.unused == "unit_rank" and has_units:
-        return "Processes use different units at one time"
-    actions = [event.action for fit in script.fits for event in fit.events]
+        return "Processes use different parts of the model at one time"
     if kind.startswith("zero") and script.manual:
         return "a DeepSpeed engine has one"
     if kind.startswith("zero") and "freeze" in actions and "thaw" in actions:

@@ -89,6 +89,7 @@ FOUND: dict[str, Script] = {
     "a unit that some batches use": Script((Fit(accumulate=3, epochs=2),), unused="unit", optimizer="decay"),
     "a unit that some ranks use": Script((Fit(epochs=2),), unused="unit_rank"),
     "a unit that some ranks use, with the option": Script((Fit(epochs=2),), unused="unit_rank", option="find_unused"),
+    "an evaluation in which ranks use different units": Script((Fit(call="validate"), Fit()), unused="unit_rank"),
     "two optimizers in the documented order": Script((Fit(epochs=2),), manual="tzbs", optimizer="decay"),
     "two optimizers every other batch": Script((Fit(batches=1), Fit()), over="part", manual="tbsz", every=2),
     "kept gathered, and hooks that change weights": Script(

@@ -6,25 +6,19 @@ other parameters than its peers, which ends the processes, hangs, or mixes value
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from .agreement import agree
+from ...common.compared_actions import ComparedActions
 
 WAY_OUT = (
-    "stage 3 gathers parameters where they are used, on every rank at once. Use stage 0, 1 or 2, or "
+    "Stage 3 gathers parameters where they are used, on every rank at once. Use stage 0, 1 or 2, or "
     "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters whole, or let each rank use the same "
     "layers, for example by adding 0 * layer(x).sum() to its loss."
 )
-_COUNT = itertools.count()
-_PATIENCE = timedelta(seconds=30)
 
 
 def hold_parameters(engine: Any) -> None:
@@ -67,53 +61,26 @@ class SamePath:
 
     Args:
         engine: DeepSpeed's engine, of stage 3.
-        device: Where this process computes.
-        timeout: How long a rank that leaves the order waits for the others.
+        timeout: How long ranks wait for each other where they compare.
     """
 
-    def __init__(self, engine: Any, device: torch.device, timeout: timedelta) -> None:
-        self._device, self._timeout = device, timeout
+    def __init__(self, engine: Any, timeout: timedelta) -> None:
+        self._compared = ComparedActions(WAY_OUT, timeout)
         self._names: Mapping[nn.Module, str] = {layer: name for name, layer in engine.module.named_modules()}
-        self._number, self._departures = next(_COUNT), 0
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
         coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
 
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
         if not self._coordinator.is_complete_trace():
-            agreed = agree([], self._device, order=2 * getattr(layer, "ds_id", 0) + forward)
-            if not agreed.same_order:
-                told: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(told, self._name(layer))
-                raise RuntimeError(f"Ranks use different layers at one time ({_by_rank(told)}): {WAY_OUT}")
+            self._compared.compare(f"{'goes' if forward else 'goes back'} through {self._name(layer)!r}")
         self._fetch(layer, forward)
 
     def _depart_together(self, layer: nn.Module) -> None:
         was_complete = self._coordinator.is_complete_trace()
         self._check_trace(layer)
         if was_complete and not self._coordinator.is_complete_trace():
-            self._departures += 1
-            self._wait_for_others(self._name(layer))
-
-    def _wait_for_others(self, name: str) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        prefix = f"accelight/zero3/{self._number}/{self._departures}"
-        ranks = range(dist.get_world_size())
-        store.set(f"{prefix}/{dist.get_rank()}", name)
-        keys = [f"{prefix}/{rank}" for rank in ranks]
-        for patience in (min(_PATIENCE, self._timeout), self._timeout):
-            try:
-                store.wait(keys, patience)
-                break
-            except RuntimeError:  # DistStoreError, or a FileStore's own
-                absent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-                text = f"Rank {dist.get_rank()} uses {name} now, and rank {', '.join(map(str, absent))} does not"
-                if patience >= self._timeout:
-                    raise RuntimeError(f"{text}: {WAY_OUT}") from None
-                rank_zero_warn(f"{text}, so far.")
-        told = [store.get(key).decode() for key in keys]
-        if len(set(told)) > 1:
-            raise RuntimeError(f"Ranks use different layers at one time ({_by_rank(told)}): {WAY_OUT}")
+            self._compared.compare(f"leaves the recorded order at {self._name(layer)!r}")
 
     def _name(self, layer: nn.Module) -> str:
         return self._names.get(layer) or type(layer).__name__
@@ -121,7 +88,3 @@ class SamePath:
 
 def _coordinator(engine: Any) -> Any:
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
-
-
-def _by_rank(told: list[Any]) -> str:
-    return ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(told))

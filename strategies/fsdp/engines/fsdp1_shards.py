@@ -129,11 +129,14 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
     inside = {module for module, _ in stand_ins}
     for module in owner.modules():
         if module is not owner and not inside.isdisjoint(module.modules()):
-            module.__dict__["requires_grad_"] = partial(_refuse_freezing, type(module).__name__)
+            module.__dict__["requires_grad_"] = partial(_refuse_freezing, module, flat_param)
 
 
-def _refuse_freezing(name: str, requires_grad: bool = True) -> None:
+def _refuse_freezing(module: nn.Module, flat_param: Tensor, requires_grad: bool = True) -> nn.Module:
+    if requires_grad == flat_param.requires_grad:  # it is so already
+        return module
     raise RuntimeError(
-        f"requires_grad_({requires_grad}) of this {name} would do nothing: with use_orig_params=False its parameters "
-        "are part of its unit's flat one. Set use_orig_params=True (the default), or freeze a unit as a whole."
+        f"requires_grad_({requires_grad}) of this {type(module).__name__} would do nothing: with use_orig_params=False "
+        "its parameters are part of its unit's flat one. Set use_orig_params=True (the default), or freeze a unit as a "
+        "whole."
     )

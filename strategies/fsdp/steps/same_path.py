@@ -4,32 +4,24 @@ Units are gathered and reduced by all ranks together, in the order in which the 
 another way would mix its values with those of other units, or end the process.
 
 What all ranks have done once, from the beginning of a step on, is a known path: as long as a rank follows one nothing
-is compared. Where paths part, and where nothing is known yet, the ranks compare what each is about to do, in one small
-reduction. A rank that leaves the only known path waits for the others to say the same.
+is compared. Where paths part, and where nothing is known yet, the ranks compare what each is about to do. A rank that
+leaves the only known path waits for the others to say the same.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
-
-from ....state.process_group import group_store
 from ...common.agreed_outcome import num_ranks
-from ...common.gradients import max_over_ranks
+from ...common.compared_actions import ComparedActions
 
 WAY_OUT = (
     "FSDP gathers and reduces a unit on all processes together. Let each process call the same units (add 0 * "
     "unit(x).sum() to its loss), or set find_unused_parameters=True, which makes one unit of the whole model."
 )
 _END = 0
-_PATIENCE = timedelta(seconds=30)
-_COUNT = itertools.count()
 
 
 class SamePath:
@@ -37,15 +29,14 @@ class SamePath:
 
     Args:
         names: Of the units, in the same order on every rank.
-        timeout: How long a rank that leaves the known path waits for the others.
+        timeout: How long ranks wait for each other where they compare.
     """
 
     def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
-        self._names, self._timeout = names, timeout
+        self._names, self._compared = names, ComparedActions(WAY_OUT, timeout)
         self._known: dict[Hashable, dict[int, Any]] = {}
         self._at: dict[int, Any] | None = None
         self._around: list[dict[int, Any] | None] = []
-        self._number, self._departures = next(_COUNT), 0
         self._alone = num_ranks() == 1
 
     def begin(self, kind: Hashable) -> None:
@@ -87,39 +78,8 @@ class SamePath:
         if at is None:
             return
         if step not in at or len(at) > 1:
-            (self._wait_for_others if len(at) == 1 else self._compare)(step)
+            self._compared.compare(self._describe(step))
         self._at = at.setdefault(step, {})
-
-    def _compare(self, step: int) -> None:
-        told = torch.tensor([step, -step], dtype=torch.int32)
-        max_over_ranks(told)
-        if told[0] != -told[1]:
-            everyone: list[Any] = [None] * num_ranks()
-            dist.all_gather_object(everyone, self._describe(step))
-            self._refuse(everyone)
-
-    def _wait_for_others(self, step: int) -> None:
-        self._departures += 1
-        store = group_store(f"accelight/path/{self._number}/{self._departures}")
-        rank, ranks = dist.get_rank(), range(num_ranks())
-        store.set(f"{rank}", self._describe(step))
-        for patience in (min(_PATIENCE, self._timeout), self._timeout):
-            try:
-                store.wait([f"{each}" for each in ranks], patience)
-                break
-            except RuntimeError:  # DistStoreError, or a FileStore's own
-                absent = ", ".join(f"{each}" for each in ranks if not store.check([f"{each}"]))
-                text = f"Process {rank} {self._describe(step)} now, and process {absent} does not"
-                if patience >= self._timeout:
-                    raise RuntimeError(f"{text}. {WAY_OUT}") from None
-                rank_zero_warn(f"{text}, so far. {WAY_OUT}")
-        everyone = [store.get(f"{each}").decode() for each in ranks]
-        if len(set(everyone)) > 1:
-            self._refuse(everyone)
-
-    def _refuse(self, everyone: Sequence[str]) -> None:
-        told = "; ".join(f"process {rank} {what}" for rank, what in enumerate(everyone))
-        raise RuntimeError(f"Processes use different units at one time: {told}. {WAY_OUT}")
 
     def _describe(self, step: int) -> str:
         if step == _END:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from accelight.state.process_group import group_store
+from accelight.strategies.common.compared_actions import ComparedActions
 from accelight.strategies.fsdp.steps.same_path import SamePath
 from tests.ranks import run_on_ranks
 from tests.strategies.orders import Fit, Script, run
@@ -51,6 +54,36 @@ def test_a_rank_that_leaves_the_known_way_alone_says_so() -> None:
     assert "Process 1 is through with its step now, and process 0 does not" in leaves[1]
 
 
+def _wait_or_reduce() -> tuple[str, list[int]]:
+    """Rank 0 waits for rank 1, which is in a reduction of the user's meanwhile."""
+    error = _go(SamePath(NAMES, timedelta(seconds=1)), [1]) if dist.get_rank() == 0 else ""
+    values = torch.tensor([3, -4], dtype=torch.int32)
+    dist.all_reduce(values)
+    return error, values.tolist()
+
+
+def test_a_reduction_of_the_users_is_not_answered_with_ours() -> None:
+    waits, reduces = run_on_ranks(2, _wait_or_reduce)
+    assert "Process 0 gathers 'blocks.0' now, and process 1 does not" in waits[0]
+    assert waits[1] == reduces[1] == [6, -8]
+
+
+def test_nothing_is_left_in_the_store() -> None:
+    before, after = run_on_ranks(2, _compare_often)[0]
+    assert after - before <= 4  # what each of the two said last, how many came, and the last verdict
+
+
+def _compare_often() -> tuple[int, int]:
+    compared, store = ComparedActions("", timedelta(seconds=20)), group_store("")
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for number in range(20):
+        compared.compare(f"does {number}")
+    dist.barrier()
+    return before, store.num_keys()
+
+
 def test_both_leave_it_differently() -> None:
     for *_, error in run_on_ranks(2, _walk, [[[0, 1, 2]], [[0, 2], [0]]], 20.0):
         assert "process 0 gathers 'blocks.1'; process 1 is through with its step" in error
@@ -60,4 +93,4 @@ def test_both_leave_it_differently() -> None:
 def test_training_refuses_it(kind: str) -> None:
     with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
         run(Script((Fit(),), unused="unit_rank"), kind)
-    assert str(caught.value).count("Processes use different units at one time: process") >= 2
+    assert str(caught.value).count("Processes use different parts of the model at one time: process") >= 2

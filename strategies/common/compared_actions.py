@@ -1,0 +1,89 @@
+"""Ranks say what each is about to do, where doing different things would mix their values or end the processes.
+
+They meet on the process group's store and not in a collective: a rank that does not come may be in a collective of the
+user's meanwhile, which would be answered with ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ...state.process_group import group_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_PATIENCE = timedelta(seconds=30)
+_COUNT = itertools.count()
+
+
+class ComparedActions:
+    """Compares actions of all ranks, in the order in which each calls `compare`.
+
+    Every rank makes as many of these, in the same order. One comparison takes a rank three requests to the store,
+    whatever the number of ranks.
+
+    Args:
+        way_out: What to do about a difference: the end of each error.
+        timeout: How long a rank waits for the others.
+    """
+
+    def __init__(self, way_out: str, timeout: timedelta) -> None:
+        self._way_out, self._timeout = way_out, timeout
+        self._prefix, self._count = f"accelight/compared/{next(_COUNT)}", 0
+
+    def compare(self, action: str) -> None:
+        """Say what this rank is about to do, and return when all ranks have said the same.
+
+        Raises:
+            RuntimeError: On every rank, if they say different things; or on this one, if some say nothing in time.
+        """
+        store, rank, num_ranks = group_store(self._prefix), dist.get_rank(), dist.get_world_size()
+        self._count += 1
+        verdict = f"verdict/{self._count}"
+        store.set(f"said/{rank}", json.dumps([self._count, action]))
+        if store.add("arrived", 1) == self._count * num_ranks:  # the last: all have left the verdict before this one
+            said = [_said(store, each)[1] for each in range(num_ranks)]
+            store.set(verdict, json.dumps(said if len(set(said)) > 1 else []))
+            store.delete_key(f"verdict/{self._count - 1}")
+        else:
+            self._wait(store, verdict, action)
+        different = json.loads(store.get(verdict))
+        if different:
+            raise RuntimeError(f"{different_actions(different)} {self._way_out}")
+
+    def _wait(self, store: Store, verdict: str, action: str) -> None:
+        for patience in (min(_PATIENCE, self._timeout), self._timeout):
+            try:
+                store.wait([verdict], patience)
+                return
+            except RuntimeError:  # DistStoreError, or a FileStore's own
+                here = [each for each in range(dist.get_world_size()) if _said(store, each)[0] >= self._count]
+                absent = ", ".join(f"{each}" for each in range(dist.get_world_size()) if each not in here)
+                text = f"Process {dist.get_rank()} {action} now, and process {absent} does not"
+                if patience >= self._timeout:
+                    raise RuntimeError(f"{text}. {self._way_out}") from None
+                if here[0] == dist.get_rank():
+                    warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
+
+
+def different_actions(actions: Sequence[str]) -> str:
+    """Return a sentence that says of each rank what it does."""
+    told = "; ".join(f"process {rank} {action}" for rank, action in enumerate(actions))
+    return f"Processes use different parts of the model at one time: {told}."
+
+
+def _said(store: Store, rank: int) -> tuple[int, str]:
+    """Return the number of a rank's last comparison, and what it said; 0 if it has said nothing."""
+    key = f"said/{rank}"
+    if not store.check([key]):
+        return 0, ""
+    count, action = json.loads(store.get(key))
+    return count, action
