@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..strategies.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .exact_evaluation import ExactEvaluation
@@ -13,19 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ExactEvaluation", "GradNormMonitor", "MergeShardedCheckpoint", "TriggerEarlyStopping"]
 
-_FILES = {
-    "ExactEvaluation": "exact_evaluation",
-    "GradNormMonitor": "grad_norm_monitor",
-    "MergeShardedCheckpoint": "merge_sharded_checkpoint",
-    "TriggerEarlyStopping": "trigger_early_stopping",
+_HOMES = {  # Lightning takes seconds to import
+    "ExactEvaluation": ".exact_evaluation",
+    "GradNormMonitor": ".grad_norm_monitor",
+    "MergeShardedCheckpoint": ".merge_sharded_checkpoint",
+    "TriggerEarlyStopping": ".trigger_early_stopping",
 }
 
-
-def __getattr__(name: str) -> Any:  # Lightning takes seconds to import
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_FILES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

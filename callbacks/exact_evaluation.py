@@ -220,11 +220,7 @@ class ExactEvaluation(Callback):
     ) -> None:
         self._start_batch(trainer, pl_module, batch_idx, dataloader_idx)
 
-    @override
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._start_batch(trainer, pl_module, batch_idx, dataloader_idx)
+    on_test_batch_start = on_validation_batch_start
 
     def _end_batch(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
         """After a loader's last step, make sure that all processes have logged the same names: each is a collective."""
@@ -246,25 +242,13 @@ class ExactEvaluation(Callback):
     ) -> None:
         self._end_batch(trainer, batch_idx, dataloader_idx)
 
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._end_batch(trainer, batch_idx, dataloader_idx)
+    on_test_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish()
 
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish()
+    on_test_end = on_validation_end
 
     # ------------------------------------------------------------------ the module's methods, meanwhile
     def _masking(self, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..strategies.fsdp.config.wrapping import clean_name
+from ..checkpoint.names import clean_name
 
 _COMPANIONS = ("tokenizer", "processor", "image_processor", "feature_extractor")
 

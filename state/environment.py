@@ -94,16 +94,8 @@ def _from_torchrun(env: Mapping[str, str]) -> ProcessInfo:
     default_size = world_size if "LOCAL_RANK" in env else 1
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else default_size
     _check_local(local_rank, local_world_size, rank, world_size, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    address, port = _main_address(env, several_nodes=local_world_size < world_size)
-    return ProcessInfo(
-        launcher="torchrun",
-        process_index=rank,
-        num_processes=world_size,
-        local_process_index=local_rank,
-        num_local_processes=local_world_size,
-        main_address=address,
-        main_port=port,
-    )
+    main = _main_address(env, several_nodes=local_world_size < world_size)
+    return _place("torchrun", (rank, world_size), (local_rank, local_world_size), main)
 
 
 def _from_mpi(env: Mapping[str, str], names: tuple[str, ...]) -> ProcessInfo:
@@ -117,16 +109,28 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...]) -> ProcessInfo:
     rank, size = _index_and_size(env, names[0], names[1])
     local_rank, local_size = _index_and_size(env, names[2], names[3])
     _check_local(local_rank, local_size, rank, size, names[2], names[3])
-    address, port = _main_address(env, several_nodes=local_size < size)
+    main = _main_address(env, several_nodes=local_size < size)
+    # mpirun may deal ranks out round robin over the nodes
+    return _place("mpi", (rank, size), (local_rank, local_size), main, node=_hostname())
+
+
+def _place(
+    launcher: Launcher,
+    place: tuple[int, int],
+    local: tuple[int, int],
+    main: tuple[str | None, int | None],
+    node: str | None = None,
+) -> ProcessInfo:
+    """Put together a process's index and number, those on its node, and the main process's address and port."""
     return ProcessInfo(
-        launcher="mpi",
-        process_index=rank,
-        num_processes=size,
-        local_process_index=local_rank,
-        num_local_processes=local_size,
-        node=_hostname(),  # mpirun may deal ranks out round robin over the nodes
-        main_address=address,
-        main_port=port,
+        launcher=launcher,
+        process_index=place[0],
+        num_processes=place[1],
+        local_process_index=local[0],
+        num_local_processes=local[1],
+        node=node,
+        main_address=main[0],
+        main_port=main[1],
     )
 
 
@@ -154,17 +158,9 @@ def _from_slurm(env: Mapping[str, str]) -> ProcessInfo | None:
     local_rank = _integer(env, "SLURM_LOCALID")
     local_size = _tasks_on_this_node(env, size)
     _check_local(local_rank, local_size, rank, size, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-    address, port = _slurm_main_address(env, several_nodes=local_size < size)
-    return ProcessInfo(
-        launcher="slurm",
-        process_index=rank,
-        num_processes=size,
-        local_process_index=local_rank,
-        num_local_processes=local_size,
-        node=env.get("SLURM_NODEID"),  # srun may deal ranks out cyclically over the nodes
-        main_address=address,
-        main_port=port,
-    )
+    main = _slurm_main_address(env, several_nodes=local_size < size)
+    # srun may deal ranks out cyclically over the nodes
+    return _place("slurm", (rank, size), (local_rank, local_size), main, node=env.get("SLURM_NODEID"))
 
 
 def _tasks_on_this_node(env: Mapping[str, str], size: int) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .common.lazy_names import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
@@ -40,15 +40,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "get_active_deepspeed_plugin": ".deepspeed",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 
 register_strategies()

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .common.gradients import local_tensor
+from ..checkpoint.names import clean_name
+from .common.gradients import local_tensor, norm_powers, reduce_powers
 from .fsdp.units.sharded_root import inside_root
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def named_gradients(root: nn.Module, parameters: Collection[Tensor]) -> Iterator
     plain = root.module if isinstance(root, DistributedDataParallel) else inside_root(root)
     for name, parameter in plain.named_parameters():
         if id(parameter) in chosen and id(parameter) not in flattened and parameter.grad is not None:
-            yield NamedGradient(_clean(name), local_tensor(parameter.grad), _groups_of(parameter.grad))
+            yield NamedGradient(clean_name(name), local_tensor(parameter.grad), _groups_of(parameter.grad))
 
 
 def _of_handle(prefix: str, handle: Any, chosen: set[int], flattened: set[int]) -> Iterator[NamedGradient]:
@@ -62,7 +61,7 @@ def _of_handle(prefix: str, handle: Any, chosen: set[int], flattened: set[int]) 
     flattened.add(id(flat))
     groups = (handle.process_group,) if handle.uses_sharded_strategy else ()
     for index, (fqn, place) in enumerate(zip(flat._fqns, flat._shard_param_infos, strict=True)):
-        name = _clean(f"{prefix}.{fqn}" if prefix else fqn)
+        name = clean_name(f"{prefix}.{fqn}" if prefix else fqn)
         if handle._use_orig_params:
             original = flat._params[index]
             flattened.add(id(original))
@@ -73,10 +72,6 @@ def _of_handle(prefix: str, handle: Any, chosen: set[int], flattened: set[int]) 
             if flat.grad is not None and place.in_shard:
                 values = flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
             yield NamedGradient(name, values, groups)
-
-
-def _clean(name: str) -> str:
-    return clean_tensor_name(name).replace("_orig_mod.", "")
 
 
 def _groups_of(gradient: Tensor) -> tuple[ProcessGroup, ...]:
@@ -132,15 +127,12 @@ def _powers(
     infinite = math.isinf(norm_type)
     filled = [member for member in members if member.values.numel()]  # an empty part has no largest value
     if filled:
-        # float32 whatever the gradients' dtype: a bfloat16 sum of squares loses the small ones.
-        norms = torch.stack(torch._foreach_norm([part.values for part in filled], norm_type, dtype=torch.float32))
-        own = norms if infinite else norms**norm_type
+        own = norm_powers([part.values for part in filled], norm_type)
         mask = torch.tensor([[belongs is None or belongs(part.name) for part in filled] for belongs in labels.values()])
         # Not by a product with the mask: an infinite norm would turn every label into NaN.
         rows = torch.where(mask.to(own.device), own, torch.zeros((), device=own.device))
         powers = rows.amax(1) if infinite else rows.sum(1)
     else:
         powers = torch.zeros(len(labels), device=members[0].values.device)
-    for group in groups:
-        dist.all_reduce(powers, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    reduce_powers(powers, groups, norm_type)
     return powers

@@ -80,16 +80,27 @@ def _power_over_mesh(
 ) -> torch.Tensor:
     """Return norm**p (the norm itself for inf) of ``tensors`` taken together over the mesh dimensions ``dims``."""
     tensors = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest value
+    power = torch.zeros((), device=device)
     if tensors:
-        # float32 whatever the gradients' dtype: a bfloat16 sum of squares loses the small ones.
-        norms = torch.stack(list(torch._foreach_norm(tensors, norm_type, dtype=torch.float32)))
-        power = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-    else:
-        power = torch.zeros((), device=device)
-    for dim in dims if mesh is not None else ():
-        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(power, op=operation, group=mesh.get_group(dim))  # type: ignore[union-attr]
+        powers = norm_powers(tensors, norm_type)
+        power = powers.max() if math.isinf(norm_type) else powers.sum()
+    reduce_powers(power, [] if mesh is None else [mesh.get_group(dim) for dim in dims], norm_type)
     return power
+
+
+def norm_powers(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return norm**p (the norm itself for inf) of each tensor, none of them empty.
+
+    In float32 whatever the tensors' dtype: a bfloat16 sum of squares loses the small ones.
+    """
+    norms = torch.stack(list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32)))
+    return norms if math.isinf(norm_type) else norms**norm_type
+
+
+def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], norm_type: float) -> None:
+    """Make norm**p of what lies on all ranks of the groups out of each rank's own, in place."""
+    for group in groups:
+        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
 
 
 def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:

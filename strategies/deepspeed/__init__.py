@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .config.active_plugin import get_active_deepspeed_plugin
@@ -37,12 +38,4 @@ _HOMES = {  # the plugin must import without Lightning and DeepSpeed, so each na
     "get_active_deepspeed_plugin": ".config.active_plugin",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

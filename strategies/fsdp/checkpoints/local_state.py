@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.new_checkpoints import new_folder
-from ..config.wrapping import clean_name
 from ..units.named_tensors import slots_of
 from ..units.sharded_root import ShardedForm
 from ..weights.full_state_dict import listed

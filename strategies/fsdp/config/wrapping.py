@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from ....checkpoint.names import clean_name
 from .environment import wrong_type
 from .settings import FSDP1Settings, FSDP2Settings, WrapSettings
 
@@ -168,11 +169,6 @@ def check_policy(policy: object) -> None:
             f"auto_wrap_policy is called as policy(module=..., recurse=..., nonwrapped_numel=...), which {policy!r} "
             f"does not take: {error}. For a function of the module alone use torch.distributed.fsdp.wrap.CustomPolicy."
         ) from error
-
-
-def clean_name(name: str) -> str:
-    """Return a module's or parameter's name without the parts that activation, compile and FSDP1 wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in (*_TRANSPARENT, "_fsdp_wrapped_module"))
 
 
 def _inside(module: nn.Module) -> nn.Module:

@@ -30,9 +30,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ....checkpoint.names import clean_name
 from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
 from ..config.settings import FSDP1Settings
-from ..config.wrapping import clean_name
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.named_tensors import Slot, slots_of, swap_for_empty

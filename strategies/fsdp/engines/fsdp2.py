@@ -18,9 +18,9 @@ from torch.distributed.fsdp import (
 )
 from typing_extensions import override
 
+from ....checkpoint.names import clean_name
 from ...common.gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
 from ..config.settings import FSDP2Settings
-from ..config.wrapping import clean_name
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import late_heads

@@ -8,8 +8,9 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from ....checkpoint.names import clean_name
 from ..config.settings import EngineSettings
-from ..config.wrapping import clean_name, resolve_ignored, units_to_wrap
+from ..config.wrapping import resolve_ignored, units_to_wrap
 from .groups import without_split_ties
 from .plan import left_over, parts_called_alone
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..config.wrapping import clean_name
+from ....checkpoint.names import clean_name
 from .sharded_root import inside_root
 
 

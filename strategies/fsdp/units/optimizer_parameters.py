@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
-from ..config.wrapping import clean_name
+from ....checkpoint.names import clean_name
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:

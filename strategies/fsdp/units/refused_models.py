@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from ....checkpoint.names import clean_name
 from ..config.settings import PrecisionSettings
-from ..config.wrapping import clean_name
 from .master_weights import holds_4bit, parameters_by_unit
 
 

@@ -24,10 +24,10 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from accelight.checkpoint.names import clean_name
 from accelight.strategies.fsdp.config.plugin import FullyShardedDataParallelPlugin
 from accelight.strategies.fsdp.config.settings import WrapSettings
 from accelight.strategies.fsdp.config.wrapping import (
-    clean_name,
     fsdp2_prepare_auto_wrap_policy,
     resolve_ignored,
     units_to_wrap,
