@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from accelight.checkpoint.cli import main
 from tests.checkpoint import damage, saving
 from tests.checkpoint.saving import save
+from tests.checkpoint.without_torch import WITHOUT_TORCH
 from tests.ranks import run_on_ranks
 
 COMMAND = [sys.executable, "-m", "accelight.checkpoint"]
@@ -208,18 +209,6 @@ def test_the_installed_command(folder: Path, tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("accelight")
     subprocess.run([command, "merge-weights", folder, tmp_path / "out"], check=True, stdout=subprocess.DEVNULL)
     assert (tmp_path / "out/model.safetensors").is_file()
-
-
-WITHOUT_TORCH = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "numpy", "safetensors", "lightning", "rich"):
-            raise AssertionError(f"imported {name}")
-sys.meta_path.insert(0, Block())
-from accelight.checkpoint.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def test_torch_is_never_imported(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, merge_fsdp_weights, verify_merged
 from tests.checkpoint.saving import layout_tensors
-from tests.checkpoint.test_cli import WITHOUT_TORCH
+from tests.checkpoint.without_torch import WITHOUT_TORCH
 from tests.ranks import run_on_ranks
 
 

@@ -15,10 +15,10 @@ import torch
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, write_manifest
 from accelight.checkpoint.cli import main
 from tests.checkpoint import damage, saving
+from tests.checkpoint.bombs import BOMBS
+from tests.checkpoint.hostile import NAMES, hostile
 from tests.checkpoint.saving import save
-from tests.checkpoint.test_bombs import BOMBS
-from tests.checkpoint.test_cli import WITHOUT_TORCH
-from tests.checkpoint.test_unpickler import NAMES, hostile
+from tests.checkpoint.without_torch import WITHOUT_TORCH
 from tests.ranks import run_on_ranks
 
 INSPECT = """

@@ -19,7 +19,7 @@ from accelight.checkpoint import CheckpointError, merge_fsdp_weights, verify_mer
 from accelight.checkpoint.cli import main
 from tests.checkpoint import damage, saving
 from tests.checkpoint.saving import save
-from tests.checkpoint.test_cli import WITHOUT_TORCH
+from tests.checkpoint.without_torch import WITHOUT_TORCH
 from tests.ranks import run_on_ranks
 
 BIG = 3 * 512 * 1024 // 4  # float32 elements in three blocks of a comparison

@@ -17,7 +17,7 @@ from accelight.checkpoint import CheckpointError, inspect_checkpoint, merge_fsdp
 from accelight.checkpoint.formats.torch_save.file import read_torch_file
 from tests.checkpoint import zero_damage
 from tests.checkpoint.damage import rebuild
-from tests.checkpoint.test_unpickler import NAMES, call, hostile, stack_global, text
+from tests.checkpoint.hostile import NAMES, call, hostile, stack_global, text
 from tests.checkpoint.zero_damage import MODEL, OPTIMIZER, SHARD, edit
 
 Saved = tuple[Path, dict[str, str]]
