@@ -81,6 +81,9 @@ FOUND: dict[str, Script] = {
         optimizer="adamw",
         sharded=True,
     ),
+    "a full checkpoint into layers that are recomputed": Script(
+        (Fit(batches=2), Fit(start="fresh")), option="recompute"
+    ),
     "groups by name": Script((Fit(accumulate=2, clip=0.1), Fit(start="fresh")), over="groups", optimizer="decay"),
     "an optimizer over a part": Script((Fit(accumulate=2), Fit(start="fresh")), over="part", optimizer="decay"),
     "parameters that nobody uses": Script((Fit(accumulate=2), Fit(start="resume")), unused="never", optimizer="decay"),

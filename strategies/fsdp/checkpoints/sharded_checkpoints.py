@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,6 +30,8 @@ from ....checkpoint.manifest import Manifest, write_manifest
 from ....checkpoint.names import clean_name
 from ...common.new_checkpoints import new_folder
 from ..config.settings import WholeState
+from ..engines.fsdp1_units import units_of
+from ..units.named_tensors import Slot
 from ..units.original_model import find_ties
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
@@ -214,6 +216,19 @@ def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path:
     return {name: value for name, value in weights.items() if name in stored}
 
 
+def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
+    """Copy this rank's part of a full tensor into its shard, or all of it where nothing is sharded.
+
+    Raises:
+        RuntimeError: If the shapes differ.
+    """
+    if full.shape != target.shape:
+        raise RuntimeError(f"{name}: {tuple(full.shape)} in the checkpoint, {tuple(target.shape)} in the model.")
+    slot = Slot((name,), target, persistent=True)
+    offsets, sizes = slot.part()
+    slot.local().copy_(full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
+
+
 @without_torch_noise()
 def load_full(
     checkpoint: Mapping[str, Any],
@@ -251,8 +266,16 @@ def load_full(
     # Under one of its names each: torch 2.13 shards what a module that stands in two places has under the first alone.
     ties = {clean_name(alias): clean_name(kept) for alias, kept in find_ties(module).items()}
     named_once = {name: stored[name] for name in present if ties.get(name) not in present}
-    options = state_dict_options(module, full=True, strict=strict and len(named_once) == len(present))
-    set_model_state_dict(module, named_once, options=options)
+    strict = strict and len(named_once) == len(present)
+    if any(not unit._handle._use_orig_params for unit in units_of(module)):
+        # torch 2.13 cannot load a full state dict into flat parameters with activation checkpointing inside.
+        for name, tensor in named_once.items():
+            _copy_own_part(name, tensor, present[name])
+        set_model_state_dict(
+            module, {name: present[name] for name in named_once}, options=StateDictOptions(strict=strict)
+        )
+    else:
+        set_model_state_dict(module, named_once, options=state_dict_options(module, full=True, strict=strict))
     optimizer_states = checkpoint.pop("optimizer_states", None)
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))
