@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import _update_dataloader, extract_batch_size
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
@@ -21,6 +21,7 @@ from ..state.agreement import agree
 from ..state.gathering import gather_interleaved
 from ..state.nested import tensors_of
 from ..state.process_record import communication_group
+from ..strategies.upstream.lightning import _update_dataloader
 from .empty_output import without_samples
 from .logged_values import LoggedValue, Reduction, reduction_named
 from .metric_states import MetricStates, check_exact, gathering_any_number, metrics_of

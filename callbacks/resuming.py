@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from ..strategies.upstream.lightning import _DataLoaderIterDataFetcher, _set_sampler_epoch, _Stateful
 
 
 def skip_used_batches(trainer: Trainer) -> None:

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from ..state import PartialState, check_triggers, gather_object, set_trigger, triggered_by
+from ..strategies.upstream.lightning import _DataLoaderIterDataFetcher
 
 _EXHAUSTED = "accelight/data exhausted"
 _EMPTY = "accelight/data empty"

@@ -21,7 +21,8 @@ from .process_group import group_store
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Store
+
+    from .upstream import Store
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from .environment import DEFAULT_PORT, ProcessInfo
 _SETTLE_S = 0.05
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from .upstream import Store
 
 
 def live_group() -> dist.ProcessGroup | None:
@@ -82,7 +82,7 @@ def start_group(info: ProcessInfo, backend: str, arguments: Mapping[str, Any]) -
     }
     if kwargs.get("init_method") is None and kwargs.get("store") is None:
         if info.num_processes == 1 and info.main_port is None:
-            from torch._C._distributed_c10d import HashStore
+            from .upstream import HashStore
 
             kwargs["store"] = HashStore()  # alone: no port to choose, none to collide on
         else:
@@ -128,8 +128,7 @@ def settle_at_exit() -> None:
 
 def group_store(prefix: str) -> Store:
     """Return the default group's key-value store, under a prefix of our own."""
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store
+    from .upstream import PrefixStore, _get_default_store
 
     return PrefixStore(prefix, _get_default_store())
 

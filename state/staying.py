@@ -26,7 +26,8 @@ from .process_group import group_store, timeout_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Store, TCPStore
+
+    from .upstream import Store, TCPStore
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +146,7 @@ def is_needed(group: dist.ProcessGroup) -> bool:
 
 def _listening_store() -> TCPStore | None:
     """Return the default group's TCP store; None for others, and where torchrun's agent holds it and outlives us."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-    from torch.distributed.distributed_c10d import _get_default_store
+    from .upstream import PrefixStore, TCPStore, _get_default_store
 
     store = _get_default_store()
     while isinstance(store, PrefixStore):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...state.process_group import group_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from ...state.upstream import Store
 
 _PATIENCE = timedelta(seconds=30)
 _COUNT = itertools.count()

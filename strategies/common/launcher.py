@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
+
+from ..upstream.lightning import _SubprocessScriptLauncher
 
 
 class SubprocessScriptLauncher(_SubprocessScriptLauncher):

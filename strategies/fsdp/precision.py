@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from ..common.gradients import gradients_of, local_tensor, scale_gradients
 from ..common.skipped_steps import SkippedSteps
+from ..upstream.lightning import _DtypeContextManager
 from .config.settings import PrecisionSettings
 from .engines.base import Engine
 from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit

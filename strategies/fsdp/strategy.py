@@ -10,8 +10,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -37,6 +35,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
+from ..upstream.lightning import _materialize_distributed_module, _optimizers_to_device
 from .checkpoints.background_saves import BackgroundSaves
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import FullyShardedDataParallelPlugin

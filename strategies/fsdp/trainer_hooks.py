@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
@@ -21,6 +20,7 @@ from ...checkpoint.report import MergeReport
 from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
+from ..upstream.lightning import _PATH
 from .checkpoints.checkpointer import Checkpointer
 from .engines.base import Engine
 from .precision import AccelFSDPPrecision

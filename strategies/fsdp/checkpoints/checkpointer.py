@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -25,6 +24,7 @@ from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.new_checkpoints import new_file
 from ...common.storage_paths import is_remote, local_path
+from ...upstream.lightning import _PATH
 from ..engines.base import Engine
 from ..steps.outside_calls import is_inside
 from ..units.sharded_root import ShardedForm

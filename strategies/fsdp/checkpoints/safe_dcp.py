@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ....checkpoint.errors import CheckpointError
 from ....checkpoint.formats.torch_save.unpickler import load_restricted
+from ...upstream.torch_core import _StorageInfo
 
 _DTYPES = tuple(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _CLASSES = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
+
+from ...upstream.torch_core import ShardedTensor
 
 
 class WholeFromRankZero(DefaultSavePlanner):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.utils._pytree import tree_map_only
 
+from ...upstream.torch_core import tree_map_only
 from ..config.settings import WholeState
 
 

@@ -16,7 +16,7 @@ from .environment import wrong_type
 from .settings import FSDP1Settings, FSDP2Settings, WrapSettings
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp.wrap import _Policy
+    from ...upstream.torch_fsdp1 import _Policy
 
 # Where torch (2.6 to 2.13) keeps the module inside an activation wrapper and inside a compiled module. The names stand
 # for the classes, because importing `torch._dynamo` for an `isinstance` costs seconds.
@@ -152,7 +152,7 @@ def check_policy(policy: object) -> None:
     Raises:
         TypeError: If it cannot.
     """
-    from torch.distributed.fsdp.wrap import _Policy
+    from ...upstream.torch_fsdp1 import _Policy
 
     if policy is None or isinstance(policy, _Policy):
         return

@@ -17,7 +17,13 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardingStrategy,
 )
-from torch.distributed.fsdp._runtime_utils import (
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ....checkpoint.names import clean_name
+from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from ...upstream.torch_fsdp1 import (
     _lazy_init,
     _post_forward,
     _post_forward_reshard,
@@ -26,12 +32,6 @@ from torch.distributed.fsdp._runtime_utils import (
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim import Optimizer
-from typing_extensions import override
-
-from ....checkpoint.names import clean_name
-from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
 from ..config.settings import FSDP1Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath

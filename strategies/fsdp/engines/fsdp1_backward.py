@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._common_utils import HandleTrainingState
-from torch.distributed.fsdp._runtime_utils import (
-    _post_backward_hook,
-)
 
 from ...common.gradients import refuse_second_derivatives
+from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.same_path import SamePath
 from .fsdp1_units import hook_state, units_of, waiting_units
 from .fsdp1_unreduced import give_gradient

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp._runtime_utils import (
-    _reshard,
-)
+
+from ...upstream.torch_fsdp1 import HandleTrainingState, TrainingState, _reshard
 
 
 def units_of(root: nn.Module) -> list[Any]:

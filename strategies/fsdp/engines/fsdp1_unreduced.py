@@ -14,11 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._runtime_utils import (
-    _div_if_needed,
-    _get_reduce_scatter_tensors,
-)
 
+from ...upstream.torch_fsdp1 import _div_if_needed, _get_reduce_scatter_tensors
 from .fsdp1_units import forget_gradient, units_of
 
 _WAITING = "_accelight_unreduced"

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from ...upstream.lightning import _MockOptimizer
 from .fsdp1_units import units_of
 
 _ELEMENT_BY_ELEMENT = {

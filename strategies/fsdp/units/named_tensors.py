@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ....checkpoint.names import clean_name
+from ...upstream.torch_core import compute_local_shape_and_global_offset
 from .sharded_root import inside_root
 
 

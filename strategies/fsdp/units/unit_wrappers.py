@@ -19,7 +19,7 @@ def checkpoint_units(model: nn.Module, units: list[nn.Module]) -> list[nn.Module
     Raises:
         ValueError: If there is no unit.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+    from ...upstream.torch_core import CheckpointWrapper, checkpoint_wrapper
 
     _require_units(units, "activation_checkpointing=True recomputes")
     return _wrap(model, units, lambda unit: unit if isinstance(unit, CheckpointWrapper) else checkpoint_wrapper(unit))

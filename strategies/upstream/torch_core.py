@@ -1,0 +1,34 @@
+"""Private names of torch (2.13) outside of its FSDP: autograd, modules, DTensor, DCP, pytrees."""
+
+from __future__ import annotations
+
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map_only
+
+__all__ = [
+    "CheckpointWrapper",  # a unit that recomputes already is not wrapped again
+    "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
+    "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
+    "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
+    "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
+    "tree_map_only",  # tensors inside state dicts
+]
+
+ATTRIBUTES = {
+    "_C": ("torch", "whether a backward runs"),
+    "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
+    "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),
+    "_buffers": ("torch.nn.Module", "buffers and parameters are put into their places"),
+    "_clip_grads_with_norm_": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
+    "_current_graph_task_id": ("torch._C", "whether a backward runs"),
+    "_foreach_mul_": ("torch", "gradients are scaled in one call"),
+    "_foreach_norm": ("torch", "norms of many gradients in one call"),
+    "_get_total_norm": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
+    "_modules": ("torch.nn.Module", "units are wrapped in their places"),
+    "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
+    "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
+    "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
+}
