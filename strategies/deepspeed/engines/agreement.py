@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _get_grad_fn_or_grad_acc  # DeepSpeed itself relies on it
+
+from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node
 
 _LARGEST = 2**40
 
@@ -45,7 +46,7 @@ def agree(have: Sequence[bool], device: torch.device, order: int = 0) -> Agreed:
 
 def _device(device: torch.device) -> torch.device:
     cpu = torch.device("cpu")
-    return cpu if cpu in dist.distributed_c10d._get_default_group()._device_types else device
+    return cpu if cpu in _get_default_group()._device_types else device
 
 
 def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -55,7 +56,7 @@ def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """
     with torch.enable_grad():  # older torch needs it for leaves
         nodes = [_get_grad_fn_or_grad_acc(each) if each.requires_grad else None for each in parameters]
-    return [node is not None and torch._C._will_engine_execute_node(node) for node in nodes]
+    return [node is not None and _will_engine_execute_node(node) for node in nodes]
 
 
 def ranks_without(have: bool, device: torch.device) -> list[int]:

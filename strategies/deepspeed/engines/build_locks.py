@@ -61,9 +61,9 @@ def _loaded() -> set[str]:
 
 
 def _lock_of(op: str) -> Path:
-    from torch.utils.cpp_extension import _get_build_directory
+    from .upstream import build_directory  # not at the top: it imports Lightning, and tests without it use this file
 
-    return Path(_get_build_directory(op, False), "lock").resolve()
+    return (build_directory(op) / "lock").resolve()
 
 
 def _age_s(path: Path) -> float | None:

@@ -10,13 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import (
-    _configure_optimizers,
-    _configure_schedulers_automatic_opt,
-    _configure_schedulers_manual_opt,
-    _validate_optimizers_attached,
-)
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -27,6 +20,13 @@ from ..config.hf_config import HfDeepSpeedConfig
 from ..config.optimizer_source import check_optimizer_and_scheduler
 from .build_locks import check_build_locks
 from .library import ninja_on_path
+from .upstream import (
+    _call_lightning_module_hook,
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+    _validate_optimizers_attached,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def choose(module: LightningModule, config: HfDeepSpeedConfig) -> Chosen:
         ValueError: If both or neither define the optimizer, both define the schedule, a dummy has nothing to stand
             for, or there are several optimizers.
     """
-    returned = call._call_lightning_module_hook(module.trainer, "configure_optimizers", pl_module=module)
+    returned = _call_lightning_module_hook(module.trainer, "configure_optimizers", pl_module=module)
     found = Chosen() if returned is None else _parse(module, returned)
     check_optimizer_and_scheduler(config, found.optimizer, found.scheduler)
     return found
