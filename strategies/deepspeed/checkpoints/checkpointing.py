@@ -107,8 +107,8 @@ def load(
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
     counts, window = state.pop(_COUNTS, {}), window_of(engine)
-    if window is not None:
-        window.accept_values()
+    if window is not None and window.lost_changes is not None:
+        window.lost_changes.accept()
     if with_optimizer and window is not None and window.steps is not None:
         window.steps.load_state_dict(counts)
     return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}

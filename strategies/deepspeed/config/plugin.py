@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +13,7 @@ from torch import nn
 
 from . import environment as env
 from .auto_values import TrainingFacts, resolve
-from .config_precision import Precision, fill_precision, precision_of
+from .config_precision import Precision, PrecisionSections
 from .hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .leaf_modules import set_leaf_modules
 from .mismatches import differ, mismatch_error
@@ -22,7 +21,6 @@ from .settings import DeepSpeedSettings
 from .transformers_link import tell_transformers
 
 _NONE = "none"
-PRECISION_SECTIONS = ("fp16", "bf16")
 CONFIG_KEYS: Mapping[str, str] = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -106,8 +104,7 @@ class DeepSpeedPlugin:
             self._parse(name, found.get(name))
         self.dschf: HfDeepSpeedConfig | None = None
         self._selected = False
-        self._open_precision: dict[str, Any] = {}
-        self._filled_precision: dict[str, Any] | None = None
+        self._precision = PrecisionSections()
         if self.hf_ds_config is None:
             self._make_config()
         else:
@@ -202,24 +199,11 @@ class DeepSpeedPlugin:
         Raises:
             ValueError: If the config switches on the other half precision.
         """
-        own = self._own_precision_sections()
-        for name in PRECISION_SECTIONS:
-            self._config.del_config_sub_tree(name)
-        self.deepspeed_config.update(own)
-        self._open_precision = copy.deepcopy(own)
-        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
-            on = mixed_precision == name or (mixed_precision == "fp8" and name == "bf16")
-            if on and self._config.is_true(f"{other}.enabled"):
-                raise ValueError(
-                    f"mixed_precision={mixed_precision!r} and {other}.enabled=true in the DeepSpeed config contradict. "
-                    f"Set {other}.enabled to 'auto' or false, or mixed_precision to {other!r}."
-                )
-        fill_precision(self._config, mixed_precision)
-        self._filled_precision = _precision_sections(self._config)
+        self._precision.fill(self._config, mixed_precision)
 
     def own_precision(self) -> Precision:
         """Return the half precision that the config itself switches on, whatever has been filled in since."""
-        return precision_of(HfDeepSpeedConfig(self._own_precision_sections()))
+        return self._precision.own(self._config)
 
     def settings(self, facts: TrainingFacts) -> DeepSpeedSettings:
         """Return what the strategy is told: the config with every ``"auto"`` filled. The plugin keeps its own.
@@ -306,10 +290,6 @@ class DeepSpeedPlugin:
             raise TypeError(f"hf_ds_config must stay the HfDeepSpeedConfig that it became; got {self.hf_ds_config!r}.")
         return self.hf_ds_config
 
-    def _own_precision_sections(self) -> dict[str, Any]:
-        present = _precision_sections(self._config)
-        return copy.deepcopy(self._open_precision) if present == self._filled_precision else present
-
     def _parse(self, name: str, unset: str | None) -> None:
         value = getattr(self, name)
         value = unset if value is None else value
@@ -394,8 +374,3 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag != enable:
             self.zero3_init_flag = enable
             self.set_deepspeed_weakref()
-
-
-def _precision_sections(config: HfDeepSpeedConfig) -> dict[str, Any]:
-    """Return a copy of what the config says about precision."""
-    return {name: copy.deepcopy(config.config[name]) for name in PRECISION_SECTIONS if name in config.config}

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from . import partitions as layout
 from . import same_path as paths
 from .agreement import agree, ranks_without, will_get_gradients
+from .changed_weights import LostChanges, take_changed_weights
+from .dropped_gradients import drop_gradients
 from .partial_steps import PiecewiseSteps
 
 _NAME = "accelight_window"
@@ -70,10 +72,7 @@ class Window:
         self.steps: PiecewiseSteps | None = None
         if self._is_partitioned:
             self._follow_zero()
-        self._versions: dict[nn.Parameter, int] = {}
-        if self.stage == 3:
-            for parameter in engine.module.parameters():
-                self._watch_partitioning(parameter)
+        self.lost_changes = LostChanges(engine.module, self.names) if self.stage == 3 else None
         self._clear, self._is_stepping = zero.zero_grad, False
         zero.accelight_window = self
         kind: type = type(zero)
@@ -273,8 +272,10 @@ class Window:
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             return
-        self._check_changes()
-        self._take_changed_weights()
+        if self.lost_changes is not None:
+            self.lost_changes.refuse()
+        if self._is_partitioned:
+            take_changed_weights(self._zero)
         if self.steps is not None:
             self.steps.used = self.used
         reduces = self.engine.enable_backward_allreduce
@@ -288,35 +289,6 @@ class Window:
             self.engine.enable_backward_allreduce = reduces
         self.forget()
         self.is_stale = True
-
-    def _watch_partitioning(self, parameter: Any) -> None:
-        """Take note when ``GatheredParameters`` hands changed values over; any other change in place is lost."""
-        partition = getattr(parameter.partition, "__wrapped__", parameter.partition)  # not an earlier engine's watch
-
-        @functools.wraps(partition)
-        def partition_noting(
-            param_list: list[nn.Parameter] | None = None, *args: Any, has_been_updated: bool = False, **kwargs: Any
-        ) -> None:
-            partition(param_list, *args, has_been_updated=has_been_updated, **kwargs)
-            if has_been_updated:
-                self._versions.update((each, each._version) for each in param_list or [parameter])
-
-        parameter.partition = partition_noting
-        self._versions[parameter] = parameter._version
-
-    def accept_values(self) -> None:
-        """Take the values that parameters have now for right: they come from a checkpoint."""
-        self._versions = {parameter: parameter._version for parameter in self._versions}
-
-    def _check_changes(self) -> None:
-        lost = [self.names[each] for each, version in self._versions.items() if each._version != version]
-        if lost:
-            self.accept_values()
-            raise RuntimeError(
-                f"{', '.join(lost)} was changed in place while stage 3 had it partitioned, so that the change is lost. "
-                "Change weights inside 'with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):', on "
-                "every rank."
-            )
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of this window by their norm when the optimizer steps."""
@@ -342,21 +314,6 @@ class Window:
         finally:
             self._zero.clip_grad = before
 
-    def _take_changed_weights(self) -> None:
-        """Let the weights that the optimizer steps on follow what the user's code has written into the parameters."""
-        if not self._is_partitioned:
-            return
-        for master, weights in zip(layout.masters(self._zero), layout.computing_weights(self._zero), strict=True):
-            if weights is None or weights.data_ptr() == master.data_ptr():
-                continue
-            if weights.dtype == master.dtype and weights.device == master.device:
-                master.data.copy_(weights)
-                continue
-            told = weights.to(master.device)
-            changed = told != master.detach().to(told.dtype)
-            if bool(changed.any()):
-                master.data.copy_(torch.where(changed, told.to(master.dtype), master.detach()))
-
     # ------------------------------------------------------------------ nothing left
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Drop the window, as the optimizer's and the module's ``zero_grad()`` are to do."""
@@ -377,19 +334,7 @@ class Window:
         self._order = 0
         for parameter in self._parameters:
             parameter.grad = None
-        zero = self._zero
-        if layout.is_stage_3(zero):
-            _forget_3(zero)
-        elif self._is_partitioned:
-            _forget_1_2(zero)
-        elif hasattr(zero, "clear_hp_grads"):
-            zero.clear_hp_grads()
-            zero.clear_lp_grads()
-        state = getattr(zero, "_backward_hook_state", None)
-        if state is not None:
-            state.backward_active_depth = 0
-            state.reset_for_new_step()
-        self.engine._unmanaged_backward_count = 0
+        drop_gradients(self.engine)
 
 
 @functools.cache
@@ -428,42 +373,3 @@ def _backward_again(engine: Any) -> Iterator[None]:
     yield
     for layer, each in zip(layers, before, strict=True):
         vars(layer).update(each)
-
-
-def _forget_1_2(zero: Any) -> None:
-    for parameter in (each for group in zero.bit16_groups for each in group):
-        parameter.grad_accum = None
-    for group in range(len(zero.bit16_groups)):
-        zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
-    for bucket in zero.ipg_buckets.values():
-        bucket.clear()
-    zero.extra_large_param_to_reduce.clear()
-    zero.previous_reduced_grads.clear()
-    zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
-    zero._release_ipg_buffers()
-    zero.micro_step_id = -1
-    if zero.cpu_offload:
-        zero._wait_for_offload_copies()
-        for gradient in zero.accumulated_grads_in_cpu.values():
-            gradient.zero_()
-        for master in zero.single_partition_of_fp32_groups:
-            master.grad.zero_()
-        zero.norm_for_param_grads = {}
-        zero._offload_accumulated_param_ids = set()
-        zero.local_overflow = False
-
-
-def _forget_3(zero: Any) -> None:
-    zero.grad_partitions_flat_buffer.zero_()
-    zero.averaged_gradients = {}
-    for bucket in zero.ipg_buckets.values():
-        bucket.clear_params()
-    for parameter_id in zero.params_already_reduced:
-        zero.params_already_reduced[parameter_id] = False
-    zero._offload_boundary_param_ids = set()
-    if zero.offload_optimizer:
-        zero.norm_for_param_grads = {}
-        zero.inf_or_nan_tracker.zero_()
-        for master in zero.fp32_partitioned_groups_flat:
-            if master.grad is not None:
-                master.grad.zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
@@ -15,8 +15,18 @@ from torch import Tensor
 from torch.optim import LBFGS
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from ..strategy import AccelDeepSpeedStrategy
+
+class Trained(Protocol):
+    """What the precision asks of the strategy that it works for."""
+
+    def run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward."""
+
+    def clip_step(self, max_norm: float) -> None:
+        """Let the next optimizer step clip its gradients by their norm."""
+
+    def take_step(self, **kwargs: Any) -> None:
+        """Let the engine clip, step and zero the gradients."""
 
 
 @functools.cache
@@ -36,7 +46,7 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
         ValueError: If ``precision`` is another.
     """
 
-    def __init__(self, precision: str, strategy: AccelDeepSpeedStrategy) -> None:
+    def __init__(self, precision: str, strategy: Trained) -> None:
         super().__init__(precision)  # type: ignore[arg-type]
         self._strategy = strategy
 

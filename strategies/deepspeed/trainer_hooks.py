@@ -1,0 +1,201 @@
+"""What the Trainer calls while it runs: each hook of `AccelDeepSpeedStrategy` goes to the part that does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from ...state import GradientState
+from ...state.same_call import meet
+from ..common.loop_following import LoopFollowing
+from ..common.skipped_steps import SkippedSteps
+from ..common.storage_paths import local_path
+from .checkpoints import checkpointing
+from .config.plugin import DeepSpeedPlugin
+from .engines import engine as engines
+from .engines.living_engines import put_down
+from .engines.window import Window
+from .precision import AccelDeepSpeedPrecision
+
+
+class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
+    """Runs steps, gradients and checkpoints of an engine; `AccelDeepSpeedStrategy` is the strategy that users make."""
+
+    deepspeed_plugins: dict[str, DeepSpeedPlugin]
+    load_universal: bool
+    """Whether a checkpoint may come from another number of processes."""
+    weights_only: bool
+    """Whether checkpoints may hold tensors and plain values only."""
+    last_grad_norm: torch.Tensor | None
+    """Global norm of the gradients before clipping at the last optimizer step, a scalar."""
+    skipped_steps: SkippedSteps
+    """Whether the loss scaler left the last optimizer step out."""
+    _window: Window | None
+    _while_fitting: ExitStack
+
+    # ------------------------------------------------------------------ what it knows
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin:
+        """The plugin that trains the Trainer's module: the first."""
+        return next(iter(self.deepspeed_plugins.values()))
+
+    @property
+    @override
+    def deepspeed_engine(self) -> Any:
+        """DeepSpeed's engine.
+
+        Raises:
+            RuntimeError: Before the Trainer's setup.
+        """
+        if not hasattr(self.model, "is_gradient_accumulation_boundary"):
+            raise RuntimeError("DeepSpeed's engine exists from the strategy's setup on: inside fit(), and after it.")
+        return self.model
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out because fp16 or bf16 gradients overflowed."""
+        return self.skipped_steps.last
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return False  # else the Trainer leaves the end of a window to the engine's own count, and the last one is lost
+
+    @property
+    @override
+    def precision_plugin(self) -> AccelDeepSpeedPrecision:
+        if not isinstance(self._precision_plugin, AccelDeepSpeedPrecision):
+            self._precision_plugin = AccelDeepSpeedPrecision("32-true", self)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is None or isinstance(precision_plugin, AccelDeepSpeedPrecision):
+            self._precision_plugin = precision_plugin
+        elif isinstance(precision_plugin, DeepSpeedPrecision):  # made by the Trainer from its `precision` argument
+            self._precision_plugin = AccelDeepSpeedPrecision(self._precision_wanted(precision_plugin.precision), self)
+        else:
+            raise TypeError(
+                f"AccelDeepSpeedStrategy cannot work with {type(precision_plugin).__name__}. "
+                "Use Trainer(precision=...) and leave plugins=... out."
+            )
+
+    def _precision_wanted(self, precision: str) -> str:
+        """Return the Trainer's precision, or the half precision that the config switches on beside its default."""
+        if precision != "32-true":
+            return precision
+        own = self.deepspeed_plugin.own_precision()
+        return {"fp16": "16-mixed", "bf16": "bf16-mixed", "no": precision}[own]
+
+    # ------------------------------------------------------------------ gradients
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        yield  # the engine knows from the boundary what to communicate
+
+    def run_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward; the last of a window makes the gradients complete.
+
+        Args:
+            loss: The micro-batch's loss, divided by the number of accumulation steps as the Trainer does it.
+            *args: For ``engine.backward``.
+            **kwargs: For ``engine.backward``.
+        """
+        window = self._present_window
+        window.backward(loss, *args, **kwargs)
+        if self._is_automatic and GradientState().sync_gradients:
+            window.complete()  # before the hooks that see it
+
+    def clip_step(self, max_norm: float) -> None:
+        """Let the next optimizer step clip its gradients by their norm."""
+        self._present_window.clip(max_norm)
+
+    def take_step(self, **kwargs: Any) -> None:
+        """Let the engine clip, step and zero the gradients."""
+        engine = self.deepspeed_engine
+        factor = self._tracker.short_window_factor if self._is_automatic else 1.0
+        self.last_grad_norm = engines.step(engine, self._present_window, factor, **kwargs)
+        self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
+        if self.skipped_steps.last:
+            rank_zero_info(
+                f"DeepSpeed skipped optimizer step {engine.global_steps}: gradients overflowed "
+                f"({engine.skipped_steps} so far)."
+            )
+
+    @property
+    def _present_window(self) -> Window:
+        if self._window is None:
+            raise RuntimeError("There is no optimizer to train with outside fit().")
+        return self._window
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    # ------------------------------------------------------------------ checkpoints
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
+        meet("trainer.save_checkpoint")  # alone, a process would hang in the collectives that follow
+        path = local_path(self.broadcast(str(filepath)), "sharded checkpoints")
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        write_16bit = self.zero_stage_3 and bool(self.deepspeed_plugin.zero3_save_16bit_model)
+        checkpointing.save(self.deepspeed_engine, path, state, write_16bit=write_16bit)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+        return checkpointing.load(
+            self.deepspeed_engine,
+            local_path(self.broadcast(str(checkpoint_path)), "sharded checkpoints"),
+            with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
+            strict=module.strict_loading,
+            load_universal=self.load_universal,
+            weights_only=self.weights_only if weights_only is None else weights_only,
+        )
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint() has done it
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        pass  # load_checkpoint() has done it
+
+    # ------------------------------------------------------------------ end
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        engine = self.model
+        if self._window is not None and self._window.engine is engine:
+            self._window.forget()
+            put_down(engine)
+
+    @override
+    def teardown(self) -> None:
+        self._tracker.close()
+        self._while_fitting.close()
+        if self.lightning_module is not None:
+            self.skipped_steps.let_go(self.lightning_module)
+        # Not Lightning's: moving the module to the CPU would tear parameters from the engine's buffers, and the engine
+        # still evaluates and saves what it has trained.
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
