@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from accelight.state import PartialState, reset_state
+from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
@@ -43,8 +43,9 @@ class Recorder(Callback):
 
 
 def trainer_for(case: Case, config: dict[str, Any], **more: Any) -> Trainer:
+    windows = GradientAccumulationPlugin(short_windows=case.short_windows) if case.short_windows else None
     return quiet_trainer(
-        AccelDeepSpeedStrategy(hf_ds_config=config),
+        AccelDeepSpeedStrategy(hf_ds_config=config, gradient_accumulation=windows),
         PartialState().num_processes,
         **{
             "max_epochs": case.epochs,
