@@ -104,6 +104,18 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "setup_buckets": (_STAGE_1_2, "prepares buckets where no backward has"),
     "single_partition_of_fp32_groups": (_STAGE_1_2, "flat partitions of the weights that the optimizer steps on"),
     "use_grad_accum_attribute": (_STAGE_1_2, "whether gradients are in `grad_accum` and not in `grad`"),
+    # Optimizers of ZeRO stage 3
+    "_offload_boundary_param_ids": (_STAGE_3, "what is accumulated in host memory; dropped with the window"),
+    "clear_params": ("deepspeed.runtime.zero.stage3", "empties a bucket of gradients that wait to be reduced"),
+    "fp16_groups": (_STAGE_3, "the parameters of each flat partition"),
+    "fp16_partitioned_groups_flat": (_STAGE_3, "flat partitions of the weights that the model computes with"),
+    "fp32_partitioned_groups_flat": (_STAGE_3, "flat partitions of the weights that the optimizer steps on"),
+    "grad_partitions_flat_buffer": (_STAGE_3, "accumulated gradients; zero at the start of a window"),
+    "grad_position": (_STAGE_3, "where a parameter's piece begins in the flat partition"),
+    "inf_or_nan_tracker": (_STAGE_3, "whether offloaded gradients have overflowed; dropped with the window"),
+    "parameter_offload": (_STAGE_3, "what gathers and partitions parameters"),
+    "sub_group_to_group_id": (_STAGE_3, "the parameter group that a flat partition has its options from"),
+    "swap_optimizer": (_STAGE_3, "whether the optimizer's state is on NVMe"),
     # Of both, and of DeepSpeed's optimizers for half precision
     "_backward_hook_state": (f"{_BASE}.ZeROOptimizer", "follows backwards; started anew after one that failed"),
     "backward_active_depth": (f"{_BASE}.BackwardHookStateManager", "follows backwards; zero after one that failed"),
@@ -167,24 +179,13 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
 
 STAGE_3_ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_coalesce_grad_reduction": (_STAGE_3, "lets a backward hold its gradients back"),
-    "_offload_boundary_param_ids": (_STAGE_3, "what is accumulated in host memory; dropped with the window"),
     "_optimizer_step": (_STAGE_3, "replaced to leave out parameters without a gradient"),
     "averaged_gradients": (_STAGE_3, "reduced gradients; dropped with the window"),
-    "clear_params": ("deepspeed.runtime.zero.stage3", "empties a bucket of gradients that wait to be reduced"),
     "finalize_gradient_accumulation_boundary": (_STAGE_3, "completes the gradients of a window"),
-    "fp16_groups": (_STAGE_3, "the parameters of each flat partition"),
-    "fp16_partitioned_groups_flat": (_STAGE_3, "flat partitions of the weights that the model computes with"),
-    "fp32_partitioned_groups_flat": (_STAGE_3, "flat partitions of the weights that the optimizer steps on"),
-    "grad_partitions_flat_buffer": (_STAGE_3, "accumulated gradients; zero at the start of a window"),
-    "grad_position": (_STAGE_3, "where a parameter's piece begins in the flat partition"),
-    "inf_or_nan_tracker": (_STAGE_3, "whether offloaded gradients have overflowed; dropped with the window"),
     "ipg_buckets": (_STAGE_3, "gradients that wait to be reduced; dropped with the window"),
     "micro_step_id": (_STAGE_3, "micro-batches so far; each backward has to add to the gradients there are"),
     "norm_for_param_grads": (_STAGE_3, "norms of offloaded gradients; dropped with the window"),
-    "parameter_offload": (_STAGE_3, "what gathers and partitions parameters"),
     "params_already_reduced": (_STAGE_3, "what a backward has reduced; dropped with the window"),
     "reduce_ready_partitions_and_remove_grads": (_STAGE_3, "watched to note which parameters get a gradient"),
-    "sub_group_to_group_id": (_STAGE_3, "the parameter group that a flat partition has its options from"),
-    "swap_optimizer": (_STAGE_3, "whether the optimizer's state is on NVMe"),
 }
-"""The same for stage 3's optimizer, some of whose names the other stages have, too."""
+"""The same for names that the optimizers of stages 1 and 2 and of stage 3 both have: here, those of stage 3."""
