@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -21,9 +20,11 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
+from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
 from .config.hf_config import HfDeepSpeedConfig
 from .config.plugin import DeepSpeedPlugin
+from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.build_locks import check_build_locks
 from .engines.library import (
@@ -39,8 +40,8 @@ from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, fo
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.upstream import _validate_device_index_selection
 from .engines.window import Window
-from .trainer_facts import config_by_hand, config_for_evaluation, config_for_training
 from .trainer_hooks import TrainerHooks
+from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
 
 
 class AccelDeepSpeedStrategy(TrainerHooks):
@@ -120,7 +121,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         DDPStrategy.__init__(self, process_group_backend=process_group_backend, timeout=timeout)
         self.deepspeed_plugins = _plugins(deepspeed_plugin, fields)
         self.config: dict[str, Any] = self.deepspeed_plugin.deepspeed_config
-        """The config in use, as Lightning's code knows it; complete from the setup on."""
+        """The config in use, which Lightning's code reads; complete from the setup on. Ours reads the settings."""
         self.remote_device = None
         self.load_full_weights = self.exclude_frozen_parameters = False
         self.last_grad_norm = None
@@ -131,6 +132,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.weights_only = weights_only
         self._tracker = LoopTracker(gradient_accumulation)
         self._window = None
+        self._checkpointer = Checkpointer(self)
         self._while_fitting = ExitStack()
         self._logged_config: dict[str, Any] | None = None
 
@@ -210,25 +212,22 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         with shapes_to_see(module):
             chosen = choose(module, config)
         precision = self.precision_plugin.accelerate_name
-        resolved = config_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
-        prefer_torch_adam_on_cpu(resolved, self.root_device)
-        if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is not None:
-            resolved["gradient_clipping"] = 0.0  # that method decides
-        self._take_config(resolved)
+        settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
+        check_async_io(settings)
+        settings = prefer_torch_adam_on_cpu(settings, self.root_device)
         if self.load_universal:
-            self.config.setdefault("checkpoint", {})["load_universal"] = True
-        self.config["managed_gradient_accumulation"] = False  # see [Note: one window]
-        if chosen.real is not None:
-            check_elementwise(chosen.real, self._stage)
-            optimizer = for_offload(chosen.real, self.config)
-        else:
-            optimizer = None
-            if _offloads_adam(self.config):
-                compiled_cpu_adam()
+            settings = settings.changed({"checkpoint.load_universal": True})
+        optimizer = chosen.real
+        if optimizer is not None:
+            check_elementwise(optimizer, settings.zero_stage)
+            optimizer, settings = for_offload(optimizer, settings)
+        elif settings.offloads_optimizer and settings.defines_adam:
+            compiled_cpu_adam()
+        self._use(settings)
         chosen_parameters = chosen.trained(module)
         engine = engines.start_engine(
             module,
-            self.config,
+            settings,
             self.root_device,
             optimizer=optimizer,
             parameters=chosen.parameters(module),
@@ -237,10 +236,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         chosen.take_schedule(engine)
         masters.give(engine)
         self.model = engine
-        is_whole = self._stage == 3 and self.find_unused_parameters
+        is_whole = settings.zero_stage == 3 and self.find_unused_parameters
         if is_whole:
             hold_parameters(engine)
-        elif self._stage == 3:
+        elif settings.zero_stage == 3:
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, is_whole=is_whole)
         self._while_fitting.enter_context(self._window.on_module(module))
@@ -248,20 +247,19 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
             self.skipped_steps.hold_back(module, self.lr_scheduler_configs)
 
-    @property
-    def _stage(self) -> int:
-        return int(self.config.get("zero_optimization", {}).get("stage", 0))
-
     def _setup_evaluation(self, module: LightningModule) -> None:
-        engine = engine_of(module)
-        if engine is not None:  # of a fit before this, which has the weights
-            self.model, self.config = engine, engine.config
+        before = engine_of(module)
+        if before is not None:  # of a fit before this, which has the weights
+            self.model, self._settings = before
+            self.config = self._settings.config
             return
         precision = self.precision_plugin.accelerate_name
-        self._take_config(config_for_evaluation(self.deepspeed_plugin, module, precision))
-        end_engines_on(module, stage=self._stage)
-        self.model = engines.start_engine(module, self.config, self.root_device)
-        if self._stage == 3 and self.find_unused_parameters:
+        settings = settings_for_evaluation(self.deepspeed_plugin, module, precision)
+        check_async_io(settings)
+        self._use(settings)
+        end_engines_on(module, stage=settings.zero_stage)
+        self.model = engines.start_engine(module, settings, self.root_device)
+        if settings.zero_stage == 3 and self.find_unused_parameters:
             hold_parameters_in_forward(self.model)
 
     def prepare_model(
@@ -293,14 +291,14 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         precision = self.precision_plugin.accelerate_name
         if optimizer is None:
             model.requires_grad_(False).eval()
-            return engines.start_engine(model, config_for_evaluation(chosen, model, precision), self.root_device)
-        config = config_by_hand(chosen, model, optimizer, precision, self.world_size)
-        config["managed_gradient_accumulation"] = False
-        return engines.start_engine(model, config, self.root_device, optimizer=for_offload(optimizer, config))
+            return engines.start_engine(model, settings_for_evaluation(chosen, model, precision), self.root_device)
+        settings = settings_by_hand(chosen, model, optimizer, precision, self.world_size)
+        optimizer, settings = for_offload(optimizer, settings)
+        return engines.start_engine(model, settings, self.root_device, optimizer=optimizer)
 
-    def _take_config(self, config: dict[str, Any]) -> None:
-        check_async_io(config)
-        self.config = config
+    def _use(self, settings: DeepSpeedSettings) -> None:
+        self._settings = settings
+        config = self.config = settings.config
         if config != self._logged_config:
             self._logged_config = json.loads(json.dumps(config, default=str))
             rank_zero_info(f"DeepSpeed config: {json.dumps(config, default=str)}")
@@ -325,8 +323,3 @@ def _plugins(
     if wrong or not plugins:
         raise TypeError(f"deepspeed_plugin must be a DeepSpeedPlugin or a dict of them; got {wrong or given!r}.")
     return plugins
-
-
-def _offloads_adam(config: dict[str, Any]) -> bool:
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return offload.get("device", "none") != "none" and config["optimizer"]["type"].lower() in ("adam", "adamw")

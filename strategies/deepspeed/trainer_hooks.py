@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...state import GradientState
-from ...state.same_call import meet
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
-from ..common.storage_paths import local_path
-from .checkpoints import checkpointing
+from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import DeepSpeedPlugin
+from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.living_engines import put_down
 from .engines.window import Window
@@ -39,7 +37,9 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     """Global norm of the gradients before clipping at the last optimizer step, a scalar."""
     skipped_steps: SkippedSteps
     """Whether the loss scaler left the last optimizer step out."""
+    _settings: DeepSpeedSettings | None = None
     _window: Window | None
+    _checkpointer: Checkpointer
     _while_fitting: ExitStack
 
     # ------------------------------------------------------------------ what it knows
@@ -47,6 +47,17 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     def deepspeed_plugin(self) -> DeepSpeedPlugin:
         """The plugin that trains the Trainer's module: the first."""
         return next(iter(self.deepspeed_plugins.values()))
+
+    @property
+    def settings(self) -> DeepSpeedSettings:
+        """The settings of the engine.
+
+        Raises:
+            RuntimeError: Before the Trainer's setup.
+        """
+        if self._settings is None:
+            raise RuntimeError("The settings are complete from the strategy's setup on: inside fit(), and after it.")
+        return self._settings
 
     @property
     @override
@@ -147,27 +158,11 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if storage_options is not None:
-            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
-        meet("trainer.save_checkpoint")  # alone, a process would hang in the collectives that follow
-        path = local_path(self.broadcast(str(filepath)), "sharded checkpoints")
-        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        write_16bit = self.zero_stage_3 and bool(self.deepspeed_plugin.zero3_save_16bit_model)
-        checkpointing.save(self.deepspeed_engine, path, state, write_16bit=write_16bit)
+        self._checkpointer.save(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self.lightning_module
-        if module is None:
-            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
-        return checkpointing.load(
-            self.deepspeed_engine,
-            local_path(self.broadcast(str(checkpoint_path)), "sharded checkpoints"),
-            with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
-            strict=module.strict_loading,
-            load_universal=self.load_universal,
-            weights_only=self.weights_only if weights_only is None else weights_only,
-        )
+        return self._checkpointer.load(checkpoint_path, weights_only)
 
     @property
     @override

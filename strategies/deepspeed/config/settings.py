@@ -37,7 +37,7 @@ class DeepSpeedSettings:
 
     @classmethod
     def of(cls, config: HfDeepSpeedConfig) -> DeepSpeedSettings:
-        """Return the settings of a config that has no ``"auto"`` left; later changes of the config do not reach them."""
+        """Return the settings of a config that has no ``"auto"`` left; they have a copy of it."""
         config = HfDeepSpeedConfig(config)
         optimizer_type = config.get_value("optimizer.type")
         return cls(

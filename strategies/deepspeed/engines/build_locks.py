@@ -6,9 +6,10 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from ..config.settings import DeepSpeedSettings
 
 _LONGEST_BUILD_S = 600.0
 
@@ -45,13 +46,11 @@ def check_build_locks(*ops: str) -> None:
         )
 
 
-def ops_of_optimizer(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the op that DeepSpeed compiles for the optimizer that a config defines, if any."""
-    section = config.get("optimizer") or {}
-    name = str(section.get("type")).lower().replace("adamw", "adam")
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if name in ("adam", "lamb", "lion", "adagrad") and not (section.get("params") or {}).get("torch_adam"):
-        yield f"cpu_{name}" if offload.get("device", "none") != "none" else f"fused_{name}"
+def ops_of_optimizer(settings: DeepSpeedSettings) -> Iterator[str]:
+    """Yield the op that DeepSpeed compiles for the optimizer that the config defines, if any."""
+    name = "adam" if settings.defines_adam else settings.optimizer_type
+    if name in ("adam", "lamb", "lion", "adagrad") and not settings.optimizer_params.get("torch_adam"):
+        yield f"cpu_{name}" if settings.offloads_optimizer else f"fused_{name}"
 
 
 def _loaded() -> set[str]:

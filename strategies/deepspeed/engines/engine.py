@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
 from .library import deepspeed_library, ninja_on_path
 from .living_engines import remember
@@ -18,7 +19,7 @@ from .window import Window
 
 def start_engine(
     module: nn.Module,
-    config: dict[str, Any],
+    settings: DeepSpeedSettings,
     device: torch.device,
     *,
     optimizer: Any = None,
@@ -29,7 +30,7 @@ def start_engine(
 
     Args:
         module: The model; the engine shards it in place.
-        config: A DeepSpeed config without ``"auto"``.
+        settings: Of this engine; their config is handed on.
         device: Where this process computes.
         optimizer: A real optimizer; None takes the config's, over ``parameters``.
         parameters: Parameters, or groups of them, for the config's optimizer.
@@ -37,18 +38,18 @@ def start_engine(
     """
     # The engine compares the rank of its device with 0, where Lightning has None for the CPU.
     arguments = argparse.Namespace(device_rank=0 if device.index is None else device.index)
-    check_build_locks(*ops_of_optimizer(config))
+    check_build_locks(*ops_of_optimizer(settings))
     with ninja_on_path():
         engine, *_ = deepspeed_library().initialize(
             args=arguments,
-            config=config,
+            config=settings.config,
             model=module,
             optimizer=optimizer,
             model_parameters=list(parameters),
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
-    remember(engine)
+    remember(engine, settings)
     return engine
 
 

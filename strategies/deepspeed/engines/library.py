@@ -14,12 +14,14 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from packaging.version import Version
+
+from ..config.settings import DeepSpeedSettings
 
 OLDEST = "0.16"
 
@@ -85,14 +87,14 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def check_async_io(config: Mapping[str, Any]) -> None:
-    """Check, if the config offloads to NVMe, that DeepSpeed's asynchronous I/O can be built here.
+def check_async_io(settings: DeepSpeedSettings) -> None:
+    """Check, if anything is offloaded to NVMe, that DeepSpeed's asynchronous I/O can be built here.
 
     Raises:
         RuntimeError: If not; it says what to install.
     """
-    zero = config.get("zero_optimization") or {}
-    where = [what for what in ("optimizer", "param") if (zero.get(f"offload_{what}") or {}).get("device") == "nvme"]
+    devices = {"optimizer": settings.offload_optimizer_device, "param": settings.offload_param_device}
+    where = [what for what, device in devices.items() if device == "nvme"]
     if not where:
         return
     from deepspeed.ops.op_builder import AsyncIOBuilder

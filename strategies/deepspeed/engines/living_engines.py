@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from ..config.settings import DeepSpeedSettings
 from . import partitions as layout
 from .library import deepspeed_library
 from .window import window_of
 
-_ENGINES: WeakSet[Any] = WeakSet()
+_ENGINES: WeakKeyDictionary[Any, DeepSpeedSettings] = WeakKeyDictionary()
 _OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions that belong to one engine, and that the next would take over
 _OF_PARAMETERS = {
     *("all_gather", "all_gather_coalesced", "partition", "reduce_gradients_at_owner", "partition_gradients", "item"),
@@ -28,14 +29,14 @@ _OF_PARAMETERS = {
 """What DeepSpeed's stage 3 adds to parameters, beside what is called ``ds_...``."""
 
 
-def remember(engine: Any) -> None:
-    """Note that an engine is on its module."""
-    _ENGINES.add(engine)
+def remember(engine: Any, settings: DeepSpeedSettings) -> None:
+    """Note that an engine is on its module, made with these settings."""
+    _ENGINES[engine] = settings
 
 
-def engine_of(module: nn.Module) -> Any:
-    """Return the engine whose module this is, or None."""
-    return next((engine for engine in _ENGINES if engine.module is module), None)
+def engine_of(module: nn.Module) -> tuple[Any, DeepSpeedSettings] | None:
+    """Return the engine whose module this is and its settings, or None."""
+    return next((found for found in _ENGINES.items() if found[0].module is module), None)
 
 
 def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
@@ -52,7 +53,7 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
         The fp32 weights of what was trained in 16 bits.
     """
     mine, masters = set(module.parameters()), Masters()
-    for engine in [each for each in _ENGINES if not mine.isdisjoint(each.module.parameters())]:
+    for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:
         masters.keep(engine)
         end_engine(engine)
     if stage != 3:
@@ -62,7 +63,7 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
 
 def end_engine(engine: Any) -> None:
     """Take an engine's hooks off its module."""
-    _ENGINES.discard(engine)
+    _ENGINES.pop(engine, None)
     window = window_of(engine)
     if window is not None:
         window.forget()

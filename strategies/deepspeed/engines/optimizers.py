@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config.dummies import DummyOptim, DummyScheduler
 from ..config.hf_config import HfDeepSpeedConfig
 from ..config.optimizer_source import check_optimizer_and_scheduler
+from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks
 from .library import ninja_on_path
 from .upstream import (
@@ -168,25 +169,26 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
         )
 
 
-def for_offload(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
+def for_offload(optimizer: Optimizer, settings: DeepSpeedSettings) -> tuple[Optimizer, DeepSpeedSettings]:
     """Return the optimizer that steps on offloaded state: DeepSpeed's own Adam on the CPU in the place of torch's.
 
     It shares the parameter groups of the one it replaces, so a schedule that was made for that drives it.
 
+    Returns:
+        The optimizer, and settings that allow it.
+
     Raises:
         RuntimeError: If the op cannot be compiled.
     """
-    zero = config.get("zero_optimization", {})
-    if (zero.get("offload_optimizer") or {}).get("device", "none") == "none":
-        return optimizer
-    if not config.get("zero_force_ds_cpu_optimizer", True):
-        return optimizer
-    if type(optimizer) not in (Adam, AdamW):
-        if "DeepSpeedCPU" not in type(optimizer).__name__:
-            _log.info("%s steps on offloaded state as it is: DeepSpeed has none on the CPU.", type(optimizer).__name__)
-            config["zero_force_ds_cpu_optimizer"] = False
-        return optimizer
-    return _cpu_adam(optimizer)
+    name = type(optimizer).__name__
+    if not (settings.offloads_optimizer and settings.forces_deepspeed_cpu_optimizer):
+        return optimizer, settings
+    if type(optimizer) in (Adam, AdamW):
+        return _cpu_adam(optimizer), settings
+    if "DeepSpeedCPU" in name:
+        return optimizer, settings
+    _log.info("%s steps on offloaded state as it is: DeepSpeed has none on the CPU.", name)
+    return optimizer, settings.changed({"zero_force_ds_cpu_optimizer": False})
 
 
 def _cpu_adam(optimizer: Optimizer) -> Optimizer:
@@ -207,20 +209,18 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
     return made
 
 
-def prefer_torch_adam_on_cpu(config: dict[str, Any], device: torch.device) -> None:
+def prefer_torch_adam_on_cpu(settings: DeepSpeedSettings, device: torch.device) -> DeepSpeedSettings:
     """Let the config's Adam be torch's where the model itself is on the CPU, unless the config says otherwise.
 
     DeepSpeed would compile a fused one, half a minute for what torch has ready. A parameter that torch's does not take
     leaves everything as it is.
     """
-    section = config.get("optimizer") or {}
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if device.type != "cpu" or offload.get("device", "none") != "none":
-        return
-    if str(section.get("type")).lower() in ("adam", "adamw"):
-        parameters = section.setdefault("params", {})
-        if set(parameters) <= {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}:
-            parameters["torch_adam"] = True
+    known = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+    if device.type != "cpu" or settings.offloads_optimizer or not settings.defines_adam:
+        return settings
+    if not set(settings.optimizer_params) <= known:
+        return settings
+    return settings.changed({"optimizer.params.torch_adam": True})
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accelight.strategies.deepspeed import HfDeepSpeedConfig
+from accelight.strategies.deepspeed.config.settings import DeepSpeedSettings
 from accelight.strategies.deepspeed.engines.build_locks import check_build_locks, ops_of_optimizer
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, trainer_for
@@ -64,7 +66,7 @@ def test_a_running_build_and_no_build_are_left_alone(tmp_path: Path, monkeypatch
 )
 def test_which_op_an_optimizer_of_the_config_needs(optimizer: object, offload: str, ops: list[str]) -> None:
     config = {"optimizer": optimizer, "zero_optimization": {"offload_optimizer": {"device": offload}}}
-    assert list(ops_of_optimizer(config)) == ops
+    assert list(ops_of_optimizer(DeepSpeedSettings.of(HfDeepSpeedConfig(config)))) == ops
 
 
 def fit_behind_a_lock() -> str:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from accelight.state import reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelight.strategies.deepspeed import HfDeepSpeedConfig
+from accelight.strategies.deepspeed.config.settings import DeepSpeedSettings
 from accelight.strategies.deepspeed.engines.optimizers import prefer_torch_adam_on_cpu
 from tests.ranks import run_on_ranks
-from tests.strategies.deepspeed.test_auto_values import EVERYTHING_AUTO
+from tests.strategies.deepspeed.auto_configs import EVERYTHING_AUTO
 from tests.strategies.deepspeed.training import whole_weights
 from tests.strategies.oracle import (
     BATCH_SIZE,
@@ -216,9 +218,12 @@ def test_torch_adam_only_where_it_replaces_nothing() -> None:
         ({"lr": 1}, {"offload_optimizer": {"device": "cpu"}}, "cpu", None),
     ):
         config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": zero}
-        prefer_torch_adam_on_cpu(config, torch.device(device))
-        assert params.get("torch_adam") is expected
-    prefer_torch_adam_on_cpu({}, torch.device("cpu"))
+        settings = DeepSpeedSettings.of(HfDeepSpeedConfig(config))
+        preferred = prefer_torch_adam_on_cpu(settings, torch.device(device))
+        assert preferred.optimizer_params.get("torch_adam") is expected
+        assert settings.optimizer_params == params  # as it was
+    nothing = DeepSpeedSettings.of(HfDeepSpeedConfig({}))
+    assert prefer_torch_adam_on_cpu(nothing, torch.device("cpu")) == nothing
 
 
 def test_every_wrong_mixture(trained: Any) -> None:

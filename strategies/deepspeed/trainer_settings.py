@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,15 +14,17 @@ from .config.auto_values import TrainingFacts, resolve
 from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .config.hidden_size import hidden_size_of
 from .config.plugin import DeepSpeedPlugin
+from .config.settings import DeepSpeedSettings
 from .engines.optimizers import Chosen
 
 _MICRO, _TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
+_WINDOWS_END_OUTSIDE = {"managed_gradient_accumulation": False}  # see [Note: one window]
 
 
-def config_for_training(
+def settings_for_training(
     plugin: DeepSpeedPlugin, trainer: Trainer, module: LightningModule, chosen: Chosen, precision: Any
-) -> dict[str, Any]:
-    """Return a copy of the plugin's config, complete for ``deepspeed.initialize``.
+) -> DeepSpeedSettings:
+    """Return the settings that train a Trainer's module.
 
     Args:
         plugin: Its config is not changed.
@@ -52,13 +55,16 @@ def config_for_training(
         estimated_steps=_estimated_steps(trainer, config),
         hidden_size=hidden_size_of(module),
     )
-    return resolve(config, facts).config
+    settings = resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
+    if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is not None:
+        return settings.changed({"gradient_clipping": 0.0})  # that method decides
+    return settings
 
 
-def config_by_hand(
+def settings_by_hand(
     plugin: DeepSpeedPlugin, module: nn.Module, optimizer: Optimizer, precision: Any, world_size: int
-) -> dict[str, Any]:
-    """Return a copy of the plugin's config for a model that a loop by hand trains: its ``step()`` ends a window."""
+) -> DeepSpeedSettings:
+    """Return the settings for a model that a loop by hand trains: its ``step()`` ends a window."""
     config = HfDeepSpeedConfig(plugin.deepspeed_config)
     config.config.setdefault("zero_allow_untested_optimizer", True)
     for key in (_TOTAL, "gradient_accumulation_steps"):
@@ -70,10 +76,10 @@ def config_by_hand(
         optimizer=optimizer,
         hidden_size=hidden_size_of(module),
     )
-    return resolve(config, facts).config
+    return resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
 
 
-def config_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision: Any) -> dict[str, Any]:
+def settings_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision: Any) -> DeepSpeedSettings:
     """Return what of the plugin's config counts without training."""
     config = HfDeepSpeedConfig(plugin.deepspeed_config)
     for key in ("optimizer", "scheduler", _TOTAL, _MICRO, "gradient_accumulation_steps", "gradient_clipping"):
@@ -81,9 +87,9 @@ def config_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision:
     if not config.is_zero3():  # nothing to shard without gradients and optimizer state
         config.del_config_sub_tree("zero_optimization")
     facts = TrainingFacts(micro_batch_size=1, mixed_precision=precision, hidden_size=hidden_size_of(module))
-    resolved = resolve(config, facts).config
-    del resolved[_TOTAL]  # is for one process, and nothing uses it
-    return resolved
+    resolved = HfDeepSpeedConfig(resolve(config, facts).config)
+    resolved.del_config_sub_tree(_TOTAL)  # is for one process, and nothing uses it
+    return DeepSpeedSettings.of(resolved)
 
 
 def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:

@@ -1,0 +1,100 @@
+"""What the strategy has for saving and loading what its engine trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ....state.same_call import meet
+from ...common.storage_paths import local_path
+from ..config.plugin import DeepSpeedPlugin
+from ..config.settings import DeepSpeedSettings
+from . import engine_checkpoints
+
+_WHAT = "sharded checkpoints"
+
+
+class Saved(Protocol):
+    """What a checkpointer asks of the strategy that has it."""
+
+    load_universal: bool
+    weights_only: bool
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """DeepSpeed's engine."""
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin:
+        """The plugin that trains the Trainer's module."""
+
+    @property
+    def settings(self) -> DeepSpeedSettings:
+        """Of the engine."""
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """Connected to the Trainer, or None."""
+
+    def broadcast(self, obj: str, src: int = 0) -> str:
+        """Return what the rank ``src`` has."""
+
+
+class Checkpointer:
+    """Saves and loads the engine of a strategy; every rank must call it.
+
+    Args:
+        strategy: Whose engine.
+    """
+
+    def __init__(self, strategy: Saved) -> None:
+        self._strategy = strategy
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        """Write one folder.
+
+        Args:
+            checkpoint: The Trainer's; the engine itself knows the weights and the optimizer's state.
+            path: The folder, on a file system.
+            storage_options: Must be None.
+
+        Raises:
+            TypeError: If there are storage options.
+            ValueError: If the path is a URL, or the checkpoint has a key that DeepSpeed uses itself.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
+        meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
+        folder = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        engine, plugin = self._strategy.deepspeed_engine, self._strategy.deepspeed_plugin
+        write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
+        engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
+
+    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a folder into the engine, with the optimizer's state when fitting.
+
+        Args:
+            path: The folder.
+            weights_only: Whether it may hold tensors and plain values only; None takes the strategy's.
+
+        Returns:
+            The Trainer's checkpoint, without weights and optimizer states.
+
+        Raises:
+            RuntimeError: If no module is connected.
+        """
+        module = self._strategy.lightning_module
+        if module is None:
+            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+        return engine_checkpoints.load(
+            self._strategy.deepspeed_engine,
+            local_path(self._strategy.broadcast(str(path)), _WHAT),
+            with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
+            strict=module.strict_loading,
+            load_universal=self._strategy.load_universal,
+            weights_only=self._strategy.weights_only if weights_only is None else weights_only,
+        )
