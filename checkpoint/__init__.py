@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import CheckpointError
-    from .inspect import CheckpointInfo, inspect_checkpoint
+    from .formats.description import CheckpointInfo
+    from .inspect import inspect_checkpoint
     from .manifest import Manifest, read_manifest, write_manifest
     from .merge import merge_fsdp_weights
     from .report import MergeReport
@@ -32,7 +33,7 @@ _HOMES = {
     "verify_merged": "verify",
     "VerifyReport": "verify",
     "inspect_checkpoint": "inspect",
-    "CheckpointInfo": "inspect",
+    "CheckpointInfo": "formats.description",
     "CheckpointError": "errors",
     "Manifest": "manifest",
     "read_manifest": "manifest",

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointError
-from .formats.dcp.metadata import METADATA_NAME
-from .formats.dcp.reader import is_optimizer_key
-from .formats.dcp.safetensors_format import SHARD_PATTERN, has_safetensors_shards
-from .formats.zero.files import has_zero_files, latest_tag
+from .formats import registry
+from .formats.format import Format
+from .formats.state_dict_keys import is_optimizer_key
 
 
-def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    """Return the DCP folder, or DeepSpeed's tag folder, that ``checkpoint_dir`` is or holds.
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """Where a checkpoint is, and what reads it."""
+
+    folder: Path
+    format: Format
+
+
+def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
+    """Return the checkpoint that ``checkpoint_dir`` is or holds: a DCP folder, DeepSpeed's tag folder and so on.
 
     Raises:
         CheckpointError: If there is none, or more than one that may be meant.
@@ -21,45 +29,52 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> Path:
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
-        hint = _whole(folder.parent, folder.name)
-        raise CheckpointError(f"{folder} {found}; a folder with a {METADATA_NAME} file was looked for.{hint}")
-    if (folder / METADATA_NAME).is_file() or has_safetensors_shards(folder):
-        return folder
-    if has_zero_files(folder):
-        return folder
-    if (tag := latest_tag(folder)) is not None:
-        return tag
-    found_inside = (*folder.glob(f"*/{METADATA_NAME}"), *folder.glob(f"*/{SHARD_PATTERN}"))
-    inside = sorted(
-        {path.parent for path in found_inside if path.is_file()}
-        | {path for path in folder.iterdir() if path.is_dir() and has_zero_files(path)}
-    )
-    models = [path for path in inside if not is_optimizer_key(path.name)]
+        hint = _hint_at_merged(folder.parent, folder.name)
+        raise CheckpointError(f"{folder} {found}; a folder with a .metadata file was looked for.{hint}")
+    if (detected := registry.detect(folder)) is not None:
+        return FoundCheckpoint(folder, detected)
+    for one in registry.FORMATS:
+        if (named := one.named_inside(folder)) is not None:
+            return FoundCheckpoint(named, one)
+    inside = _checkpoints_inside(folder)
+    models = [one for one in inside if not is_optimizer_key(one.folder.name)]
     if len(models) == 1:
         return models[0]
     if models:
-        names = ", ".join(path.name for path in models)
+        names = ", ".join(one.folder.name for one in models)
         raise CheckpointError(f"{folder} holds several checkpoints: {names}. Give one of these folders.")
     if inside:
-        names = ", ".join(path.name for path in inside)
+        names = ", ".join(one.folder.name for one in inside)
         raise CheckpointError(f"{folder} holds optimizer state alone ({names}). To merge that, give its folder.")
-    if any(folder.glob(f"__*{METADATA_NAME}")):
-        raise CheckpointError(
-            f"{folder} was saved without coordination (__0_{METADATA_NAME} and so on, one a process). "
-            f"Save it with use_collectives=True to merge it."
-        )
-    raise CheckpointError(
-        f"No checkpoint in {folder}: neither {METADATA_NAME} (torch.distributed.checkpoint; Lightning's and "
-        f"accelight's folders), nor {SHARD_PATTERN} (its safetensors format), nor a folder such as "
-        f"pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate), nor DeepSpeed's *_states.pt files, nor its file 'latest'."
-        f"{next((hint for name in _WHOLE if (hint := _whole(folder, name))), '')}"
-    )
+    raise CheckpointError(_why_none(folder))
 
 
-_WHOLE = ("model.safetensors", "pytorch_model.bin")  # the second is what DeepSpeed's save_16bit_model writes, too
+def _checkpoints_inside(folder: Path) -> list[FoundCheckpoint]:
+    found: list[FoundCheckpoint] = []
+    for path in sorted(folder.iterdir()):
+        try:
+            detected = registry.detect(path) if path.is_dir() else None
+        except OSError:  # a folder that may not be looked into is none of the checkpoint's
+            continue
+        if detected is not None:
+            found.append(FoundCheckpoint(path, detected))
+    return found
 
 
-def _whole(folder: Path, name: str) -> str:
+def _why_none(folder: Path) -> str:
+    for one in registry.FORMATS:
+        if (reason := one.why_unreadable(folder)) is not None:
+            return f"{folder} {reason}"
+    signs = ", nor ".join(sign for one in registry.FORMATS for sign in one.signs)
+    hint = next((hint for name in _MERGED_NAMES if (hint := _hint_at_merged(folder, name))), "")
+    return f"No checkpoint in {folder}: neither {signs}.{hint}"
+
+
+_MERGED_NAMES = ("model.safetensors", "pytorch_model.bin")
+"""The second is what DeepSpeed's ``save_16bit_model`` writes, too."""
+
+
+def _hint_at_merged(folder: Path, name: str) -> str:
     """Return what to do with weights that are in one file already, or nothing."""
     path = folder / name
     if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):

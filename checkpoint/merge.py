@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,20 +11,18 @@ from typing import TYPE_CHECKING
 
 from .errors import CheckpointError
 from .formats.dtypes import DType, conversion_target
-from .formats.layout import Source, SourceTensor
-from .formats.registry import open_source
-from .formats.zero.files import has_zero_files, remove_pointers
+from .formats.source import Source, SourceTensor
 from .locate import find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
 from .processes import run_on_main
 from .progress import Progress, ProgressCallback
 from .report import MergeReport
+from .writing.atomic_folder import AtomicFolder
 from .writing.copying import compare_tensors, copy_tensors, same_bytes
 from .writing.output import check_conflicts, check_destination, stale_files
 from .writing.plan import Plan, PlannedFile, make_plan
 from .writing.shards import parse_size
-from .writing.writer import AtomicFolder
 
 if TYPE_CHECKING:
     import torch
@@ -121,9 +118,9 @@ def merge_fsdp_weights(
 
 def _merge(request: _Request, progress: Progress) -> MergeReport:
     started = time.monotonic()
-    folder = find_checkpoint(request.checkpoint_dir)
-    check_destination(folder, request.output_path, remove=request.remove)
-    source, manifest = open_source(folder)
+    found = find_checkpoint(request.checkpoint_dir)
+    check_destination(found.folder, request.output_path, remove=request.remove)
+    source, manifest = found.format.open(found.folder)
     selection = select(
         list(source.tensors),
         manifest,
@@ -141,7 +138,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     check_conflicts(request.output_path, plan)
     _write(request, plan, progress)
     if request.remove:
-        _remove(folder)
+        found.format.remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
     return MergeReport(
         destination=request.output_path,
@@ -153,13 +150,6 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
     )
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, and before it the pointers beside it that would name nothing."""
-    if has_zero_files(folder):
-        remove_pointers(folder)
-    shutil.rmtree(folder)
 
 
 def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:

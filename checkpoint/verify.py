@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from .files import BLOCK_BYTES, FilePool
 from .formats.dtypes import DType, conversion_target, is_floating
-from .formats.layout import Piece, SourceTensor
-from .formats.registry import open_source
+from .formats.source import Piece, SourceTensor
 from .formats.tensor_file import FileTensor, TensorFile
 from .locate import find_checkpoint
+from .merged_result import read_result
 from .names import Selection, checked_prefix, patterns, select
 from .progress import Progress, ProgressCallback
 from .report import human_bytes
-from .result import read_result
 from .writing.copying import OnBytes, blocks_of, first_difference
 from .writing.plan import PlannedTensor
 
@@ -92,8 +91,8 @@ def verify_merged(
         patterns(exclude, "exclude"),
     )
     shown = Progress(progress, "comparing")
-    folder = find_checkpoint(checkpoint_dir)
-    source, manifest = open_source(folder)
+    found = find_checkpoint(checkpoint_dir)
+    source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
     files, differences = read_result(Path(output_path))
     expected = _expected(selection, files)
@@ -185,7 +184,7 @@ class _Comparison:
         self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
     ) -> int | None:
         """Compare a tensor that the result holds with strides: as a whole in memory, through torch."""
-        from .formats.decode import decode_piece
+        from .formats.piece_decoding import decode_piece
 
         piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)
         data = decode_piece(SourceTensor(planned.name, found.dtype, found.shape, (piece,)), piece)

@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import CheckpointError
 from ..files import BLOCK_BYTES, FilePool
 from ..formats.dtypes import DType
-from ..formats.layout import SourceTensor
+from ..formats.source import SourceTensor
 from .gather import TensorReader
 from .plan import PlannedFile
 

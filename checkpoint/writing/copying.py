@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError
 from ..files import BLOCK_BYTES, FilePool, read_exactly, write_exactly
-from ..formats.layout import SourceTensor
+from ..formats.source import SourceTensor
 from .gather import Run, TensorReader
 from .plan import PlannedFile, PlannedTensor
 

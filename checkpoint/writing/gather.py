@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..files import FilePool, read_exactly
-from ..formats.layout import Piece, SourceTensor
+from ..formats.source import Piece, SourceTensor
 
 _LONG_RUN = 64 * 1024  # from here on, copying run by run beats putting rows together in a buffer
 _SHORT_RUN = 64
@@ -165,7 +165,7 @@ class TensorReader:
     def _decode(self, piece: Piece) -> memoryview:
         data = self._decoded.get(piece)
         if data is None:
-            from ..formats.decode import decode_piece  # torch
+            from ..formats.piece_decoding import decode_piece  # torch
 
             data = decode_piece(self._tensor, piece)
             self._decoded[piece] = data

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from ..errors import CheckpointError
+from ..formats.index_file import read_weight_map
 from .plan import Plan
 
 RESULT_NAMES = (
@@ -60,9 +61,8 @@ def stale_files(output: Path, plan: Plan) -> list[str]:
     if plan.index_name is None or not (output / plan.index_name).is_file():
         return []
     try:
-        index = json.loads((output / plan.index_name).read_text(encoding="utf-8"))
-        named = set(index["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        named = set(read_weight_map(output / plan.index_name).values())
+    except CheckpointError:
         return []  # not an index: nothing can be said about its files
     new = {file.name for file in plan.files}
-    return sorted(name for name in named if isinstance(name, str) and _SHARD.fullmatch(name) and name not in new)
+    return sorted(name for name in named if _SHARD.fullmatch(name) and name not in new)

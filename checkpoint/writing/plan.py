@@ -8,8 +8,8 @@ from math import prod
 
 from ..errors import CheckpointError
 from ..formats.dtypes import DType, is_floating
-from ..formats.layout import SourceTensor
 from ..formats.safetensors.header import Entry, lay_out
+from ..formats.source import SourceTensor
 from ..names import Selection
 from .shards import file_names, index_bytes, split
 

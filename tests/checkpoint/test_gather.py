@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from accelight.checkpoint import CheckpointError
 from accelight.checkpoint.files import FilePool
 from accelight.checkpoint.formats.dtypes import DTYPES
-from accelight.checkpoint.formats.layout import Piece, SourceTensor, check_coverage
+from accelight.checkpoint.formats.source import Piece, SourceTensor, check_coverage
 from accelight.checkpoint.writing.gather import TensorReader
 
 Dims = tuple[int, ...]

@@ -9,7 +9,8 @@ import pytest
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
 from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
-from accelight.checkpoint.formats.torch_save.unpickler import SafeCall, Sealed, load_restricted
+from accelight.checkpoint.formats.torch_save.allowed_names import SafeCall, Sealed
+from accelight.checkpoint.formats.torch_save.unpickler import load_restricted
 from tests.checkpoint import damage
 from tests.checkpoint.hostile import NAMES, hostile, text
 
@@ -101,3 +102,21 @@ def test_an_error_is_one_line_of_printable_text() -> None:
     """A name from a checkpoint may neither break the line nor reach the terminal as a command."""
     with pytest.raises(CheckpointError, match=r"asks for a\\nb\.\\x1b\[2Jc, which"):
         load_restricted(text(b"a\nb") + text(b"\x1b[2Jc") + b"\x93.", {}, "it")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_plain_values_come_out_as_they_went_in(protocol: int) -> None:
+    """Numbers of every width, text of every length, containers of every size, and what is fetched from the memo."""
+    shared = [1, (2, 3)]
+    value = {
+        "numbers": [0, 255, 256, 65535, 65536, -1, 2**31 - 1, 2**31, -(2**63), 2**100, 0.5, True, False, None],
+        "text": ["", "a", "\u00e4" * 200, "b" * 70_000],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+        "lists": [[], [1], list(range(2000))],
+        "dicts": [{}, {"a": 1}, {str(number): number for number in range(2000)}],
+        "shared": [shared, shared, {"again": shared}],
+    }
+    found = load_restricted(pickle.dumps(value, protocol=protocol), {}, "it")
+    assert found == value
+    assert isinstance(found, dict)
+    assert found["shared"][0] is found["shared"][2]["again"]

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, brief
 from ..dtypes import DTYPES, DType
-from ..layout import MAX_BYTES, TensorInfo
+from ..source import MAX_BYTES, TensorInfo
+from ..torch_save.allowed_names import EMPTY_DICT, Allowed, SafeCall, Sealed
 from ..torch_save.pickled_objects import Size
-from ..torch_save.unpickler import EMPTY_DICT, Allowed, SafeCall, Sealed, brief, load_restricted
+from ..torch_save.unpickler import load_restricted
 
 METADATA_NAME = ".metadata"
 _MAX_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more

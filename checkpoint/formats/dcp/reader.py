@@ -9,40 +9,25 @@ from itertools import pairwise
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..layout import Piece, Source, SourceTensor, check_coverage, is_contiguous
 from ..safe_paths import file_inside
-from ..torch_save.records import RecordReader, TensorRecord
-from .metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor, read_dcp_metadata
-from .safetensors_format import has_safetensors_shards, read_safetensors_shards
-
-MODEL_KEYS = ("model", "state_dict")
-"""Where weights are kept: Accelerate, Lightning's FSDPStrategy and FSDP1 folders of ours; its ModelParallelStrategy and
-FSDP2 folders of ours."""
+from ..source import Piece, Source, SourceTensor, check_coverage, is_contiguous
+from ..state_dict_keys import MODEL_KEYS, is_optimizer_key
+from ..torch_save.described_tensors import PlacedTensor
+from .metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
+from .records import RecordReader
 
 
-def is_optimizer_key(key: str) -> bool:
-    """Whether ``key`` is where optimizer state is kept: ``optimizer``, ``optimizer_0``, ``optim``, ``optimizers``."""
-    return key in ("optim", "optims", "optimizers") or key.rstrip("0123456789").rstrip("_") == "optimizer"
-
-
-def read_description(folder: Path) -> DCPMetadata:
-    """Read what a DCP folder says of itself, in either of its storage formats."""
-    if not (folder / METADATA_NAME).is_file() and has_safetensors_shards(folder):
-        return read_safetensors_shards(folder)
-    return read_dcp_metadata(folder / METADATA_NAME)
-
-
-def read_dcp(folder: Path, model_prefix: str | None = None) -> Source:
-    """Read the description of a DCP folder.
+def dcp_source(folder: Path, metadata: DCPMetadata, model_prefix: str | None = None) -> Source:
+    """Return the model of a DCP folder.
 
     Args:
-        folder: Holds ``.metadata``, or shards of DCP's safetensors format.
+        folder: Holds the files.
+        metadata: Says what is in them.
         model_prefix: Key of the saved state dict that holds the model, where it is known; None finds it.
 
     Raises:
-        CheckpointError: If the description is damaged, or the model cannot be told.
+        CheckpointError: If the model cannot be told.
     """
-    metadata = read_description(folder)
     names, skipped = select_model(metadata, model_prefix, str(folder))
     tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
@@ -181,7 +166,7 @@ def _check_records_apart(path: Path, first: _Wanted, second: _Wanted, tensors: M
         )
 
 
-def _check_as_described(path: Path, tensor: StoredTensor, sizes: tuple[int, ...], found: TensorRecord) -> None:
+def _check_as_described(path: Path, tensor: StoredTensor, sizes: tuple[int, ...], found: PlacedTensor) -> None:
     if found.dtype != tensor.dtype:
         raise CheckpointError(
             f"{path}: tensor {tensor.fqn!r} is stored as {found.dtype.name}, {METADATA_NAME} says {tensor.dtype.name}."

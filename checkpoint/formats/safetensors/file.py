@@ -13,11 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, brief
 from ..dtypes import DTYPES
-from ..layout import MAX_BYTES, MAX_DIMS
+from ..source import MAX_BYTES, MAX_DIMS
 from ..tensor_file import FileTensor, TensorFile
-from ..torch_save.unpickler import brief
 from .header import MAX_HEADER_BYTES
 
 _BY_CODE = {dtype.code: dtype for dtype in DTYPES.values() if dtype.code is not None}

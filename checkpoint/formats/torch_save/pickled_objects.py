@@ -6,9 +6,9 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import CheckpointError
-from ..layout import MAX_BYTES, MAX_DIMS
-from .unpickler import Sealed, brief
+from ...errors import CheckpointError, brief
+from ..source import MAX_BYTES, MAX_DIMS
+from .allowed_names import Sealed
 
 _ATTACK_MODULES = frozenset(("os", "posix", "nt", "subprocess", "sys", "pty", "runpy", "importlib", "shutil", "socket"))
 _ATTACK_BUILTINS = frozenset(("eval", "exec", "execfile", "compile", "__import__", "open", "input", "breakpoint"))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import CheckpointError
+from .allowed_names import Allowed
+from .unpickler import load_restricted
 
 _SMALL = 16 * 1024  # a record up to this size is read whole, in one call
 _END = 4 * 1024  # of a larger one, this much at each end to begin with
@@ -69,6 +72,15 @@ class TorchArchive:
                 f"{self._what}: a data.pkl of {size} bytes; what is read here has less than {self._max_bytes}."
             )
         return self._window.read(start, start + size, self._what)
+
+    def content(self, allowed: Allowed, storage: Callable[[object], object]) -> object:
+        """Return what the pickle describes, made of what a table allows.
+
+        Args:
+            allowed: See `load_restricted`.
+            storage: Returns what stands for a storage that the pickle names.
+        """
+        return load_restricted(self.pickle(), allowed, self._what, storage)
 
     def fixed(self, key: str) -> Fixed:
         """Return what another zip must share with this one, so that all that was read of this is true of it, too.
@@ -146,7 +158,9 @@ _Member = tuple[int, int, int]
 def _central_directory(window: Window, max_bytes: int, what: str) -> dict[str, _Member]:
     end = window.length - _EOCD.size  # torch.save writes no comment: the last record stands at the very end
     if end < 0:
-        raise CheckpointError(f"{what}: a record of {window.length} bytes is too short for a zip.")
+        raise CheckpointError(
+            f"{what}: a record of {window.length} bytes is too short for a zip: not a file of torch.save."
+        )
     magic, *_, count, size, start, comment = _EOCD.unpack(window.read(end, window.length, what))
     if magic != b"PK\5\6" or comment:
         raise CheckpointError(f"{what}: the record does not end as a zip of torch.save: cut off or damaged.")

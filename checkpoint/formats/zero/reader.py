@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ..dtypes import DTYPES
-from ..layout import Source, SourceTensor, TensorInfo, is_contiguous
 from ..safe_paths import file_inside
-from ..torch_save.records import DescribedTensor
+from ..source import Source, SourceTensor, TensorInfo, is_contiguous
+from ..torch_save.described_tensors import DescribedTensor
 from .files import ZeroFiles, check_ranks, list_zero_files
 from .states import (
     ModelStates,

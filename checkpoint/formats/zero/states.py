@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...errors import CheckpointError
-from ..layout import MAX_BYTES
-from ..torch_save.file import OddTensor, read_torch_file
+from ..source import MAX_BYTES
+from ..torch_save.described_tensors import DescribedTensor
 from ..torch_save.pickled_objects import Inert
-from ..torch_save.records import DescribedTensor
+from ..torch_save.torch_file import OddTensor, read_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -10,9 +10,9 @@ from math import prod
 from pathlib import Path
 
 from ..dtypes import DType
-from ..layout import Piece, SourceTensor, check_coverage, is_contiguous
-from ..torch_save.file import open_archive
-from ..torch_save.records import DescribedTensor, TensorRecord, place
+from ..source import Piece, SourceTensor, check_coverage, is_contiguous
+from ..torch_save.described_tensors import DescribedTensor, PlacedTensor, place
+from ..torch_save.torch_file import open_archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def locate(tensors: Mapping[str, ZeroTensor]) -> dict[str, SourceTensor]:
     for name, tensor in tensors.items():
         for part in tensor.parts:
             by_path.setdefault(part.path, {}).setdefault(part.stored, name)
-    places: dict[tuple[Path, DescribedTensor], TensorRecord] = {}
+    places: dict[tuple[Path, DescribedTensor], PlacedTensor] = {}
     for path, stored in by_path.items():
         with open_archive(path) as archive:
             for one, name in stored.items():

@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor
 from ....checkpoint.errors import CheckpointError
 from ....checkpoint.files import BLOCK_BYTES, write_exactly
 from ....checkpoint.formats.dtypes import DTYPES, conversion_target
-from ....checkpoint.formats.layout import SourceTensor
+from ....checkpoint.formats.source import SourceTensor
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import checked_prefix, clean_name, select
 from ....checkpoint.report import MergeReport
+from ....checkpoint.writing.atomic_folder import AtomicFolder
 from ....checkpoint.writing.convert import convert_block
 from ....checkpoint.writing.output import check_conflicts, check_destination, stale_files
 from ....checkpoint.writing.plan import Plan, PlannedTensor, make_plan
 from ....checkpoint.writing.shards import parse_size
-from ....checkpoint.writing.writer import AtomicFolder
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ..units.named_tensors import Slot
 from ..units.sharded_root import ShardedForm

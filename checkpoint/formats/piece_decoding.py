@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 from ..errors import CheckpointError
 from ..files import read_exactly
-from .layout import Piece, SourceTensor
+from .source import Piece, SourceTensor
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,8 @@ def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
 def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
     """Undo DCP's stream transforms (compression) of one record."""
     import torch
-    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    from .dcp.upstream import ExtensionRegistry, StreamTransformExtension
 
     what = f"{piece.path}: tensor {tensor.fqn!r}"
     raw = bytearray(piece.length)

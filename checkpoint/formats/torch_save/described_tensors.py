@@ -1,7 +1,4 @@
-"""One record of a ``.distcp`` file: a tensor written by ``torch.save``, located without torch and without copying.
-
-A record is a small zip whose members are stored uncompressed: ``data.pkl`` says what the tensor is, ``data/0`` holds
-its bytes. Only the record's two ends are read.
+"""Tensors as the pickles of ``torch.save`` describe them, and where in a file their bytes lie. No torch.
 
 Source: torch 2.13 ``serialization.py`` (``_save``), ``_utils.py`` (``_rebuild_tensor_v2``, ``_v3``).
 """
@@ -9,24 +6,20 @@ Source: torch 2.13 ``serialization.py`` (``_save``), ``_utils.py`` (``_rebuild_t
 from __future__ import annotations
 
 import pickle
-import struct
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, brief
 from ..dtypes import DTYPES, STORAGE_CLASSES, DType
-from ..layout import MAX_BYTES, MAX_DIMS
-from .unpickler import EMPTY_DICT, Allowed, SafeCall, brief, load_restricted
-from .zip_file import Fixed, TorchArchive, Window
-
-_MAX_PICKLE = 64 * 1024
-_MAX_KNOWN = 1000
+from ..source import MAX_BYTES, MAX_DIMS
+from .allowed_names import EMPTY_DICT, Allowed, SafeCall
+from .zip_file import TorchArchive
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """What a record holds, and where in the file its first element lies."""
+class PlacedTensor:
+    """A stored tensor, and where in the file its first element lies."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -43,7 +36,7 @@ class Storage(NamedTuple):  # a tuple: a pickle cannot set its fields, as it can
 
 
 class DescribedTensor(NamedTuple):
-    """A tensor as a pickle describes it: content of a record's ``data.pkl``."""
+    """A tensor as a pickle describes it."""
 
     storage: Storage
     dtype: DType
@@ -105,51 +98,7 @@ def storage_of(pid: Any) -> Storage:
     return Storage(None if dtype is None else DTYPES[dtype], key, numel)
 
 
-class RecordReader:
-    """Locates records in one open file."""
-
-    def __init__(self, fd: int, name: str, file_bytes: int):
-        self._fd = fd
-        self._name = name
-        self._file_bytes = file_bytes
-        self._known: dict[tuple[int, bytes], tuple[Fixed, TensorRecord]] = {}
-
-    def locate(self, fqn: str, offset: int, length: int) -> TensorRecord:
-        """Return the tensor in the record at ``offset``.
-
-        Raises:
-            CheckpointError: If the file is shorter, or the record is not one tensor stored as torch does.
-        """
-        what = f"{self._name}: tensor {fqn!r}"
-        self.check_range(fqn, offset, length)
-        window = Window(self._fd, offset, length)
-        key, data = (length, window.beginning), window.whole
-        fixed, like = self._known.get(key, ((), None))
-        if like is not None and all(data[where] == expected for where, expected in fixed):
-            return TensorRecord(like.dtype, like.shape, like.strides, offset + like.start)
-        try:
-            archive = TorchArchive(window, _MAX_PICKLE, what)
-            described = _describe(archive.pickle(), what)
-            found = place(archive, described, what)
-            if data and len(self._known) < _MAX_KNOWN:
-                relative = TensorRecord(found.dtype, found.shape, found.strides, found.start - offset)
-                self._known[key] = archive.fixed(described.storage.key), relative
-            return found
-        except (struct.error, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
-            ) from error
-
-    def check_range(self, fqn: str, offset: int, length: int) -> None:
-        """Check that the file is long enough for a record."""
-        if offset + length > self._file_bytes:
-            raise CheckpointError(
-                f"{self._name}: tensor {fqn!r}: the record should end at byte {offset + length}, the file has "
-                f"{self._file_bytes}. It was cut off, or belongs to another save."
-            )
-
-
-def place(archive: TorchArchive, described: DescribedTensor, what: str) -> TensorRecord:
+def place(archive: TorchArchive, described: DescribedTensor, what: str) -> PlacedTensor:
     """Return where the described tensor's first element lies.
 
     Raises:
@@ -166,20 +115,4 @@ def place(archive: TorchArchive, described: DescribedTensor, what: str) -> Tenso
         raise CheckpointError(
             f"{what}: shape and strides reach element {last}, data/{storage.key} has {size // itemsize}."
         )
-    return TensorRecord(described.dtype, described.shape, described.strides, start + described.offset * itemsize)
-
-
-_known_pickles: dict[bytes, DescribedTensor] = {}  # thousands of layers repeat a few shapes
-
-
-def _describe(data: bytes, what: str) -> DescribedTensor:
-    known = _known_pickles.get(data)
-    if known is not None:
-        return known
-    described = load_restricted(data, TENSOR_NAMES, what, storage_of)
-    if not isinstance(described, DescribedTensor):
-        raise CheckpointError(f"{what}: the record holds {type(described).__name__}, not one tensor.")
-    if len(_known_pickles) > 10_000:
-        _known_pickles.clear()
-    _known_pickles[data] = described
-    return described
+    return PlacedTensor(described.dtype, described.shape, described.strides, start + described.offset * itemsize)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from .errors import CheckpointError
+from .formats.index_file import read_weight_map
 from .formats.safe_paths import file_inside
 from .formats.safetensors.file import read_safetensors
 from .formats.tensor_file import TensorFile
-from .formats.torch_save.bin_file import read_bin
+from .formats.torch_save.state_dict_file import read_state_dict_file
 from .writing.output import RESULT_NAMES
-
-_MAX_INDEX_BYTES = 256 * 2**20
 
 
 def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
@@ -37,18 +35,11 @@ def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
 
 
 def _read_file(path: Path) -> TensorFile:
-    return read_bin(path) if path.suffix == ".bin" else read_safetensors(path)
+    return read_state_dict_file(path) if path.suffix == ".bin" else read_safetensors(path)
 
 
 def _read_index(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
-    if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path} is not a file of at most {_MAX_INDEX_BYTES} bytes.")
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(one, str) for one in weight_map.values()):
-            raise TypeError("weight_map must map names to files")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not an index of files ({error}).") from error
+    weight_map = read_weight_map(path)
     names = sorted(set(weight_map.values()))
     files = [_read_file(file_inside(path.parent, name, str(path))) for name in names]
     found: dict[str, str] = {}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import struct
 from math import prod
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ..layout import is_contiguous
+from ..source import is_contiguous
 from ..tensor_file import FileTensor, TensorFile
+from .allowed_names import Allowed, SafeCall
+from .described_tensors import TENSOR_NAMES, DescribedTensor, place, storage_of
 from .pickled_objects import DictWithState
-from .records import TENSOR_NAMES, DescribedTensor, place, storage_of
-from .unpickler import Allowed, SafeCall, load_restricted
-from .zip_file import TorchArchive, Window
+from .torch_file import open_archive
+from .zip_file import TorchArchive
 
 _MAX_PICKLE = 2**30  # about 150 bytes a tensor
-
 
 _NAMES: Allowed = {
     **TENSOR_NAMES,
@@ -25,23 +23,17 @@ _NAMES: Allowed = {
 }
 
 
-def read_bin(path: Path) -> TensorFile:
+def read_state_dict_file(path: Path) -> TensorFile:
     """Find the tensors of a state dict that ``torch.save`` wrote.
 
     Raises:
         CheckpointError: If it is not one, holds anything but tensors under names, or points outside itself.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        archive = TorchArchive(Window(fd, 0, os.fstat(fd).st_size), _MAX_PICKLE, str(path))
-        content = load_restricted(archive.pickle(), _NAMES, str(path), storage_of)
+    with open_archive(path, _MAX_PICKLE) as archive:
+        content = archive.content(_NAMES, storage_of)
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: should hold a state dict, found {type(content).__name__}.")
         return TensorFile(path, {_name(path, key): _tensor(archive, path, key, content[key]) for key in content})
-    except (struct.error, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not a zip of torch.save ({error}).") from error
-    finally:
-        os.close(fd)
 
 
 def _name(path: Path, key: object) -> str:

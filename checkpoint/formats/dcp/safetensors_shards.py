@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ..dtypes import DType
-from ..layout import MAX_BYTES
 from ..safe_paths import file_inside
 from ..safetensors.file import read_safetensors
+from ..source import MAX_BYTES
 from ..tensor_file import TensorFile
 from .metadata import DCPMetadata, StoredRecord, StoredTensor
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from .allowed_names import Allowed, SafeCall
+from .described_tensors import TENSOR_NAMES, storage_of
 from .pickled_objects import DictWithState, Inert, InertUnlessAttack, Size
-from .records import TENSOR_NAMES, storage_of
-from .unpickler import Allowed, SafeCall, load_restricted
 from .zip_file import TorchArchive, Window
 
 MAX_DESCRIPTION_BYTES = 256 * 2**20
@@ -79,8 +79,12 @@ def _storage(pid: Any) -> object:
 
 
 @contextmanager
-def open_archive(path: Path) -> Iterator[TorchArchive]:
+def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> Iterator[TorchArchive]:
     """Open a file of ``torch.save``.
+
+    Args:
+        path: The file.
+        max_pickle_bytes: The largest pickle that is read into memory.
 
     Raises:
         CheckpointError: If it is not one, or is cut off.
@@ -94,7 +98,7 @@ def open_archive(path: Path) -> Iterator[TorchArchive]:
                 f"DeepSpeed with checkpoint serialization on."
             )
         try:
-            yield TorchArchive(Window(fd, 0, size), MAX_DESCRIPTION_BYTES, str(path))
+            yield TorchArchive(Window(fd, 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a zip of torch.save, or cut off: {error}.") from error
     finally:
@@ -107,10 +111,9 @@ def read_torch_file(path: Path) -> object:
     Raises:
         CheckpointError: If it is not such a file, is cut off, or its pickle is not as torch writes it.
     """
-    with open_archive(path) as archive:
-        data = archive.pickle()
     try:
-        return load_restricted(data, _ALLOWED, str(path), _storage)
+        with open_archive(path) as archive:
+            return archive.content(_ALLOWED, _storage)
     except CheckpointError as error:
         if str(error).startswith(str(path)):
             raise

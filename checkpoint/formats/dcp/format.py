@@ -1,0 +1,72 @@
+"""Folders of torch.distributed.checkpoint as formats: with a ``.metadata`` file, and its safetensors format without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...manifest import Manifest, read_manifest
+from ..description import CheckpointInfo
+from ..format import Format
+from ..source import Source
+from .description import describe_dcp
+from .metadata import METADATA_NAME, DCPMetadata, read_dcp_metadata
+from .reader import dcp_source
+from .safetensors_shards import SHARD_PATTERN, has_safetensors_shards, read_safetensors_shards
+
+
+class DCPFormat(Format):
+    """Records in ``.distcp`` files, and ``.metadata``, which says where each lies."""
+
+    signs: tuple[str, ...] = (f"{METADATA_NAME} (torch.distributed.checkpoint; Lightning's and accelight's folders)",)
+    kind = "torch-dcp"
+    """What it is called where nothing tells who saved it."""
+
+    def detect(self, folder: Path) -> bool:
+        """Whether there is a ``.metadata`` file."""
+        return (folder / METADATA_NAME).is_file()
+
+    def open(self, folder: Path) -> tuple[Source, Manifest | None]:
+        """Read the metadata, of which ``accelight.json`` may say where the model is."""
+        manifest = read_manifest(folder)
+        prefix = None if manifest is None else manifest.model_prefix
+        return dcp_source(folder, self.read_metadata(folder), prefix), manifest
+
+    def describe(self, folder: Path) -> CheckpointInfo:
+        """Describe it from its metadata, ``accelight.json`` and ``meta.pt``."""
+        manifest = read_manifest(folder)
+        return describe_dcp(folder, self.read_metadata(folder), manifest, self.kind)
+
+    def why_unreadable(self, folder: Path) -> str | None:
+        """Tell of a folder with a description for each process."""
+        if not any(folder.glob(f"__*{METADATA_NAME}")):
+            return None
+        return (
+            f"was saved without coordination (__0_{METADATA_NAME} and so on, one a process). "
+            f"Save it with use_collectives=True to merge it."
+        )
+
+    def read_metadata(self, folder: Path) -> DCPMetadata:
+        """Read where the tensors of a folder lie."""
+        return read_dcp_metadata(folder / METADATA_NAME)
+
+
+class DCPSafetensorsFormat(DCPFormat):
+    """Shards in safetensors files, whose headers say where each lies."""
+
+    signs = (
+        f"{SHARD_PATTERN} (its safetensors format)",
+        f"a folder such as pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)",  # of DCP's, too: said after both
+    )
+    kind = "torch-dcp-safetensors"
+
+    def detect(self, folder: Path) -> bool:
+        """Whether there are files named as its writer names them."""
+        return has_safetensors_shards(folder)
+
+    def why_unreadable(self, folder: Path) -> str | None:
+        """Nothing: `DCPFormat` has told."""
+        return None
+
+    def read_metadata(self, folder: Path) -> DCPMetadata:
+        """Read the headers of the shards."""
+        return read_safetensors_shards(folder)

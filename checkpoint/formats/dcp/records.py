@@ -1,0 +1,77 @@
+"""One record of a ``.distcp`` file: a tensor written by ``torch.save``, located without torch and without copying.
+
+A record is a small zip whose members are stored uncompressed: ``data.pkl`` says what the tensor is, ``data/0`` holds
+its bytes. Only the record's two ends are read.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ...errors import CheckpointError
+from ..torch_save.described_tensors import TENSOR_NAMES, DescribedTensor, PlacedTensor, place, storage_of
+from ..torch_save.unpickler import load_restricted
+from ..torch_save.zip_file import Fixed, TorchArchive, Window
+
+_MAX_PICKLE = 64 * 1024
+_MAX_KNOWN = 1000
+
+
+class RecordReader:
+    """Locates records in one open file."""
+
+    def __init__(self, fd: int, name: str, file_bytes: int):
+        self._fd = fd
+        self._name = name
+        self._file_bytes = file_bytes
+        self._known: dict[tuple[int, bytes], tuple[Fixed, PlacedTensor]] = {}
+
+    def locate(self, fqn: str, offset: int, length: int) -> PlacedTensor:
+        """Return the tensor in the record at ``offset``.
+
+        Raises:
+            CheckpointError: If the file is shorter, or the record is not one tensor stored as torch does.
+        """
+        what = f"{self._name}: tensor {fqn!r}"
+        self.check_range(fqn, offset, length)
+        window = Window(self._fd, offset, length)
+        key, data = (length, window.beginning), window.whole
+        fixed, like = self._known.get(key, ((), None))
+        if like is not None and all(data[where] == expected for where, expected in fixed):
+            return PlacedTensor(like.dtype, like.shape, like.strides, offset + like.start)
+        try:
+            archive = TorchArchive(window, _MAX_PICKLE, what)
+            described = _describe(archive.pickle(), what)
+            found = place(archive, described, what)
+            if data and len(self._known) < _MAX_KNOWN:
+                relative = PlacedTensor(found.dtype, found.shape, found.strides, found.start - offset)
+                self._known[key] = archive.fixed(described.storage.key), relative
+            return found
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
+            ) from error
+
+    def check_range(self, fqn: str, offset: int, length: int) -> None:
+        """Check that the file is long enough for a record."""
+        if offset + length > self._file_bytes:
+            raise CheckpointError(
+                f"{self._name}: tensor {fqn!r}: the record should end at byte {offset + length}, the file has "
+                f"{self._file_bytes}. It was cut off, or belongs to another save."
+            )
+
+
+_known_pickles: dict[bytes, DescribedTensor] = {}  # thousands of layers repeat a few shapes
+
+
+def _describe(data: bytes, what: str) -> DescribedTensor:
+    known = _known_pickles.get(data)
+    if known is not None:
+        return known
+    described = load_restricted(data, TENSOR_NAMES, what, storage_of)
+    if not isinstance(described, DescribedTensor):
+        raise CheckpointError(f"{what}: the record holds {type(described).__name__}, not one tensor.")
+    if len(_known_pickles) > 10_000:
+        _known_pickles.clear()
+    _known_pickles[data] = described
+    return described
