@@ -14,12 +14,12 @@ from .errors import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (bad checkpoint, or the system's no), 2 (usage)."""
+    """Run the command and return its exit status: 0, 1 (bad checkpoint, or an error of the system), 2 (usage)."""
     arguments = _parser().parse_args(argv)
     collects = gc.isenabled()
-    gc.disable()  # a hundred thousand tensors are many objects to go through in vain
+    gc.disable()  # a hundred thousand tensors are many objects for the collector to scan, and none is garbage
     try:
-        with _hearing_sigterm():
+        with _raising_on_sigterm():
             return int(arguments.run(arguments)) if arguments.debug else _run(arguments)
     finally:
         if collects:
@@ -40,17 +40,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM, as Python makes KeyboardInterrupt of SIGINT: what was begun is removed on the way out."""
+    """SIGTERM as an exception, as KeyboardInterrupt is SIGINT: what was begun is removed on the way out."""
 
 
 @contextmanager
-def _hearing_sigterm() -> Iterator[None]:
+def _raising_on_sigterm() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise _TerminatedError
 
     try:
         previous = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # not the main thread: who called this from there hears signals by itself
+    except ValueError:  # not the main thread: signals are left to the program that called this from there
         yield
         return
     try:

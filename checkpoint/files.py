@@ -13,7 +13,7 @@ BLOCK_BYTES = 512 * 1024
 
 
 class FilePool:
-    """Files open for reading, the least recently used closed first. For one thread."""
+    """Files open for reading, at most ``limit`` at a time; the least recently used is closed first. Not thread-safe."""
 
     def __init__(self, limit: int = 32):
         self._limit = limit

@@ -54,7 +54,7 @@ def _checkpoints_inside(folder: Path) -> list[FoundCheckpoint]:
     for path in sorted(folder.iterdir()):
         try:
             detected = registry.detect(path) if path.is_dir() else None
-        except OSError:  # a folder that may not be looked into is none of the checkpoint's
+        except OSError:  # not readable for us: not a checkpoint to merge
             continue
         if detected is not None:
             found.append(FoundCheckpoint(path, detected))

@@ -1,4 +1,4 @@
-"""``accelight.json``: what a sharded checkpoint's own files cannot say, written by the strategies, read by the merge.
+"""``accelight.json``: what a sharded checkpoint's own files do not say, written by the strategies, read by the merge.
 
 No torch: the merge reads it on the fast path.
 """

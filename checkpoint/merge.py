@@ -72,7 +72,7 @@ def merge_fsdp_weights(
         checkpoint_dir: A folder of torch.distributed.checkpoint as Accelerate, Lightning, accelight or torch itself
             save it, a ZeRO folder of DeepSpeed, or the folder above one of these if that holds one model.
         output_path: Folder for ``model.safetensors``; made where missing. A file of that name is replaced.
-        safe_serialization: False writes ``pytorch_model.bin`` instead, with the whole model in memory.
+        safe_serialization: False writes ``pytorch_model.bin`` instead, with the full model in memory.
         remove_checkpoint_dir: Remove the folder that was merged, after the output was read back and compared. Beside
             one it was given, an optimizer's folder stays; DeepSpeed's ``latest`` goes with the tag folder it names.
         max_shard_size: Split into files of at most this size (``"5GB"``, bytes), with Hugging Face's index.
@@ -82,7 +82,7 @@ def merge_fsdp_weights(
             ``"auto"`` finds the attribute.
         include: Patterns (``fnmatch``) over the output's names; only names that match one are written.
         exclude: Patterns over the output's names; names that match one are left out.
-        threads: How many copy; None takes what measured best.
+        threads: How many copy; None takes what was measured to be best.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name.
 

@@ -14,7 +14,7 @@ from .writing.output import RESULT_NAMES
 
 
 def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
-    """Return the files of a result, and what its index says wrongly.
+    """Return the files of a result, and what is wrong in its index.
 
     Args:
         path: The folder, of which the file is taken that loaders prefer, or one of `RESULT_NAMES`.

@@ -1,4 +1,4 @@
-"""Names of the merged tensors: wrappers taken off, one prefix stripped, some chosen, ties put together."""
+"""Names of the merged tensors: without wrappers and prefix, selected by patterns, ties resolved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def patterns(value: str | Iterable[str] | None, argument: str) -> tuple[str, ...
 
 
 def checked_prefix(strip_prefix: str | None) -> str | None:
-    """Return a ``strip_prefix`` argument, if it is one."""
+    """Return a ``strip_prefix`` argument, checked."""
     if strip_prefix is not None and (not isinstance(strip_prefix, str) or not strip_prefix.strip(".")):
         raise ValueError(f"strip_prefix must be an attribute's name, 'auto' or None, got {strip_prefix!r}.")
     return strip_prefix

@@ -12,13 +12,13 @@ from .report import human_bytes
 ProgressCallback = Callable[[int, int], object]
 """Called with the bytes done and the bytes in all; the last call has both equal."""
 
-_DELAY_S = 0.7  # a short merge shows no bar, and pays no import for one
+_DELAY_S = 0.7  # a short merge shows no bar, and does not import what draws one
 _INTERVAL_S = 0.1
 _WIDTH = 30
 
 
 class Progress:
-    """Counts bytes and tells whoever listens."""
+    """Counts bytes and reports them to the listener, if there is one."""
 
     def __init__(self, progress: ProgressCallback | bool | None, label: str = "merging"):
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
@@ -33,11 +33,11 @@ class Progress:
         self._last = 0.0
 
     def start(self, total: int) -> None:
-        """Say how many bytes there will be."""
+        """Set how many bytes there will be."""
         self._total = total
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes; the listener hears of them at most ten times a second."""
+        """Count bytes; the listener is called at most ten times a second."""
         self._done += num_bytes
         if self._listener is None:
             return
@@ -47,7 +47,7 @@ class Progress:
             self._listener(self._done, self._total)
 
     def finish(self) -> None:
-        """Tell the listener that everything is there."""
+        """Tell the listener that all bytes are done."""
         if self._listener is not None:
             self._listener(self._total, self._total)
 

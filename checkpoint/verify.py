@@ -30,7 +30,7 @@ class VerifyReport:
     """Result of `verify_merged`."""
 
     num_tensors: int
-    """Tensors that the checkpoint and the options ask for, and those that the result has beside."""
+    """Tensors that the checkpoint and the options ask for, and any further ones in the result."""
     num_bytes: int
     """Bytes that were compared."""
     seconds: float
@@ -118,7 +118,7 @@ def _expected(selection: Selection, files: list[TensorFile]) -> dict[str, str]:
 
 
 def _missing(selection: Selection, expected: Mapping[str, str], files: list[TensorFile]) -> dict[str, str]:
-    """Return the tensors that the result does not hold, and the tied names that no header of it tells."""
+    """Return the tensors that the result does not hold, and the tied names that none of its headers mentions."""
     present = {name for file in files for name in file.tensors}
     missing = {name: "missing from the result" for name in expected if name not in present}
     told: dict[str, str] = {}
@@ -183,7 +183,7 @@ class _Comparison:
     def _strided(
         self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
     ) -> int | None:
-        """Compare a tensor that the result holds with strides: as a whole in memory, through torch."""
+        """Compare a tensor that the result holds with strides: all of it in memory, through torch."""
         from .formats.piece_decoding import decode_piece
 
         piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)

@@ -1,4 +1,4 @@
-"""Pieces whose bytes are not the tensor's: other strides, compressed records. With torch, imported only for them."""
+"""Pieces whose stored bytes are not the tensor's: strided or compressed ones. Torch is imported only for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
-    """Return the bytes of a piece in row-major order; the whole piece is in memory."""
+    """Return the bytes of a piece in row-major order; all of the piece is in memory."""
     import torch
 
     dtype = getattr(torch, tensor.dtype.name)

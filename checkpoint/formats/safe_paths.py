@@ -1,4 +1,4 @@
-"""Files a checkpoint may name: regular ones inside its own folder."""
+"""Paths of the files that a checkpoint names: they must be regular files inside its own folder."""
 
 from __future__ import annotations
 

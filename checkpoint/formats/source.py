@@ -49,13 +49,13 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor(TensorInfo):
-    """A whole tensor, cut into pieces that cover it exactly."""
+    """A full tensor, cut into pieces that cover it exactly."""
 
     pieces: tuple[Piece, ...]
     is_flat: bool = False
@@ -72,7 +72,6 @@ class Source:
     """A checkpoint whose description was read: the model's tensors, in the order they were saved, and the rest."""
 
     folder: Path
-    kind: str
     tensors: Mapping[str, TensorInfo]
     """By name in the model (wrapper names still in place)."""
     skipped: Mapping[str, str]
@@ -95,7 +94,7 @@ def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> N
         if (
             len(piece.offsets) != len(shape)
             or len(piece.sizes) != len(shape)
-            or any(offset + size > whole for offset, size, whole in zip(piece.offsets, piece.sizes, shape, strict=True))
+            or any(offset + size > full for offset, size, full in zip(piece.offsets, piece.sizes, shape, strict=True))
         ):
             raise CheckpointError(
                 f"{piece.path.name}: tensor {fqn!r} has a chunk at {list(piece.offsets)} of size {list(piece.sizes)}, "
@@ -103,10 +102,10 @@ def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> N
             )
     solid = sorted((p for p in pieces if all(p.sizes)), key=lambda piece: piece.offsets)
     _check_overlap(fqn, solid)
-    covered, whole = sum(prod(piece.sizes) for piece in solid), prod(shape)
-    if covered != whole:
+    covered, full = sum(prod(piece.sizes) for piece in solid), prod(shape)
+    if covered != full:
         raise CheckpointError(
-            f"Tensor {fqn!r} of shape {list(shape)} has {whole} elements, its {len(pieces)} chunks hold {covered}: "
+            f"Tensor {fqn!r} of shape {list(shape)} has {full} elements, its {len(pieces)} chunks hold {covered}: "
             f"a part is missing. Were all processes' files copied here?"
         )
 

@@ -1,4 +1,4 @@
-"""What a file of whole tensors holds, safetensors or torch's: as its own description says, checked against its size."""
+"""What a file of full tensors holds, safetensors or torch's: as it describes them, checked against its size."""
 
 from __future__ import annotations
 

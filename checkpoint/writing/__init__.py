@@ -1,1 +1,1 @@
-"""What a merge writes: planned as a whole, copied, and named when it is complete."""
+"""What a merge writes: planned before anything is written, copied, and given its name when it is complete."""

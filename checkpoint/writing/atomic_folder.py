@@ -52,11 +52,11 @@ class AtomicFolder:
                 temporary.unlink(missing_ok=True)
         self._files.clear()
         for path in reversed(self._created):
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile
+            with contextlib.suppress(OSError):  # something was put there meanwhile
                 path.rmdir()
 
     def check_space(self, num_bytes: int) -> None:
-        """Raise OSError (ENOSPC) if the folder's disk has less room than that."""
+        """Raise OSError (ENOSPC) if the folder's disk has less space than that."""
         free = shutil.disk_usage(self._base).free
         if free < num_bytes:
             raise OSError(
@@ -66,7 +66,7 @@ class AtomicFolder:
             )
 
     def create(self, name: str, num_bytes: int | None) -> int:
-        """Return the descriptor of a new file, with room for ``num_bytes`` reserved where they are known."""
+        """Return the descriptor of a new file, with ``num_bytes`` reserved where they are known."""
         fd, temporary = self._open(name)
         self._files[name] = (fd, temporary)
         if num_bytes:
@@ -82,7 +82,7 @@ class AtomicFolder:
             path = self.path_of(name)
             path.unlink(
                 missing_ok=True
-            )  # not truncated: what hangs on there from a killed run must not write into ours
+            )  # not truncated: what is left of a killed run may still write into the old file
             return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), path
         if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
             try:
@@ -107,7 +107,7 @@ class AtomicFolder:
         return temporary
 
     def sync(self) -> None:
-        """Bring all files to the disk."""
+        """Sync all files to the disk."""
         for fd, _ in self._files.values():
             os.fsync(fd)
 
@@ -159,13 +159,13 @@ class AtomicFolder:
                     placed.append(name)
                 os.close(self._files.pop(name)[0])
         except BaseException:
-            for name in placed:  # a part of the result is no result
+            for name in placed:  # a part of the result is useless
                 (folder / name).unlink(missing_ok=True)
             raise
 
 
 def _reserve(fd: int, num_bytes: int, path: Path) -> None:
-    """Take the room on the disk now, so that a full disk shows before the copying and not in the middle of it."""
+    """Reserve the space now, so that a full disk shows before the copying and not in the middle of it."""
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except AttributeError:  # macOS

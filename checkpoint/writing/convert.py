@@ -1,4 +1,4 @@
-"""Other dtypes and ``.bin`` files, with torch, but for widening bfloat16: imported only where a merge asks for it."""
+"""Other dtypes and ``.bin`` files. Needs torch, imported only here, for all but widening bfloat16."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _widen(view: memoryview) -> memoryview:
 
 
 def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a planned file, in its order, each in memory as a whole."""
+    """Yield the tensors of a planned file, in its order, each fully in memory."""
     import torch
 
     files = FilePool()

@@ -26,7 +26,7 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One thing for a thread to do: runs that lie together in the output, or a tensor to be put together."""
+    """A unit of work for a thread: runs that are adjacent in the output, or a tensor to be put together."""
 
     fd: int
     start: int
@@ -154,8 +154,8 @@ def copy_tensors(planned: list[tuple[PlannedFile, int]], threads: int, on_bytes:
     """Write the headers and tensors of planned files into their open descriptors.
 
     Raises:
-        CheckpointError: If a source became shorter meanwhile, or a value does not fit the wanted dtype.
-        OSError: As the system says.
+        CheckpointError: If a source becomes shorter meanwhile, or a value does not fit the target dtype.
+        OSError: If a file cannot be read or written.
     """
     for file, fd in planned:
         write_exactly(fd, memoryview(file.header), 0)
@@ -180,7 +180,7 @@ def _run_threads(copier: _Copier, threads: int, on_bytes: OnBytes) -> None:
             while worker.is_alive():
                 worker.join(_WAIT_S)
                 on_bytes(copier.take_bytes())
-    finally:  # an interrupt, or an error of on_bytes: nobody may write into the file any more
+    finally:  # an interrupt, or an error of on_bytes: no thread may write into the file any more
         copier.stop()
         for worker in workers:
             worker.join()

@@ -1,8 +1,8 @@
-"""Reads a tensor's bytes in the order of the whole tensor, from wherever its pieces lie.
+"""Reads a tensor's bytes in the order of the full tensor, from wherever its pieces lie.
 
-A tensor is seen as rows: the last dimension that any piece is cut along and all behind it make a row, the dimensions
-before it count the rows. In each row it touches, a piece is one run of bytes, and the piece's own rows lie one behind
-the other in its file. A tensor cut along dimension 0 is a single row, and each piece a single run.
+A tensor is seen as rows. The last dimension that any piece is cut along and those after it make up a row, the
+dimensions before it count the rows. In each row it touches, a piece is one run of bytes, and the piece's own rows lie
+one after the other in its file. A tensor cut along dimension 0 is a single row, and each piece a single run.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TensorReader:
             yield start, view
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fill ``view`` with the tensor's bytes from ``start`` on: rest of a row, whole rows, start of a row."""
+        """Fill ``view`` with the tensor's bytes from ``start`` on: rest of a row, complete rows, start of a row."""
         width = self._row_bytes
         while len(view):
             row, inside = divmod(start, width)
@@ -109,7 +109,7 @@ class TensorReader:
             start, view = start + size, view[size:]
 
     def _fill(self, first: int, inside: int, count: int, view: memoryview) -> None:
-        """Fill ``count`` whole rows from row ``first`` on; for 0, a part of that row from byte ``inside`` on."""
+        """Fill ``count`` complete rows from row ``first`` on; for 0, a part of that row from byte ``inside`` on."""
         last = first + max(count, 1)
         for rows in self._rows:
             at = max(bisect_right(rows.segments, first, key=itemgetter(0)) - 1, 0)
@@ -180,10 +180,10 @@ def _from(segments: list[tuple[int, int, int]], at: int, last: int) -> Iterator[
 
 
 def _segments(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Return the rows that a box of the leading dimensions touches, those in sequence together."""
+    """Return the rows that a box of the leading dimensions touches, consecutive ones together."""
     if not shape:
         return [(0, 1, 0)]
-    while len(shape) > 1 and sizes[-1] == shape[-1]:  # a whole last dimension: one with that before it
+    while len(shape) > 1 and sizes[-1] == shape[-1]:  # an uncut last dimension: merged with the one before it
         last = shape[-1]
         shape = (*shape[:-2], shape[-2] * last)
         offsets = (*offsets[:-2], offsets[-2] * last)

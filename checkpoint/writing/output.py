@@ -1,4 +1,4 @@
-"""The output folder: what may stand in it beside the files to be written."""
+"""Checks of the output folder: what it may hold beside the files to be written."""
 
 from __future__ import annotations
 

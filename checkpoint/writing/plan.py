@@ -1,4 +1,4 @@
-"""The output as a whole, decided before a byte is written: files, sizes, and the place of every tensor."""
+"""The plan of the output, made before a byte is written: files, sizes, and the place of every tensor."""
 
 from __future__ import annotations
 

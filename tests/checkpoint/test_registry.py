@@ -43,7 +43,7 @@ class PartsFormat(Format):
         def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
             return dict.fromkeys(wanted, tensor)
 
-        return Source(folder, "parts", {"w": tensor}, {}, locate), None
+        return Source(folder, {"w": tensor}, {}, locate), None
 
     def describe(self, folder: Path) -> CheckpointInfo:
         tensor = self._tensor(folder)

@@ -167,7 +167,7 @@ def read_dcp_metadata(path: Path) -> DCPMetadata:
     """Read and check a ``.metadata`` file.
 
     Raises:
-        CheckpointError: If it is not one, or says what cannot be.
+        CheckpointError: If it is not one, or its content is impossible.
     """
     if (size := path.stat().st_size) > _MAX_BYTES:
         raise CheckpointError(f"{path} has {size} bytes; a description has less than {_MAX_BYTES}.")
@@ -186,7 +186,7 @@ _Records = dict[tuple[str, tuple[int, ...] | None], StoredRecord]
 
 
 class _Checker:
-    """Turns raw objects into checked ones; each raw one is let go as soon as its values were looked at."""
+    """Turns raw objects into checked ones; each raw one is freed as soon as its values have been checked."""
 
     def __init__(self, path: str):
         self._path = path

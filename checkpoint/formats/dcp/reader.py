@@ -35,7 +35,7 @@ def dcp_source(folder: Path, metadata: DCPMetadata, model_prefix: str | None = N
     def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
         return _Locator(folder).locate({name: tensors[name] for name in wanted})
 
-    return Source(folder, "dcp", tensors, skipped, locate)
+    return Source(folder, tensors, skipped, locate)
 
 
 def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:

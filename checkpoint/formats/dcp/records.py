@@ -35,7 +35,7 @@ class RecordReader:
         what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
         window = Window(self._fd, offset, length)
-        key, data = (length, window.beginning), window.whole
+        key, data = (length, window.beginning), window.all_bytes
         fixed, like = self._known.get(key, ((), None))
         if like is not None and all(data[where] == expected for where, expected in fixed):
             return PlacedTensor(like.dtype, like.shape, like.strides, offset + like.start)

@@ -1,7 +1,7 @@
-"""Folders of DCP's safetensors format: every process's chunks in a file of their own, their places in its header.
+"""Folders of DCP's safetensors format: each rank's chunks in a file, and their places in its header.
 
-Such a folder has no ``.metadata``. A header tells where in its tensor each chunk begins, nothing tells the tensor's
-whole shape: as for torch's own reader, it ends where the last chunk does.
+Such a folder has no ``.metadata``. A header says where in its tensor each chunk begins, but not the tensor's
+full shape: as for torch's own reader, it ends where the last chunk does.
 
 Source: torch 2.13 ``distributed/checkpoint/hf_storage.py`` (``HuggingFaceStorageWriter`` with
 ``save_distributed=True``; ``HuggingFaceStorageReader.read_metadata``), ``filesystem.py`` (``_write_files_from_queue``).
@@ -27,7 +27,7 @@ _Chunk = tuple[tuple[int, ...], tuple[int, ...], StoredRecord]
 
 
 def has_safetensors_shards(folder: Path) -> bool:
-    """Whether a folder holds files that DCP's safetensors writer names so."""
+    """Whether a folder holds files with the names that DCP's safetensors writer gives."""
     return next(folder.glob(SHARD_PATTERN), None) is not None
 
 
@@ -54,12 +54,13 @@ def read_safetensors_shards(folder: Path) -> DCPMetadata:
                 )
             known.setdefault(chunk[:2], chunk)  # replicas
     tensors = {
-        fqn: StoredTensor(fqn, dtypes[fqn][0], _whole(known), tuple(known.values())) for fqn, known in chunks.items()
+        fqn: StoredTensor(fqn, dtypes[fqn][0], _full_shape(known), tuple(known.values()))
+        for fqn, known in chunks.items()
     }
     return DCPMetadata(tensors, (), {})
 
 
-def _whole(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tuple[int, ...]:
+def _full_shape(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tuple[int, ...]:
     ends = [tuple(map(sum, zip(*chunk, strict=True))) for chunk in chunks]
     return tuple(map(max, zip(*ends, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The machine that reads a pickle: its stack and memo, and the checks of all that a pickle may do to objects."""
+"""The machine that reads a pickle: its stack and memo, and checks of everything that the pickle does to objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_ODD_KEYS = 10_000
 
 
 class Machine:
-    """One pickle on its way."""
+    """The state of reading one pickle."""
 
     def __init__(self, data: bytes, allowed: Allowed, what: str, persistent: Callable[[object], object] | None):
         self.data = data

@@ -1,4 +1,4 @@
-"""What stands for the objects that a pickle names and that nobody here needs: nothing is imported, nothing is run."""
+"""Placeholders for objects that a pickle names and that are not needed here: nothing is imported, nothing is run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTACK_BUILTINS = frozenset(("eval", "exec", "execfile", "compile", "__import__
 
 
 class Inert(metaclass=Sealed):
-    """Stands for every object that is not needed: takes whatever the pickle gives it, and keeps nothing."""
+    """Placeholder for every object that is not needed: accepts whatever the pickle gives it, and keeps nothing."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class Inert(metaclass=Sealed):
         return super().__new__(cls)
 
     def __call__(self, *_: object) -> Inert:
-        """Stand for the result of a call, too."""
+        """Be the result of a call, too."""
         return self
 
     def __setstate__(self, _: object) -> None: ...
@@ -32,10 +32,10 @@ class Inert(metaclass=Sealed):
     def __setitem__(self, _: object, __: object) -> None: ...
 
     def append(self, _: object) -> None:
-        """Drop what a list would get."""
+        """Drop what a list would keep."""
 
     def extend(self, _: object) -> None:
-        """Drop what a list would get."""
+        """Drop what a list would keep."""
 
 
 class InertByDefault(dict[tuple[str, str], object]):
@@ -48,7 +48,7 @@ class InertByDefault(dict[tuple[str, str], object]):
 class InertUnlessAttack(InertByDefault):
     """The same, but names that only an attack has a use for are an error.
 
-    That is no fence, only a word to the user: `Inert` would keep the pickle just as harmless.
+    This protects nothing, it informs the user: with `Inert` the pickle would be just as harmless.
     """
 
     def __missing__(self, key: tuple[str, str]) -> type[Inert]:

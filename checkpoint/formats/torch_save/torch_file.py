@@ -65,7 +65,7 @@ _ALLOWED: Allowed = InertUnlessAttack(
         ("torch._tensor", "_rebuild_from_type_v2"): SafeCall(_rebuild_from_type),
         ("collections", "OrderedDict"): DictWithState,
         ("torch", "Size"): Size,
-        # An int in an enumeration's clothes.
+        # An enumeration of ints: the int alone.
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"): SafeCall(lambda value=None, *_: value),
     }
 )

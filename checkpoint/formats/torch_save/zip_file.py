@@ -14,8 +14,8 @@ from ...errors import CheckpointError
 from .allowed_names import Allowed
 from .unpickler import load_restricted
 
-_SMALL = 16 * 1024  # a record up to this size is read whole, in one call
-_END = 4 * 1024  # of a larger one, this much at each end to begin with
+_SMALL = 16 * 1024  # a record up to this size is read in one call
+_END = 4 * 1024  # of a larger one, first this much at each end
 _EOCD = struct.Struct("<4s4H2LH")
 _EOCD64_LOCATOR = struct.Struct("<4sLQL")
 _EOCD64 = struct.Struct("<4sQ2H2L4Q")
@@ -59,7 +59,7 @@ class TorchArchive:
         return self._window.offset + start, size
 
     def pickle(self) -> bytes:
-        """Return the bytes of ``data.pkl``, after a look at the byte order."""
+        """Return the bytes of ``data.pkl``, after a check of the byte order."""
         if f"{self._prefix}byteorder" in self._members:
             start, size = self._range("byteorder")
             if (found := self._window.read(start, start + min(size, 16), self._what)) != b"little":
@@ -83,7 +83,7 @@ class TorchArchive:
         return load_restricted(self.pickle(), allowed, self._what, storage)
 
     def fixed(self, key: str) -> Fixed:
-        """Return what another zip must share with this one, so that all that was read of this is true of it, too.
+        """Return the bytes that another zip must share with this one for all that was read here to hold for it, too.
 
         That is every byte that was read, except the checksums of the storage ``key`` and of the zip's id.
         """
@@ -99,7 +99,7 @@ class TorchArchive:
                     fixed.append(slice(start, hole))
                     start = hole + 4
             fixed.append(slice(start, stop))
-        return tuple((where, self._window.whole[where]) for where in fixed)
+        return tuple((where, self._window.all_bytes[where]) for where in fixed)
 
     def _range(self, short: str) -> tuple[int, int]:
         name = self._prefix + short
@@ -126,13 +126,13 @@ class Window:
             self._tail = os.pread(fd, _END, offset + self._tail_start)
 
     @property
-    def whole(self) -> bytes:
+    def all_bytes(self) -> bytes:
         """All bytes of a small record; none of a large one."""
         return self._head if self._head is self._tail else b""
 
     @property
     def beginning(self) -> bytes:
-        """Enough to tell records of different shapes and dtypes apart: it holds the most of ``data.pkl``."""
+        """Enough bytes to tell records of different shapes and dtypes apart: it holds most of ``data.pkl``."""
         return self._head[:256]
 
     def read(self, start: int, stop: int, what: str) -> bytes:
@@ -227,7 +227,7 @@ def _member_range(window: Window, member: _Member, name: str, what: str) -> tupl
 
 
 def _check_end(window: Window, header: tuple[Any, ...], end: int, size: int, what: str) -> None:
-    """Check that a member ends where its bytes do: a wrong length of the names before them would move them all."""
+    """Check that a member ends where its bytes do: a wrong length of the names before them would shift them all."""
     magic = window.read(end, end + 4, what)
     if header[2] & _HAS_DESCRIPTOR:  # torch.save writes the sizes behind the bytes
         sizes = window.read(end + 8, end + 16, what)

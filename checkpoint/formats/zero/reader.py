@@ -27,7 +27,7 @@ from .states import (
     read_optimizer_states,
     read_universal_tensor,
 )
-from .tensor_ranges import Flat, Part, ZeroTensor, joined_shares, share_of, whole
+from .tensor_ranges import Flat, Part, ZeroTensor, joined_shares, share_of, stored_in_full
 from .tensor_ranges import locate as locate_parts
 
 UNIVERSAL_FOLDER = "zero"
@@ -68,7 +68,6 @@ class ZeroCheckpoint:
 
         return Source(
             folder=self.files.folder,
-            kind="zero",
             tensors={name: TensorInfo(name, one.dtype, one.shape) for name, one in self.tensors.items()},
             skipped=self.skipped,
             locate=locate,
@@ -138,7 +137,7 @@ def _read_stage_0(files: ZeroFiles) -> ZeroCheckpoint:
         if known != name:
             ties[name] = known
         else:
-            tensors[name] = whole(path, stored)
+            tensors[name] = stored_in_full(path, stored)
     skipped = dict.fromkeys(states.not_tensors, "not a tensor")
     if states.has_optimizer:
         skipped["optimizer"] = "optimizer state"
@@ -168,7 +167,7 @@ class _Builder:
         if self._optimizers:
             self._check_groups()
         for name in (name for name in module if name in states.buffer_names):
-            self._add(name, whole(states.path, module[name]))
+            self._add(name, stored_in_full(states.path, module[name]))
         for name, shape in states.frozen_shapes.items():
             self._add(name, self._frozen(name, shape))
         for name, tensor in self._trained(states.param_shapes):
@@ -214,7 +213,7 @@ class _Builder:
                     f"{path}: tensor {name!r} is stored with shape {list(stored.shape)}, frozen_param_shapes says "
                     f"{list(shape)}."
                 )
-            return whole(path, stored)
+            return stored_in_full(path, stored)
         dtype, share = fragments[0][1].dtype, share_of(shape, len(fragments))
         for path, stored in fragments:
             if prod(stored.shape) != share or not is_contiguous(stored.shape, stored.strides):
@@ -331,7 +330,7 @@ class _Builder:
             if self._stage == 3 and not prod(stored.shape):
                 self._skipped[name] = "a placeholder: stage 3 saved no values of it"
             else:
-                self._add(name, whole(states.path, stored))
+                self._add(name, stored_in_full(states.path, stored))
 
     def _ties(self) -> dict[str, str]:
         states = self._states

@@ -33,7 +33,7 @@ class ModelStates:
     """Shapes of the parameters in each flat group, in the group's order; None for stage 0."""
     frozen_shapes: Shapes
     frozen_fragments: Mapping[str, DescribedTensor]
-    """Of parameters that are not trained: whole ones below stage 3, this rank's part in it."""
+    """Of parameters that are not trained: in full below stage 3, this rank's part in stage 3."""
     shared: Mapping[str, str]
     """Alias to the name of the parameter it shares; rank 0 says so."""
     ds_version: str | None
@@ -61,7 +61,7 @@ def read_model_states(path: Path) -> ModelStates:
     """Read a ``*_model_states.pt`` file.
 
     Raises:
-        CheckpointError: If it is damaged, or says what cannot be.
+        CheckpointError: If it is damaged, or its content is impossible.
     """
     return _Reader(path).model_states()
 
@@ -70,7 +70,7 @@ def read_optimizer_states(path: Path) -> OptimizerStates:
     """Read a ``*_optim_states.pt`` file.
 
     Raises:
-        CheckpointError: If it is damaged, or says what cannot be.
+        CheckpointError: If it is damaged, or its content is impossible.
     """
     return _Reader(path).optimizer_states()
 

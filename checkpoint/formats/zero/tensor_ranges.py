@@ -17,7 +17,7 @@ from ..torch_save.torch_file import open_archive
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a stored tensor, and where it belongs in the whole one; in elements of the flattened tensors."""
+    """A range of a stored tensor, and where it belongs in the full one; in elements of the flattened tensors."""
 
     path: Path
     stored: DescribedTensor
@@ -37,13 +37,13 @@ class ZeroTensor:
     """Whether it is put together from flat ranges; else it is one stored tensor."""
 
 
-def whole(path: Path, stored: DescribedTensor) -> ZeroTensor:
+def stored_in_full(path: Path, stored: DescribedTensor) -> ZeroTensor:
     """Return a stored tensor as it is."""
     return ZeroTensor(stored.dtype, stored.shape, (Part(path, stored, 0, 0, prod(stored.shape)),), False)
 
 
 class Flat:
-    """Flat tensors of one or several files, seen as one behind the other."""
+    """Flat tensors of one or several files, seen as one after the other."""
 
     def __init__(self, tensors: Sequence[tuple[Path, DescribedTensor]]):
         self._tensors = tensors
