@@ -27,6 +27,7 @@ from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.build_locks import check_build_locks
+from .engines.engine_registry import end_engines_on, engine_of, full_shapes
 from .engines.library import (
     check_async_io,
     choose_accelerator,
@@ -35,7 +36,6 @@ from .engines.library import (
     quietly,
     require_deepspeed,
 )
-from .engines.living_engines import end_engines_on, engine_of, shapes_to_see
 from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.upstream import _validate_device_index_selection
@@ -69,10 +69,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         transformer_moe_cls_names: Comma-separated class names of mixture-of-experts layers.
         enable_msamp: Whether MS-AMP trains in FP8.
         msamp_opt_level: MS-AMP's optimization level.
-        load_universal: Whether a checkpoint may come from another number of processes: it is converted to DeepSpeed's
+        load_universal: Whether a checkpoint may come from another number of ranks: it is converted to DeepSpeed's
             universal form once, beside itself.
-        find_unused_parameters: Whether ranks may use different layers in stage 3, too: it keeps parameters whole from
-            forward to step then, as stage 2 does. Stages 0 to 2 allow that anyway.
+        find_unused_parameters: Whether ranks may use different layers in stage 3, too: it then keeps parameters
+            gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. (Lightning 2.6
             does not hand the ``weights_only`` of ``fit()`` to a strategy that restores after its setup.)
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
@@ -209,7 +209,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
         self._tracker.start_fit(trainer)
         masters = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
-        with shapes_to_see(module):
+        with full_shapes(module):
             chosen = choose(module, config)
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
@@ -281,10 +281,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
 
         Raises:
             ValueError: If there is no plugin of that name.
-            RuntimeError: Before the processes are connected.
+            RuntimeError: Before the ranks are connected.
         """
         if not torch.distributed.is_initialized():
-            raise RuntimeError("prepare_model() needs the processes: call it in setup() or configure_model().")
+            raise RuntimeError("prepare_model() needs the process group: call it in setup() or configure_model().")
         chosen = AcceleratorState().get_deepspeed_plugin(plugin) if isinstance(plugin, str) else plugin
         chosen.set_moe_leaf_modules(model)
         end_engines_on(model, stage=int(chosen.zero_stage or 0))

@@ -20,7 +20,7 @@ from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
-from .engines.living_engines import put_down
+from .engines.engine_registry import release_parameters
 from .engines.window import Window
 from .precision import AccelDeepSpeedPrecision
 
@@ -30,7 +30,7 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
 
     deepspeed_plugins: dict[str, DeepSpeedPlugin]
     load_universal: bool
-    """Whether a checkpoint may come from another number of processes."""
+    """Whether a checkpoint may come from another number of ranks."""
     weights_only: bool
     """Whether checkpoints may hold tensors and plain values only."""
     last_grad_norm: torch.Tensor | None
@@ -180,7 +180,7 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
         engine = self.model
         if self._window is not None and self._window.engine is engine:
             self._window.forget()
-            put_down(engine)
+            release_parameters(engine)
 
     @override
     def teardown(self) -> None:

@@ -88,7 +88,7 @@ def settings_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precisio
         config.del_config_sub_tree("zero_optimization")
     facts = TrainingFacts(micro_batch_size=1, mixed_precision=precision, hidden_size=hidden_size_of(module))
     resolved = HfDeepSpeedConfig(resolve(config, facts).config)
-    resolved.del_config_sub_tree(_TOTAL)  # is for one process, and nothing uses it
+    resolved.del_config_sub_tree(_TOTAL)  # of one rank alone, and unused
     return DeepSpeedSettings.of(resolved)
 
 

@@ -70,7 +70,7 @@ def load(
         path: The folder.
         with_optimizer: Whether the optimizer's state is read, too.
         strict: Whether every weight has to be there, and no other.
-        load_universal: Whether another number of processes may have written it.
+        load_universal: Whether another number of ranks may have written it.
         weights_only: False reads anything, whatever it may execute.
 
     Returns:
@@ -78,7 +78,7 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no checkpoint of DeepSpeed's.
-        ValueError: If another number of processes, or another kind of stage, has written it.
+        ValueError: If another number of ranks, or another kind of stage, has written it.
         RuntimeError: If it holds objects that may run code.
     """
     _check_folder(path)
@@ -116,9 +116,9 @@ def load(
 
 @contextmanager
 def _told_what_is_trained(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed take everything that its optimizer does not train for frozen, and nothing else.
+    """Let DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
 
-    It keeps a frozen parameter's value apart, and would lose that of one which is in no optimizer (stage 3).
+    Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
     """
     trained: set[nn.Parameter] = set()
     if layout.is_partitioned_optimizer(engine.optimizer):
@@ -156,7 +156,7 @@ def _check_layout(engine: Any, folder: Path, *, any_number: bool) -> None:
         )
     if files and saved_by != dist.get_world_size() and not any_number:
         raise ValueError(
-            f"{folder.parent} was saved by {saved_by} process(es), and this is a run of {dist.get_world_size()}. Start "
+            f"{folder.parent} was saved by {saved_by} rank(s), and this run has {dist.get_world_size()}. Start "
             f"{saved_by}, or use AccelDeepSpeedStrategy(load_universal=True), which converts it once."
         )
 
@@ -178,14 +178,14 @@ def _load_what_is_not_trained(engine: Any, path: Path) -> None:
 
 
 def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
-    """Join the pieces of frozen parameters that stage 3 has saved, and cut them for these processes."""
+    """Join the pieces of frozen parameters that stage 3 has saved, and partition them over these ranks."""
     files = [file for file in folder.iterdir() if _MODEL_FILE.search(file.name)]
     saved = [_load_tensors(file) for file in sorted(files, key=lambda file: int(file.name.split("_")[3]))]
     for name, parameter in frozen.items():
         if name not in saved[0]["frozen_param_shapes"]:
             raise ValueError(
                 f"{name} is frozen here and was not when {folder.parent} was saved: load_universal=True cannot restore "
-                "it. Freeze the same parameters as then, or resume with the number of processes that saved."
+                "it. Freeze the same parameters as then, or resume with the number of ranks that saved."
             )
         shape = saved[0]["frozen_param_shapes"][name]
         pieces = torch.cat([each["frozen_param_fragments"][name].flatten() for each in saved])

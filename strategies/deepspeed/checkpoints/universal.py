@@ -1,7 +1,7 @@
-"""DeepSpeed's universal checkpoints: the same state for any number of processes.
+"""DeepSpeed's universal checkpoints: the same state for any number of ranks.
 
-``python -m accelight.strategies.deepspeed.universal CHECKPOINT`` converts by hand what ``load_universal=True`` converts
-by itself.
+``python -m accelight.strategies.deepspeed.universal CHECKPOINT`` converts by hand what ``load_universal=True``
+converts automatically.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class TrainingFacts:
     """What is known beside the config."""
 
     world_size: int = 1
-    """Data-parallel processes."""
+    """Data-parallel ranks."""
     micro_batch_size: int | None = None
-    """Samples in one process's batch; None where the loaders do not tell."""
+    """Samples in one rank's batch; None where the loaders do not tell."""
     accumulate_grad_batches: int = 1
     """Of the Trainer; 1 counts as not given."""
     gradient_clip_val: float | None = None
@@ -53,7 +53,7 @@ def resolve(config: HfDeepSpeedConfig, facts: TrainingFacts) -> DeepSpeedSetting
 
     Source: accelerate 1.15 ``accelerator.py`` (``_prepare_deepspeed``); transformers 5.23
     ``integrations/deepspeed.py`` for the values that depend on the hidden size and for Adam's. Different here: clipping
-    that nobody asks for is off; a schedule's steps are not divided by the number of processes.
+    that nobody asks for is off; a schedule's steps are not divided by the number of ranks.
     """
     filling = _Filling(HfDeepSpeedConfig(config), facts)
     filling.fill_window()
@@ -130,7 +130,7 @@ class _Filling:
         if micro is None:
             self.open[micro_key] = (
                 "the dataloaders have no batch size of their own (a batch sampler, or a dataset that makes batches); "
-                f"set {micro_key} to the samples in one process's batch"
+                f"set {micro_key} to the samples in one rank's batch"
             )
             self.config.del_config_sub_tree(total_key)  # follows from the other, so it is no problem of its own
             return

@@ -31,7 +31,7 @@ class DummyScheduler:
     """Stands for the schedule that the DeepSpeed config defines, or for one that is made once the optimizer exists.
 
     Its values fill the ``"auto"`` entries of ``scheduler.params``; an entry that has a value in the config keeps it.
-    All steps are optimizer steps of the whole job: nothing is divided by the number of processes.
+    All steps are optimizer steps of the whole job: nothing is divided by the number of ranks.
 
     Args:
         optimizer: The optimizer in the code: a `DummyOptim`, or a real one.
@@ -41,7 +41,7 @@ class DummyScheduler:
         **kwargs: Further values by the config's names, for example ``warmup_min_lr``.
 
     Source: accelerate 1.15 ``utils/deepspeed.py``, which ignores ``kwargs``, and whose ``prepare`` divides
-    ``total_num_steps`` by the number of processes but not ``warmup_num_steps``.
+    ``total_num_steps`` by the number of ranks but not ``warmup_num_steps``.
     """
 
     def __init__(

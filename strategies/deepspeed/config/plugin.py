@@ -172,7 +172,7 @@ class DeepSpeedPlugin:
         Args:
             prefix: Where in the config to begin, with a dot at its end.
             mismatches: Where mismatches are noted. They are an error in the end unless there is a ``prefix``, too.
-            config: The part of the config at ``prefix``; by default the whole.
+            config: The part of the config at ``prefix``; by default all of it.
             must_match: Whether values that are not ``"auto"`` have to be those of ``kwargs``, where they have one.
             **kwargs: Values by key, for example ``**{"optimizer.params.lr": 1e-4}``.
 
@@ -234,7 +234,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Build modules partitioned, or (by default) whole, inside this context."""
+        """Build modules partitioned, or (by default) unpartitioned, inside this context."""
         before = self.zero3_init_flag
         self._switch_zero3_init(enable)
         try:

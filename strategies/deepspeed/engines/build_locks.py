@@ -1,4 +1,4 @@
-"""Locks that a killed build has left: torch waits for ever for who took one, and says nothing."""
+"""Locks left behind by a killed build: torch would wait for them for ever, without a message."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LONGEST_BUILD_S = 600.0
 def check_build_locks(*ops: str) -> None:
     """Check that nobody left the locks of these ops behind, before DeepSpeed compiles or loads them.
 
-    A lock that a process of this machine has open is that of a running build. Another one may belong to another machine
-    with the same home folder, as long as it is young: that is a warning.
+    A lock that a process on this machine holds open belongs to a running build. Any other may belong to another machine
+    with the same home folder: while it is recent, that is a warning.
 
     Args:
         *ops: DeepSpeed's names of the ops, as ``cpu_adam``.
@@ -73,7 +73,7 @@ def _age_s(path: Path) -> float | None:
 
 
 def is_open(path: Path) -> bool:
-    """Whether a process on this machine has the file open, as far as one may look (nowhere, without ``/proc``)."""
+    """Whether a process on this machine has the file open, as far as ``/proc`` shows."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if os.readlink(link) == str(path):

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
+from .engine_registry import remember
 from .library import deepspeed_library, ninja_on_path
-from .living_engines import remember
 from .window import Window
 
 
@@ -31,7 +31,7 @@ def start_engine(
     Args:
         module: The model; the engine shards it in place.
         settings: Of this engine; their config is handed on.
-        device: Where this process computes.
+        device: Where this rank computes.
         optimizer: A real optimizer; None takes the config's, over ``parameters``.
         parameters: Parameters, or groups of them, for the config's optimizer.
         lr_scheduler: A callable that makes a schedule; None takes the config's, if it has one.
@@ -95,7 +95,7 @@ def step(engine: Any, window: Window, factor: float, **kwargs: Any) -> torch.Ten
 
 
 def _plain_norm(engine: Any) -> torch.Tensor:
-    """Return the norm of gradients that every rank has whole: stage 0 keeps none in fp32, a scaled one in fp16."""
+    """Return the norm of unpartitioned gradients: stage 0 computes none in fp32, and a scaled one in fp16."""
     config, scaler = getattr(engine.optimizer, "loss_scale_config", None), engine.torch_autocast_z0_gradscaler
     scale = scaler.get_scale() if scaler is not None else 1.0 if config is None else config.cur_scale
     return nn.utils.get_total_norm([gradient.float() for gradient in _plain_gradients(engine)]) / scale

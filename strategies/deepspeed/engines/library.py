@@ -58,7 +58,7 @@ def choose_accelerator(device: torch.device) -> None:
 
 
 def deepspeed_library() -> Any:
-    """Import DeepSpeed, without what it makes torch say at every step and a user can do nothing about."""
+    """Import DeepSpeed, without the warnings that torch would repeat at every step because of it."""
     if "deepspeed" in sys.modules:
         _silence()
         return sys.modules["deepspeed"]
@@ -76,7 +76,7 @@ def _silence() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a user should see a line of DeepSpeed's log: not that an optimizer is no Adam, which trains well."""
+    """Whether a line of DeepSpeed's log is shown: not that an optimizer is untested, since others than Adam work."""
     return "ZeRO with an untested optimizer" not in record.getMessage()
 
 

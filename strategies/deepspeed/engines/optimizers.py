@@ -55,7 +55,7 @@ class Chosen:
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     def trained(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer trains, as long as DeepSpeed has not taken its groups over."""
+        """Return the parameters that the optimizer trains, before DeepSpeed takes over its groups."""
         groups = self.parameters(module) if self.real is None else self.real.param_groups
         return [each for group in groups for each in (group["params"] if isinstance(group, dict) else [group])]
 
@@ -65,7 +65,7 @@ class Chosen:
         return self.scheduler.lr_scheduler_callable if isinstance(self.scheduler, DummyScheduler) else None
 
     def take_schedule(self, engine: Any) -> None:
-        """Take over the schedule that the engine made: the Trainer steps it, and not the engine, too."""
+        """Take over the schedule that the engine made: the Trainer steps it, so the engine must not."""
         schedule, engine.lr_scheduler = engine.lr_scheduler, None
         if schedule is None:
             return
@@ -75,7 +75,7 @@ class Chosen:
 
 
 def choose(module: LightningModule, config: HfDeepSpeedConfig) -> Chosen:
-    """Call ``configure_optimizers`` and check what it returns against the DeepSpeed config.
+    """Call ``configure_optimizers`` and check its result against the DeepSpeed config.
 
     Raises:
         ValueError: If both or neither define the optimizer, both define the schedule, a dummy has nothing to stand

@@ -1,8 +1,8 @@
 """Optimizer steps that leave out the parameters without a gradient, as torch's do, on ZeRO's flat partitions.
 
-Where every parameter of a partition has a gradient, the optimizer steps on the flat tensor, and nothing is different.
-Else it steps on the pieces of those that have one: neither momentum nor decay touch the others, and what it counts for
-each tensor (Adam's steps) is counted for each parameter.
+Where every parameter of a partition has a gradient, the optimizer steps on the flat tensor as usual. Otherwise it steps
+on the pieces of those that have one: neither momentum nor decay touches the others, and what it counts for each tensor
+(such as Adam's steps) is counted for each parameter.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class PiecewiseSteps:
         if group in self._own:
             return self._own[group]
         flat = layout.masters(self._zero)[group]
-        whole = self._zero.optimizer.state.get(flat)
-        if not whole:
+        flat_state = self._zero.optimizer.state.get(flat)
+        if not flat_state:
             return {}
-        counted = {key: value for key, value in whole.items() if not _is_spread(value, flat)}
+        counted = {key: value for key, value in flat_state.items() if not _is_spread(value, flat)}
         return {piece.parameter: _copied(counted) for piece in self._pieces[group]}
 
     def _check_possible(self) -> None:
@@ -122,13 +122,13 @@ class PiecewiseSteps:
 
     def _take_state(self, piece: layout.Piece, flat: Tensor, state: State, own: dict[nn.Parameter, State]) -> None:
         """Put what the optimizer has kept for a piece where it is kept for all."""
-        whole = self._zero.optimizer.state[flat]
+        flat_state = self._zero.optimizer.state[flat]
         counted = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == piece.numel:
-                if key not in whole:
-                    whole[key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
-                mine = piece.of(whole[key])
+                if key not in flat_state:
+                    flat_state[key] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
+                mine = piece.of(flat_state[key])
                 if mine.data_ptr() != value.data_ptr():
                     mine.copy_(value)
             else:

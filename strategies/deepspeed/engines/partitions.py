@@ -1,4 +1,4 @@
-"""Where ZeRO's optimizers keep what belongs to a parameter: this process's piece of it, in a flat partition.
+"""Where ZeRO's optimizers keep what belongs to a parameter: this rank's piece of it, in a flat partition.
 
 Stages 1 to 3 hand the user's optimizer one flat tensor for each parameter group (stage 3: for each sub-group). The
 attributes are those of DeepSpeed 0.19.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Piece:
-    """This process's part of one parameter."""
+    """This rank's part of one parameter."""
 
     parameter: nn.Parameter
     group: int
@@ -49,7 +49,7 @@ def parameter_groups(optimizer: Any) -> list[list[nn.Parameter]]:
 
 
 def masters(optimizer: Any) -> list[Tensor]:
-    """Return this process's flat partitions of the weights that the optimizer steps on."""
+    """Return this rank's flat partitions of the weights that the optimizer steps on."""
     flat: list[Tensor] = (
         optimizer.fp32_partitioned_groups_flat if is_stage_3(optimizer) else optimizer.single_partition_of_fp32_groups
     )
@@ -57,7 +57,7 @@ def masters(optimizer: Any) -> list[Tensor]:
 
 
 def computing_weights(optimizer: Any) -> list[Tensor | None]:
-    """Return this process's flat partitions of the weights that the model computes with; None if they are on NVMe."""
+    """Return this rank's flat partitions of the weights that the model computes with; None if they are on NVMe."""
     if is_stage_3(optimizer):
         return list(optimizer.fp16_partitioned_groups_flat)
     return [
@@ -69,7 +69,7 @@ def computing_weights(optimizer: Any) -> list[Tensor | None]:
 
 
 def pieces(optimizer: Any) -> Iterator[Piece]:
-    """Yield this process's piece of each parameter that it has a part of."""
+    """Yield this rank's piece of each parameter that it has a part of."""
     return _pieces_3(optimizer) if is_stage_3(optimizer) else _pieces_1_2(optimizer)
 
 

@@ -1,7 +1,7 @@
-"""Which way ranks go through a model that stage 3 has partitioned: together, or each its own.
+"""Keeping ranks on one path through the layers of a model that stage 3 has partitioned, or letting them differ.
 
-Stage 3 gathers a layer's parameters where the layer is used, on all ranks at once. A rank that goes another way gathers
-other parameters than its peers, which ends the processes, hangs, or mixes values.
+Stage 3 gathers a layer's parameters where the layer is used, on all ranks at once. A rank on a path of its own would
+gather other parameters than its peers, which crashes, hangs, or mixes up values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...common.compared_actions import ComparedActions
 
 WAY_OUT = (
     "Stage 3 gathers parameters where they are used, on every rank at once. Use stage 0, 1 or 2, or "
-    "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters whole, or let each rank use the same "
-    "layers, for example by adding 0 * layer(x).sum() to its loss."
+    "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters gathered, or let each rank use the "
+    "same layers, for example by adding 0 * layer(x).sum() to its loss."
 )
 
 
 def hold_parameters(engine: Any) -> None:
-    """Let an engine of stage 3 have every parameter whole from each forward to the next step: ranks may differ then."""
+    """Let stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
     coordinator = _coordinator(engine)
     coordinator.reset_step = lambda: None  # its trace of layers has to be alike on every rank
     gather(engine)
@@ -42,7 +42,7 @@ def gather(engine: Any) -> None:
 
 
 def hold_parameters_in_forward(engine: Any) -> None:
-    """Let an engine for evaluation have every parameter whole in each forward, none afterwards: ranks may differ."""
+    """Let an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
     _coordinator(engine).reset_step = lambda: None
     engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
     engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)

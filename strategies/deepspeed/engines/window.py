@@ -1,13 +1,19 @@
-"""The gradients of one accumulation window in DeepSpeed's engine: whole, alike on every rank, and gone when it ends.
+"""The gradients of one accumulation window in DeepSpeed's engine: complete, the same on all ranks, gone when it ends.
 
 [Note: one window]
-DeepSpeed 0.19 reduces gradients in the order in which backward makes them, so that ranks which use different parameters
-would add up gradients of different ones; it keeps what a window that was dropped has left; stage 3 keeps the gradient
-of a parameter that the next window does not use; and its optimizers step on all that they have. Here the engine never
-decides what a window is (``managed_gradient_accumulation`` is false): each backward adds to it, `Window.complete` ends
-it, and `Window.forget` drops it. Before each backward of the stages 2 and 3, and at the end of a window for 0 and 1,
-ranks agree on the parameters that have a gradient somewhere. Where they differ, this backward's gradients are held back
-and reduced after it in one order, those that are missing as zeros.
+Left to itself, DeepSpeed 0.19 gets some windows wrong:
+
+- It reduces gradients in the order in which backward makes them. Ranks that use different parameters would add up the
+  gradients of different ones.
+- It keeps the gradients of a window that was dropped; stage 3 also keeps that of a parameter which the next window does
+  not use. Its optimizers step on all gradients that they have.
+
+So the engine never decides what a window is (``managed_gradient_accumulation`` is false): each backward adds to it,
+`Window.complete` ends it, and `Window.forget` drops it.
+
+Ranks agree on the parameters that have a gradient on any of them: before each backward at stages 2 and 3, at the end of
+a window at stages 0 and 1. Where they differ, the gradients of this backward are held back and reduced after it, in one
+order, with zeros for those that are missing.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from . import partitions as layout
-from . import same_path as paths
-from .agreement import agree, ranks_without, will_get_gradients
 from .changed_weights import LostChanges, take_changed_weights
 from .dropped_gradients import drop_gradients
 from .partial_steps import PiecewiseSteps
+from .same_path import WAY_OUT, gather
+from .used_parameters import agree, ranks_without, will_get_gradients
 
 _NAME = "accelight_window"
 
@@ -36,8 +42,8 @@ class Window:
     Args:
         engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
         optimized: The parameters that its optimizer trains.
-        device: Where this process computes.
-        is_whole: Whether stage 3 has been told to hold parameters (`paths.hold_parameters`).
+        device: Where this rank computes.
+        is_whole: Whether stage 3 has been told to hold parameters (`same_path.hold_parameters`).
     """
 
     def __init__(
@@ -59,14 +65,14 @@ class Window:
         if not self._is_plain:
             zero.add_param_group = _refuse_group
         self.used: set[nn.Parameter] = set()
-        """Parameters that have got a gradient in this window, on some rank."""
+        """Parameters that have a gradient in this window, on any rank."""
         self._leaves: set[nn.Parameter] = set()
         self._order = 0
         self._is_held = self._is_complete = False
         self._is_dirty = True
         self._clip_norm: float | None = None
         self.is_stale = self._adds_to_stale = False
-        """Whether the optimizer has stepped, and nobody has asked for zeroed gradients since."""
+        """Whether the optimizer has stepped and gradients have not been zeroed since."""
         self.has_stepped = False
         """Whether the last `step` had gradients to step on."""
         self.steps: PiecewiseSteps | None = None
@@ -81,7 +87,7 @@ class Window:
 
     @contextmanager
     def on_module(self, module: nn.Module) -> Iterator[None]:
-        """Let the module's own ``zero_grad()`` drop these gradients, too, in this context.
+        """Let the module's own ``zero_grad()`` drop these gradients as well, in this context.
 
         Lightning calls it before validation, and users do in manual optimization.
         """
@@ -108,7 +114,7 @@ class Window:
 
     def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
-            if parameter not in self._leaves:  # DeepSpeed makes up zeros for those
+            if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
                 self.used.add(parameter)
             self._order = hash((self._order, self._places.get(parameter, -1)))
         self._reduce(parameter, *args)
@@ -119,7 +125,7 @@ class Window:
 
         Raises:
             RuntimeError: On every rank, before anything is reduced, if ranks use different parameters and this stage
-                cannot bring that together.
+                cannot handle that.
         """
         if self._is_complete:
             raise RuntimeError(
@@ -134,7 +140,7 @@ class Window:
         if self._is_partitioned:
             zero.set_gradient_accumulation_boundary(False)
         if self._is_whole:
-            paths.gather(self.engine)
+            gather(self.engine)
         if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
             zero.micro_step_id = 1
         agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
@@ -187,7 +193,7 @@ class Window:
         lacking = ranks_without(will_get_gradients([first])[0], self.device)
         raise RuntimeError(
             f"{', '.join(self.names[each] for each in mixed)}: only some ranks use it in this batch (rank "
-            f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {paths.WAY_OUT}"
+            f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {WAY_OUT}"
         )
 
     def _let_go(self) -> None:
@@ -232,12 +238,12 @@ class Window:
             have = agree([self._has_gradient(each) for each in self._parameters], self.device).some
             self.used = {each for each, some in zip(self._parameters, have, strict=True) if some}
             self._check_plain()
-        engine._running_engine_step = True  # what its step() says, too
+        engine._running_engine_step = True  # as its own step() says
         try:
             engine.allreduce_gradients()
         finally:
             engine._running_engine_step = False
-        if not self._is_partitioned:  # DeepSpeed has made up zeros for everything
+        if not self._is_partitioned:  # DeepSpeed has filled in zeros for every parameter
             for parameter in engine.module.parameters():
                 if parameter not in self.used:
                     parameter.grad = None

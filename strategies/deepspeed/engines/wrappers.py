@@ -1,4 +1,4 @@
-"""Faces of a DeepSpeed engine, its optimizer and its schedule that fit a conventional training loop."""
+"""Wrappers that let a conventional training loop drive a DeepSpeed engine, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradients' norm over all processes at the last step, before clipping.
+        """Return the gradients' norm over all ranks at the last step, before clipping.
 
         None before the first step, and where DeepSpeed does not compute it (stage 0 in fp32).
         """
@@ -98,12 +98,12 @@ class DeepSpeedOptimizerWrapper(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state of this process."""
+        """Return the inner optimizer's state on this rank."""
         return self.optimizer.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hand this process's state to the inner optimizer."""
+        """Hand this rank's state to the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     @override

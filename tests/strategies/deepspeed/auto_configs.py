@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+WARMUP_AND_DECAY: dict[str, Any] = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
+        "total_num_steps": "auto",
+    },
+}
 # As the documentation of transformers and Accelerate has it: everything that can be "auto" is.
 EVERYTHING_AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
@@ -12,15 +21,7 @@ EVERYTHING_AUTO: dict[str, Any] = {
         "type": "AdamW",
         "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
     },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
-    },
+    "scheduler": WARMUP_AND_DECAY,
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,

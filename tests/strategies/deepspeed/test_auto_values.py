@@ -125,7 +125,7 @@ def test_batch_sizes_that_nobody_knows(config: dict[str, Any]) -> None:
         filled(config, micro_batch_size=None)
     (line,) = str(caught.value).splitlines()[1:]
     assert line.startswith("- train_micro_batch_size_per_gpu: the dataloaders have no batch size of their own (a batch")
-    assert line.endswith("set train_micro_batch_size_per_gpu to the samples in one process's batch")
+    assert line.endswith("set train_micro_batch_size_per_gpu to the samples in one rank's batch")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Saving and resuming with DeepSpeed: the next loss is the same, on another number of processes, too."""
+"""Saving and resuming with DeepSpeed: the next loss is the same, on another number of ranks, too."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_resumes_with_the_same_next_loss(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- other numbers of processes
 def go_on(case: Case, configs: list[dict[str, Any]], epoch: int, folder: Path) -> list[tuple[Outcome, float]]:
-    """Train one epoch more, every rank on the same batches: the number of processes changes nothing then."""
+    """Train one epoch more, every rank on the same batches: the number of ranks changes nothing then."""
     found = []
     for number, config in enumerate(configs):
         outcome, path = Outcome(), folder / str(number)
@@ -200,7 +200,7 @@ def test_refused_checkpoints(tmp_path: Path) -> None:
     run_on_ranks(2, save_stage2, tmp_path)
     errors = run_on_ranks(1, refuse, tmp_path, timeout_s=120)[0]
     for name, expected in (
-        ("number", "saved by 2 process(es)"),
+        ("number", "saved by 2 rank(s)"),
         ("number", "load_universal=True"),
         ("stage", "saved with ZeRO stage 1 or 2"),
         ("absent", "does not exist"),

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from accelight.state import AcceleratorState, DistributedType, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, DeepSpeedPlugin, DummyOptim, DummyScheduler
 from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.auto_configs import WARMUP_AND_DECAY
 from tests.strategies.deepspeed.training import ds_config, trainer_for, whole_weights
 from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, dataset, quiet_trainer, rank_loader
 
@@ -27,15 +28,7 @@ def auto_config(stage: int) -> dict[str, Any]:
             "type": "AdamW",
             "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
         },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "total_num_steps": "auto",
-            },
-        },
+        "scheduler": WARMUP_AND_DECAY,
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from tests.ranks import forget_processes, run_on_ranks
-from tests.strategies.deepspeed.training import ds_config, trainer_for, whole_weights
+from tests.strategies.deepspeed.training import CONFIGS, ds_config, trainer_for, whole_weights
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, rank_loader, train_plain
 
 pytestmark = pytest.mark.gpu
-
-OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,17 +39,7 @@ def on_gpus(*args: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(ds_config(0), id="stage0"),
-        pytest.param(ds_config(1), id="stage1"),
-        pytest.param(ds_config(2), id="stage2"),
-        pytest.param(ds_config(3), id="stage3"),
-        pytest.param(ds_config(2, **OFFLOADED), id="stage2_offload"),
-        pytest.param(ds_config(3, **OFFLOADED, offload_param={"device": "cpu"}), id="stage3_offload"),
-    ],
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_trains_as_a_plain_loop(config: dict[str, Any], optimizer: str) -> None:
     case = Case(accumulate=3, clip_norm=0.1, optimizer=optimizer)
     # fp32 sums of CUDA kernels have another order than those of the CPU; errors grow over some ten steps.

@@ -9,32 +9,20 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.strategies.deepspeed.training import ds_config, train_deepspeed
+from tests.strategies.deepspeed.training import CONFIGS, train_deepspeed
 from tests.strategies.oracle import Case, Outcome, assert_same, train_plain
 
 CASES = [  # with accumulation 3, the last of 7 micro-batches is a window of its own
     Case(accumulate=accumulate, clip_norm=clip_norm, optimizer=optimizer)
     for accumulate, clip_norm, optimizer in itertools.product((1, 3), (None, 0.1), ("sgd", "adamw"))
 ]
-OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
-EVERYTHING_OFFLOADED: dict[str, Any] = {**OFFLOADED, "offload_param": {"device": "cpu"}}
 
 
 def train_all(cases: list[Case], config: dict[str, Any]) -> list[Outcome]:
     return [train_deepspeed(case, config) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(ds_config(0), id="stage0"),
-        pytest.param(ds_config(1), id="stage1"),
-        pytest.param(ds_config(2), id="stage2"),
-        pytest.param(ds_config(3), id="stage3"),
-        pytest.param(ds_config(2, **OFFLOADED), id="stage2_offload"),
-        pytest.param(ds_config(3, **EVERYTHING_OFFLOADED), id="stage3_offload"),
-    ],
-)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_trains_as_a_plain_loop(config: dict[str, Any]) -> None:
     offloaded = "offload_optimizer" in config["zero_optimization"]  # DeepSpeed's own Adam then: a test of its own
     cases = [case for case in CASES if not (offloaded and case.optimizer == "adamw")]

@@ -22,6 +22,19 @@ def ds_config(stage: int, **zero: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **SMALL_BUCKETS, **zero}}
 
 
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+EVERYTHING_OFFLOADED: dict[str, Any] = {**OFFLOADED, "offload_param": {"device": "cpu"}}
+CONFIGS = {
+    "stage0": ds_config(0),
+    "stage1": ds_config(1),
+    "stage2": ds_config(2),
+    "stage3": ds_config(3),
+    "stage2_offload": ds_config(2, **OFFLOADED),
+    "stage3_offload": ds_config(3, **EVERYTHING_OFFLOADED),
+}
+"""Every kind of sharding and offloading, by name."""
+
+
 def whole_weights(module: LightningModule) -> dict[str, Tensor]:
     """Return all weights on every rank, without the prefix of `TinyModule`."""
     import deepspeed  # in the processes alone

@@ -1,7 +1,7 @@
 """Which DeepSpeed engine is on which module: the next one has to end it first, whichever strategy made it.
 
-An engine stays on its module after fit(): it evaluates and saves what it has trained. Its hooks on parameters and
-layers would go on beside the next engine's, reduce gradients twice and gather parameters for nobody.
+An engine stays on its module after fit(): it evaluates and saves what it has trained. If it were still there when the
+next engine trains, its hooks on parameters and layers would reduce gradients twice and gather parameters for nobody.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config.settings import DeepSpeedSettings
-from . import partitions as layout
 from .library import deepspeed_library
+from .master_weights import MasterWeights
 from .window import window_of
 
 _ENGINES: WeakKeyDictionary[Any, DeepSpeedSettings] = WeakKeyDictionary()
-_OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions that belong to one engine, and that the next would take over
+_OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions of one engine, which the next would take over
 _OF_PARAMETERS = {
     *("all_gather", "all_gather_coalesced", "partition", "reduce_gradients_at_owner", "partition_gradients", "item"),
     *("aligned_size", "padding_size", "partition_numel", "convert_to_zero_parameters", "_orig_item", "nvme_swapper"),
@@ -39,11 +39,11 @@ def engine_of(module: nn.Module) -> tuple[Any, DeepSpeedSettings] | None:
     return next((found for found in _ENGINES.items() if found[0].module is module), None)
 
 
-def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
+def end_engines_on(module: nn.Module, *, stage: int) -> MasterWeights:
     """End every engine that has a parameter of this module.
 
-    Parameters keep their values. Those that stage 3 has partitioned stay so if the next engine is of that stage, else
-    every process has them whole again.
+    Parameters keep their values. Those that stage 3 has partitioned stay partitioned for another engine of that stage;
+    for any other, every rank gets the full parameters back.
 
     Args:
         module: The module that gets another engine.
@@ -52,12 +52,12 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Masters:
     Returns:
         The fp32 weights of what was trained in 16 bits.
     """
-    mine, masters = set(module.parameters()), Masters()
+    mine, masters = set(module.parameters()), MasterWeights()
     for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:
         masters.keep(engine)
         end_engine(engine)
     if stage != 3:
-        make_whole(module)
+        unpartition(module)
     return masters
 
 
@@ -67,7 +67,7 @@ def end_engine(engine: Any) -> None:
     window = window_of(engine)
     if window is not None:
         window.forget()
-    put_down(engine)
+    release_parameters(engine)
     engine.destroy()
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if hasattr(engine, name):
@@ -80,8 +80,8 @@ def end_engine(engine: Any) -> None:
             parameter.ds_persist = parameter.is_external_param = False  # the next engine has its own
 
 
-def put_down(engine: Any) -> None:
-    """Let stage 3 release every parameter, also after an exception in the middle of a forward or backward."""
+def release_parameters(engine: Any) -> None:
+    """Let stage 3 release all parameters, even after an exception in the middle of a forward or backward."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     if not hasattr(offload, "partition_all_parameters"):
         return
@@ -101,8 +101,8 @@ def put_down(engine: Any) -> None:
 
 
 @contextmanager
-def shapes_to_see(module: nn.Module) -> Iterator[None]:
-    """Let partitioned parameters show their shapes in this context, without any memory, and without their values."""
+def full_shapes(module: nn.Module) -> Iterator[None]:
+    """Let partitioned parameters have their full shapes in this context, without their values and without memory."""
     partitioned: list[Any] = [each for each in module.parameters() if hasattr(each, "ds_id")]
     hidden = [each for each in partitioned if each.numel() != each.ds_numel]
     before = [each.data for each in hidden]
@@ -115,7 +115,7 @@ def shapes_to_see(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def make_whole(module: nn.Module) -> None:
+def unpartition(module: nn.Module) -> None:
     """Undo stage 3's partitioning; every rank must call it."""
     for layer in module.modules():
         if "_original_parameters" in layer.__dict__:
@@ -124,55 +124,7 @@ def make_whole(module: nn.Module) -> None:
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):
             with deepspeed_library().zero.GatheredParameters([parameter]):
-                whole = parameter.data.clone()
+                full = parameter.data.clone()
             for name in [name for name in vars(parameter) if name.startswith("ds_") or name in _OF_PARAMETERS]:
                 delattr(parameter, name)
-            parameter.data = whole
-
-
-class Masters:
-    """The fp32 weights that an engine had beside the 16-bit ones, for the engine after it."""
-
-    def __init__(self) -> None:
-        self._pieces: dict[nn.Parameter, tuple[int, Tensor]] = {}
-
-    def keep(self, engine: Any) -> None:
-        """Keep this process's part of an engine's fp32 weights."""
-        zero = engine.optimizer
-        if not layout.is_partitioned_optimizer(zero):
-            return
-        flats = layout.masters(zero)
-        for piece in layout.pieces(zero):
-            if piece.parameter.dtype != flats[piece.group].dtype:
-                self._pieces[piece.parameter] = piece.start, piece.of(flats[piece.group].detach())
-
-    @torch.no_grad()
-    def give(self, engine: Any) -> None:
-        """Hand them to the next engine, parameter by parameter; every rank must call it.
-
-        What was changed since (``load_state_dict()`` on the module, say) stays as it is in the module.
-        """
-        zero = engine.optimizer
-        known = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(known, bool(self._pieces))
-        if not any(known) or not layout.is_partitioned_optimizer(zero):
-            return
-        masters, weights = layout.masters(zero), layout.computing_weights(zero)
-        mine = {piece.parameter: piece for piece in layout.pieces(zero)}
-        for parameter in (each for group in layout.parameter_groups(zero) for each in group):
-            numel = int(getattr(parameter, "ds_numel", parameter.numel()))
-            whole = torch.zeros(2, numel, device=engine.device)  # values, and where there are any
-            if parameter in self._pieces:
-                start, values = self._pieces[parameter]
-                whole[0, start : start + values.numel()] = values.to(whole.device)
-                whole[1, start : start + values.numel()] = 1
-            torch.distributed.all_reduce(whole)
-            piece = mine.get(parameter)
-            lowered = None if piece is None else weights[piece.group]
-            if piece is None or lowered is None:
-                continue
-            values, given = whole[:, piece.start : piece.start + piece.numel]
-            now = piece.of(lowered)
-            kept = (given > 0) & (values.to(now.dtype) == now.to(values.device))
-            master = piece.of(masters[piece.group].detach())
-            master.copy_(torch.where(kept, values.to(master.dtype), master.to(values.device)))
+            parameter.data = full

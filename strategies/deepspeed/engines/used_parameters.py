@@ -1,4 +1,4 @@
-"""What the ranks have to agree on before they reduce gradients: which parameters have one."""
+"""Which parameters get a gradient, and on which ranks: all have to know before they reduce gradients."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def agree(have: Sequence[bool], device: torch.device, order: int = 0) -> Agreed:
     check = order % _LARGEST
     vector = torch.cat([here.flatten(), torch.tensor([check, -check])]).to(_device(device))
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    told = vector.tolist()
-    some, lacking = told[: len(have)], told[len(have) : 2 * len(have)]
+    reduced = vector.tolist()
+    some, lacking = reduced[: len(have)], reduced[len(have) : 2 * len(have)]
     mixed = [bool(one and other) for one, other in zip(some, lacking, strict=True)]
-    return Agreed([bool(each) for each in some], mixed, told[-2] == -told[-1])
+    return Agreed([bool(each) for each in some], mixed, reduced[-2] == -reduced[-1])
 
 
 def _device(device: torch.device) -> torch.device:
@@ -50,9 +50,9 @@ def _device(device: torch.device) -> torch.device:
 
 
 def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Tell which parameters the running backward gives a gradient; call it in a hook, before any has one.
+    """Return which parameters the running backward will give a gradient; call it in a hook, before any has one.
 
-    What a reentrant checkpoint computes anew is not in the graph yet, and counts as not used.
+    What a reentrant checkpoint is still to recompute is not in the graph yet, and counts as unused.
     """
     with torch.enable_grad():  # older torch needs it for leaves
         nodes = [_get_grad_fn_or_grad_acc(each) if each.requires_grad else None for each in parameters]
@@ -62,6 +62,6 @@ def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
 def ranks_without(have: bool, device: torch.device) -> list[int]:
     """Return the ranks that call this with False."""
     mine = torch.tensor([int(have)], device=_device(device))
-    told: list[Tensor] = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, mine)
-    return [rank for rank, each in enumerate(told) if not int(each)]
+    answers: list[Tensor] = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(answers, mine)
+    return [rank for rank, each in enumerate(answers) if not int(each)]
