@@ -120,3 +120,9 @@ def test_plain_values_come_out_as_they_went_in(protocol: int) -> None:
     assert found == value
     assert isinstance(found, dict)
     assert found["shared"][0] is found["shared"][2]["again"]
+
+
+def test_a_protocol_of_the_future_is_refused() -> None:
+    """As CPython and torch refuse it: what its opcodes mean is not known."""
+    with pytest.raises(CheckpointError, match="is of protocol 16, which it may not"):
+        load_restricted(b"\x80\x10N.", {}, "it")

@@ -343,6 +343,8 @@ def _binpersid(machine: Machine, position: int) -> int:
 
 @_handles(pickle.PROTO)
 def _proto(machine: Machine, position: int) -> int:
+    if machine.data[position] > pickle.HIGHEST_PROTOCOL:
+        raise machine.error(f"is of protocol {machine.data[position]}")
     return position + 1
 
 
