@@ -1,10 +1,9 @@
-"""What holds for every test: a clean environment and state, and a watchdog for what runs in this process."""
+"""What holds for every test: a clean environment and state, and a limit of time."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from tests import deepspeed_ops
 from tests.ranks import reset_singletons
+from tests.slowness import slowness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: threads would only fight
 _TEST_LIMIT_S = 300.0
@@ -24,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and this machine has none"))
     items.sort(key=lambda item: _uses_deepspeed(item.path))  # the others run while its ops are built
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that hangs fail, with its stacks, and end what it has started; the tests after it go on."""
+    if item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(_TEST_LIMIT_S * slowness()))
+    return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -49,9 +57,7 @@ def _ops_are_built(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     environment = dict(os.environ)
-    faulthandler.dump_traceback_later(_TEST_LIMIT_S, exit=True)
     yield
-    faulthandler.cancel_dump_traceback_later()
     reset_singletons()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -27,6 +27,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.slowness import slowness
+
 _PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -83,7 +85,9 @@ class _Pool:
         if world_size not in self.workers:
             self.workers[world_size] = [self._fork() for _ in range(world_size)]
             for worker in self.workers[world_size]:  # a test's time begins when its processes are there
-                assert worker.connection.poll(_START_S), f"no worker after {_START_S} s: {_tail(worker.log)}"
+                assert worker.connection.poll(_START_S * slowness()), (
+                    f"no worker after {_START_S} s: {_tail(worker.log)}"
+                )
                 worker.connection.recv()
         return self.workers[world_size]
 
@@ -143,7 +147,7 @@ def run_on_ranks(
     timeout_s: float = 60,
     env: Mapping[str, str] | None = None,
     init_group: bool = True,
-    group_timeout_s: float = 60,
+    group_timeout_s: float | None = None,
 ) -> list[Any]:
     """Run module-level ``fn(*args)`` on ``world_size`` processes and return their results in rank order.
 
@@ -151,16 +155,19 @@ def run_on_ranks(
         world_size: Number of processes.
         fn: A module-level function; it and its result travel by pickle.
         *args: Its arguments, the same on every rank (ask ``torch.distributed.get_rank()`` inside).
-        timeout_s: The watchdog: after so long the stack of every rank is printed and the processes are killed.
+        timeout_s: The watchdog: after so long (longer on a slow machine) the stack of every rank is printed and the
+            processes are killed.
         env: Environment variables beside the caller's own.
         init_group: Whether a gloo group exists when ``fn`` starts. Without it, ``fn`` finds a complete torchrun
             environment (``MASTER_PORT`` free) and may start the group itself.
-        group_timeout_s: Timeout of that group's collectives.
+        group_timeout_s: Timeout of that group's collectives. Default 60, or more on a slow machine.
 
     Raises:
         AssertionError: If a rank raised, died or hung; the message holds what each rank has to say.
     """
     __tracebackhide__ = True  # a failure is the ranks', not this function's
+    stretch = slowness()
+    timeout_s *= stretch
     pool = _pool()
     workers = pool.get(world_size)
     pool.num_runs += 1
@@ -181,7 +188,7 @@ def run_on_ranks(
     for rank, worker in enumerate(workers):
         worker.log.write_bytes(b"")
         rank_env = {**base, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        timeout = group_timeout_s if init_group else None
+        timeout = (group_timeout_s or 60 * stretch) if init_group else None
         worker.connection.send(
             _Order(task, rank_env, os.getcwd(), sys.path, rank, world_size, str(folder), timeout, timeout_s)
         )
@@ -236,7 +243,7 @@ def _describe_hang(worker: _Worker, timeout_s: float) -> str:
             break
         time.sleep(0.02)
     stacks = worker.stacks.read_text(errors="replace")
-    return f"still running when its time was up (limit {timeout_s} s). Its stacks:\n{stacks}\n{_tail(worker.log)}"
+    return f"still running when its time was up (limit {timeout_s:g} s). Its stacks:\n{stacks}\n{_tail(worker.log)}"
 
 
 def _tail(path: Path, num_chars: int = 4000) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.ranks import free_port
+from tests.slowness import slowness
 
 Launcher = Literal["python", "torchrun", "two_nodes", "by_hand"]
 
@@ -90,7 +91,7 @@ def run_script(
             [*launch_command(launcher, nproc, node, port), str(path), *args]
             for node in range({"two_nodes": 2, "by_hand": nproc}.get(launcher, 1))
         ]
-        return _run(commands, env or {}, timeout_s, check, cwd, Path(folder), while_running)
+        return _run(commands, env or {}, timeout_s * slowness(), check, cwd, Path(folder), while_running)
 
 
 def _run(
@@ -129,7 +130,7 @@ def _run(
         finally:
             _end(processes, signal.SIGKILL)
     text = output_path.read_text(errors="replace")
-    assert not hung, f"still running after {timeout_s} s: {commands}\n{text}"
+    assert not hung, f"still running after {timeout_s:g} s: {commands}\n{text}"
     assert not check or not any(returncodes), f"exit status {returncodes}: {commands}\n{text}"
     return ScriptResult(returncodes, text)
 
@@ -140,9 +141,10 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 90) -> None:
     Raises:
         AssertionError: After ``timeout_s``.
     """
+    timeout_s *= slowness()
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        assert time.monotonic() < deadline, f"not so after {timeout_s:g} s"
         time.sleep(0.02)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
+
+ROOT = Path(__file__).parents[1]
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
@@ -97,7 +102,7 @@ def test_a_script_reports_its_output_and_status() -> None:
 
 
 def test_a_hanging_script_shows_its_stacks() -> None:
-    with pytest.raises(AssertionError, match=r"(?s)still running after 1 s.*in wait_for_ever"):
+    with pytest.raises(AssertionError, match=r"(?s)still running after [0-9.]+ s.*in wait_for_ever"):
         run_script("import time\ndef wait_for_ever():\n    time.sleep(600)\nwait_for_ever()", timeout_s=1)
 
 
@@ -114,3 +119,35 @@ def _gather_on_a_mesh(num_groups_before: int) -> list[float]:
 def test_an_equal_mesh_has_the_groups_of_its_own_test() -> None:
     for num_groups in (3, 0, 5):
         assert run_on_ranks(4, _gather_on_a_mesh, num_groups) == [[0.0, 1.0, 2.0, 3.0]] * 4
+
+
+_HANGS = """
+import time
+import pytest
+from pathlib import Path
+from tests.ranks import _pool, run_on_ranks
+
+@pytest.mark.timeout(20)
+def test_that_hangs():
+    for worker in _pool().get(2):
+        Path(__file__).with_name(str(worker.process.pid)).touch()
+    run_on_ranks(2, time.sleep, 600, timeout_s=500)
+
+def test_after_it():
+    assert run_on_ranks(2, int) == [0, 0]
+"""
+
+
+def test_a_test_that_hangs_fails_alone_and_its_processes_end(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(_HANGS)
+    command = [sys.executable, "-m", "pytest", "-q", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}"]
+    done = subprocess.run(
+        [*command, "-ptests.conftest", "-pno:cacheprovider", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Timeout (>20.0s)" in done.stdout
+    processes = [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
+    assert len(processes) == 2
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
