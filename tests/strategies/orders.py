@@ -598,7 +598,9 @@ def refusal(script: Script, kind: str) -> str | None:
     if kind.startswith("zero") and script.manual:
         return "a DeepSpeed engine has one"
     if kind.startswith("zero") and "freeze" in actions and "thaw" in actions:
-        return "was frozen when fit() began"
+        return "was frozen when "  # fit() began, or the checkpoint was saved
+    if kind.startswith("zero") and "freeze" in actions:
+        return "was trained when "
     before = ("on_before_zero_grad", "on_before_backward")
     if kind.startswith("fsdp1") and any(
         e.action == "adversary" and e.hook in before for fit in script.fits for e in fit.events

@@ -93,6 +93,8 @@ def load(
         engine.optimizer._restore_from_bit16_weights = lambda: None
     clipping = getattr(engine.optimizer, "clip_grad", None)
     with reading_safely(weights_only), quietly(), _told_what_is_trained(engine):
+        if not universally:
+            _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
             str(path),
             tag=None if universally else universal.TAG,
@@ -120,17 +122,44 @@ def _told_what_is_trained(engine: Any) -> Iterator[None]:
 
     Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
     """
-    trained: set[nn.Parameter] = set()
+    before = [(each, each.requires_grad) for each in engine.module.parameters()]
     if layout.is_partitioned_optimizer(engine.optimizer):
         trained = {each for group in layout.parameter_groups(engine.optimizer) for each in group}
-    before = [(each, each.requires_grad) for each in engine.module.parameters()] if trained else []
-    for parameter, _ in before:
-        parameter.requires_grad_(parameter in trained)
+        for parameter, _ in before if trained else ():
+            parameter.requires_grad_(parameter in trained)
     try:
         yield
     finally:
         for parameter, requires_grad in before:
             parameter.requires_grad_(requires_grad)
+
+
+def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
+    """Take for frozen what was frozen when a checkpoint was saved, where DeepSpeed looks for the values it had.
+
+    Raises:
+        ValueError: If the optimizer is to be restored, and trains other parameters than the one that was saved.
+    """
+    saved = torch.load(_model_file(engine, folder), map_location="cpu", mmap=True).get("frozen_param_shapes")
+    if saved is None:  # stage 0, where it makes no difference
+        return
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad != (name in saved):
+            continue
+        if with_optimizer:
+            then, now = ("frozen", "is trained here") if name in saved else ("trained", "is frozen here")
+            raise ValueError(
+                f"{name} was {then} when {folder.parent} was saved, and {now}: DeepSpeed's optimizer has no state for "
+                "it there, or no place here. Begin fit() with the parameters frozen that were frozen then, and change "
+                "that in on_train_start(); or load the weights into the module and begin anew."
+            )
+        parameter.requires_grad_(name not in saved)
+
+
+def _model_file(engine: Any, folder: Path) -> Path:
+    """Return where a process finds the names of what was frozen."""
+    partitioned = folder / f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt"
+    return partitioned if partitioned.is_file() else folder / "mp_rank_00_model_states.pt"
 
 
 def _check_folder(path: Path) -> None:

@@ -111,8 +111,24 @@ class Window:
         zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
         self._finalize = zero.finalize_gradient_accumulation_boundary
         zero.finalize_gradient_accumulation_boundary = lambda: None  # complete() has done it
+        if self.stage == 3:
+            self._collect = zero.independent_gradient_partition_epilogue
+            zero.independent_gradient_partition_epilogue = self._collect_all
+
+    def _collect_all(self) -> None:
+        """Let stage 3 take what it has reduced; of parameters that are frozen by now it would take zeros."""
+        frozen = [each for each in self.used if not each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            self._collect()
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
+        if not parameter.requires_grad:  # frozen since the forward: it has got no gradient
+            return
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
             if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
                 self.used.add(parameter)
