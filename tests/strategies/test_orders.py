@@ -98,6 +98,12 @@ FOUND: dict[str, Script] = {
     "kept gathered, and hooks that change weights": Script(
         (Fit(accumulate=3, batches=6, events=(Event("on_train_batch_end", 1, "clamp"),)),), option="kept"
     ),
+    "layers frozen between forward and backward": Script(
+        (Fit(batches=3, events=(Event("on_before_zero_grad", 1, "freeze"),)), Fit(call="predict", start="fresh"))
+    ),
+    "a resume with layers frozen since": Script(
+        (Fit(batches=3, events=(Event("on_train_end", 0, "freeze"),)), Fit(start="resume"))
+    ),
     "a unit frozen in a window": Script(
         (Fit(accumulate=3, batches=3, events=(Event("on_after_backward", 1, "freeze"),)),)
     ),
@@ -152,7 +158,7 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
 
 
-@pytest.mark.parametrize("kind", FSDP)
+@pytest.mark.parametrize("kind", [*FSDP, "zero2", "zero3"])
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong(name: str, kind: str) -> None:
     check(FOUND[name], kind)

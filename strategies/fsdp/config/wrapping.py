@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from ....checkpoint.names import clean_name
+from ...common.classes_by_name import classes_by_name
 from .environment import wrong_type
 from .settings import FSDP1Settings, FSDP2Settings, WrapSettings
 
@@ -110,9 +111,7 @@ def layer_classes(model: nn.Module, names: Iterable[str] | None) -> tuple[type[n
     Raises:
         ValueError: If there is no name, or no submodule of a class of that name.
     """
-    classes: dict[str, set[type[nn.Module]]] = {}
-    for module in _submodules(model):
-        classes.setdefault(type(module).__name__, set()).add(type(module))
+    classes = classes_by_name(_submodules(model))
     names = _no_split_names(model, classes) if names is None else list(names)
     if not names:
         raise ValueError(

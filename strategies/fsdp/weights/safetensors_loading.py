@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....checkpoint.formats.index_file import read_weight_map
 from ...common.agreed_outcome import failing_together, raise_together
 from ..units.named_tensors import Slot, open_slots
 from .full_state_dict import Process, buffers_by_name, listed
@@ -118,7 +118,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
 
     index: dict[str, str] | None = None
     if path.is_dir() and (path / INDEX_FILE).is_file():
-        index = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        index = read_weight_map(path / INDEX_FILE)
         names = sorted(set(index.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError(f"{path / INDEX_FILE} names files outside its folder: {names}.")
