@@ -78,7 +78,7 @@ class AccelFSDPStrategy(TrainerHooks):
         limit_all_gathers: FSDP1: hold back the host so that not too many gathers are in flight. Default True.
         use_orig_params: FSDP1: let optimizers see the original parameters. Default True, as Lightning's: over flat
             ones (Accelerate's default) groups, and optimizers over a part, would train something else.
-        param_init_fn: FSDP1: how modules on the meta device are materialised.
+        param_init_fn: FSDP1: how modules on the meta device are materialized.
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.

@@ -113,7 +113,7 @@ class Checkpointer:
         meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
         if self._local:
             return local_state.local_model_state(self._strategy.form)
-        whole = self._strategy.engine.settings.whole_weights if self._full else None
+        whole = self._strategy.engine.settings.full_weights if self._full else None
         return checkpointing.model_state(self._state_dict_module(), whole)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Checkpointer:
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._local:
             return plain.state_dict()
-        whole = self._strategy.engine.settings.whole_optimizer if self._full else None
+        whole = self._strategy.engine.settings.full_optimizer if self._full else None
         return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, whole)
 
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.new_checkpoints import new_folder
-from ..units.named_tensors import slots_of
+from ..units.named_tensors import named_tensors
 from ..units.sharded_root import ShardedForm
 from ..weights.full_state_dict import listed
 from .sharded_checkpoints import METADATA_FILE
@@ -34,10 +34,10 @@ def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
             flat = module._handle.flat_param
             # While a unit is gathered, `data` is the whole; until the first forward, there is no `_local_shard`.
             state[clean_name(f"{name}._flat_param")] = getattr(flat, "_local_shard", flat.data)
-    for slot in slots_of(form.root):
-        whole = slot.tensor in form.unsharded if isinstance(slot.tensor, nn.Parameter) else slot.persistent
+    for named in named_tensors(form.root):
+        whole = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
         if whole:
-            state[slot.name] = slot.tensor.detach()
+            state[named.name] = named.tensor.detach()
     return state
 
 

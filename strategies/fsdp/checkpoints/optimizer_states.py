@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
-from ..config.settings import WholeState
+from ..config.settings import FullState
 from .named_states import Layout, States
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _STEP = "step"
 
 
 def optimizer_state(
-    module: nn.Module, optimizer: Optimizer, order: Mapping[str, int], whole: WholeState | None
+    module: nn.Module, optimizer: Optimizer, order: Mapping[str, int], whole: FullState | None
 ) -> dict[str, Any]:
     """Return the optimizer's state; every rank calls it.
 

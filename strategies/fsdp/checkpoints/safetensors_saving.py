@@ -30,7 +30,7 @@ from ....checkpoint.writing.output import check_conflicts, check_destination, st
 from ....checkpoint.writing.plan import Plan, PlannedTensor, make_plan
 from ....checkpoint.writing.shards import parse_size
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
-from ..units.named_tensors import Slot
+from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
 
 _SUFFIX = ".safetensors"
@@ -131,7 +131,7 @@ def _parts(weights: Mapping[str, Tensor], module: nn.Module, wanted: set[str]) -
 
 
 def _part_of(name: str, tensor: Tensor, is_buffer: bool) -> _Part | None:
-    offsets, sizes = Slot((name,), tensor, True).part()
+    offsets, sizes = NamedTensor((name,), tensor, True).part()
     if isinstance(tensor, DTensor):
         return _Part(tensor.to_local(), offsets, sizes, *_replica(tensor))
     if (

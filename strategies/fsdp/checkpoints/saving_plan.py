@@ -12,7 +12,7 @@ from typing_extensions import override
 from ...upstream.torch_core import ShardedTensor
 
 
-class WholeFromRankZero(DefaultSavePlanner):
+class FullFromRankZero(DefaultSavePlanner):
     """Lets rank 0 write whatever is whole on every rank: buffers and metrics may differ, and must fit each other.
 
     torch 2.13 takes each such tensor from the rank that has the least to write, BatchNorm's mean from one and its

@@ -29,13 +29,13 @@ from torch.optim import Optimizer
 from ....checkpoint.manifest import Manifest, write_manifest
 from ....checkpoint.names import clean_name
 from ...common.new_checkpoints import new_folder
-from ..config.settings import WholeState
+from ..config.settings import FullState
 from ..engines.fsdp1_units import units_of
-from ..units.named_tensors import Slot
+from ..units.named_tensors import NamedTensor
 from ..units.original_model import find_ties
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
-from .saving_plan import WholeFromRankZero
+from .saving_plan import FullFromRankZero
 from .state_dicts import put_where, state_dict_options, without_torch_noise
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ _MODEL_KEYS = ("model", "state_dict")
 
 
 @without_torch_noise()
-def model_state(module: nn.Module, whole: WholeState | None) -> dict[str, Any]:
+def model_state(module: nn.Module, whole: FullState | None) -> dict[str, Any]:
     """Return the weights: DTensors (``whole`` is None), or whole tensors where it says, as a rule on rank 0 alone."""
     options = state_dict_options(module, full=whole is not None, where=whole)
     state = get_model_state_dict(module, options=options)
@@ -80,7 +80,7 @@ def save_sharded(
         )
 
     with new_folder(path, complete, group) as folder, _naming_ranks(f"saving {path}"):
-        save(state, checkpoint_id=folder, planner=WholeFromRankZero(), process_group=group)
+        save(state, checkpoint_id=folder, planner=FullFromRankZero(), process_group=group)
 
 
 @contextmanager
@@ -224,9 +224,9 @@ def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
     """
     if full.shape != target.shape:
         raise RuntimeError(f"{name}: {tuple(full.shape)} in the checkpoint, {tuple(target.shape)} in the model.")
-    slot = Slot((name,), target, persistent=True)
-    offsets, sizes = slot.part()
-    slot.local().copy_(full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
+    named = NamedTensor((name,), target, persistent=True)
+    offsets, sizes = named.part()
+    named.local().copy_(full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
 
 
 @without_torch_noise()

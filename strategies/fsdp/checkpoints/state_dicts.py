@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ...upstream.torch_core import tree_map_only
-from ..config.settings import WholeState
+from ..config.settings import FullState
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def without_torch_noise() -> Iterator[None]:
 
 
 def state_dict_options(
-    module: nn.Module, *, full: bool, strict: bool = True, where: WholeState | None = None
+    module: nn.Module, *, full: bool, strict: bool = True, where: FullState | None = None
 ) -> StateDictOptions:
     """Return how torch is to make or take a state dict of ``module``; ``where`` is for a full one that is made."""
     # With cpu_offload, torch makes a full one on rank 0 alone.
@@ -38,7 +38,7 @@ def state_dict_options(
     return StateDictOptions(full_state_dict=full, cpu_offload=offload and not on_cpu, strict=strict)
 
 
-def put_where(state: dict[str, Any], where: WholeState) -> dict[str, Any]:
+def put_where(state: dict[str, Any], where: FullState) -> dict[str, Any]:
     """Return a full ``state``, or nothing where rank 0 alone is to have it."""
     if where.rank0_only:
         return {} if dist.get_rank() != 0 else state

@@ -18,7 +18,7 @@ from .plugin_fields import OBSOLETE_IN_FSDP2, PluginFields, materialize
 from .settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings, as_modules
 from .settings import StateDictType as StateDictName
 from .sharding_strategies import replicated
-from .state_dict_configs import fitting_configs, warn_of_no_effect, whole_state
+from .state_dict_configs import fitting_configs, full_state, warn_of_no_effect
 from .wrapping import layer_classes
 
 if TYPE_CHECKING:
@@ -236,8 +236,8 @@ class FullyShardedDataParallelPlugin(PluginFields):
             "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
             "forward_prefetch": bool(self.forward_prefetch),
             "state_dict_type": cast("StateDictName", kind.name.lower()),
-            "whole_weights": whole_state(self.state_dict_config),
-            "whole_optimizer": whole_state(self.optim_state_dict_config),
+            "full_weights": full_state(self.state_dict_config),
+            "full_optimizer": full_state(self.optim_state_dict_config),
             "dp_replicate": dp_replicate,
         }
 

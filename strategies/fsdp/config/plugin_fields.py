@@ -35,7 +35,7 @@ OBSOLETE_IN_FSDP2 = {
     "backward_prefetch": "FSDP2 always gathers the next unit ahead in backward",
     "use_orig_params": "FSDP2 always keeps the original parameters",
     "sync_module_states": "FSDP2 does not broadcast; cpu_ram_efficient_loading=True sends rank 0's weights to all",
-    "param_init_fn": "with FSDP2 the strategy materialises modules on the meta device",
+    "param_init_fn": "with FSDP2 the strategy materializes modules on the meta device",
 }
 _FLAGS = {
     "limit_all_gathers": True,
@@ -82,7 +82,7 @@ class PluginFields:
     use_orig_params: bool | None = None
     """FSDP1: optimizers see the original parameters. True by default (Accelerate: False)."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """FSDP1: how a module on the meta device is materialised. With ``sync_module_states``, `to_empty` by default."""
+    """FSDP1: how a module on the meta device is materialized. With ``sync_module_states``, `to_empty` by default."""
     sync_module_states: bool | None = None
     """FSDP1: broadcast rank 0's weights while wrapping. False by default, True with ``cpu_ram_efficient_loading``."""
     forward_prefetch: bool | None = None

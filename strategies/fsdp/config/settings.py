@@ -59,7 +59,7 @@ class PrecisionSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeState:
+class FullState:
     """Where a full state dict is."""
 
     rank0_only: bool = True
@@ -92,9 +92,9 @@ class EngineSettings:
     """Gather the next unit's parameters while the present one computes (static graphs only)."""
     state_dict_type: StateDictType = "full_state_dict"
     """Form of saved checkpoints."""
-    whole_weights: WholeState = field(default_factory=WholeState)
+    full_weights: FullState = field(default_factory=FullState)
     """For the full form: where the weights are."""
-    whole_optimizer: WholeState = field(default_factory=WholeState)
+    full_optimizer: FullState = field(default_factory=FullState)
     """For the full form: where the optimizer's state is."""
     dp_replicate: int = 1
     """Model copies (HSDP). 1 shards over every rank."""
@@ -141,7 +141,7 @@ class FSDP1Settings(EngineSettings):
     use_orig_params: bool = False
     """Whether optimizers see the original parameters instead of flat ones."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """How a module on the meta device is materialised."""
+    """How a module on the meta device is materialized."""
     sync_module_states: bool = False
     """Give every rank rank 0's parameters and buffers."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import environment as env
-from .settings import WholeState
+from .settings import FullState
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictType
@@ -40,8 +40,8 @@ def warn_of_no_effect(name: str, given: Any, kind: StateDictType) -> None:
         )
 
 
-def whole_state(config: Any) -> WholeState:
+def full_state(config: Any) -> FullState:
     """Return what a config says of a full state dict; the default where it is of another form."""
     if not hasattr(config, "rank0_only"):
-        return WholeState()
-    return WholeState(rank0_only=config.rank0_only, offload_to_cpu=config.offload_to_cpu)
+        return FullState()
+    return FullState(rank0_only=config.rank0_only, offload_to_cpu=config.offload_to_cpu)

@@ -19,7 +19,7 @@ from ..config.wrapping import resolve_ignored, units_to_wrap
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import without_split_ties
-from ..units.named_tensors import Slot
+from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
 from ..units.original_model import find_ties, module_attribute_of, parameter_order
 from ..units.plan import Plan, left_over, parts_called_alone
@@ -69,7 +69,7 @@ class Engine(ABC, Generic[SettingsT]):
 
         Args:
             model: Under Lightning the LightningModule.
-            to_be_filled: Whether all of it is on the meta device, and its values come through `slots` afterwards.
+            to_be_filled: Whether all of it is on the meta device, and its values come through `named_tensors`.
 
         Raises:
             RuntimeError: If ``model`` is sharded by the other FSDP version.
@@ -109,7 +109,9 @@ class Engine(ABC, Generic[SettingsT]):
         """Shard the units, then the parts, or what is left as the root's unit."""
 
     @abstractmethod
-    def slots(self, form: ShardedForm) -> AbstractContextManager[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+    def named_tensors(
+        self, form: ShardedForm
+    ) -> AbstractContextManager[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         """Open a model that was prepared ``to_be_filled``.
 
         Returns:

@@ -35,7 +35,7 @@ from ...upstream.torch_fsdp1 import (
 from ..config.settings import FSDP1Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
-from ..units.named_tensors import Slot, slots_of, swap_for_empty
+from ..units.named_tensors import NamedTensor, named_tensors, swap_for_empty
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot
 from .base import Engine
@@ -79,7 +79,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         if plan.to_be_filled:
-            for module in plan.whole:
+            for module in plan.ignored:
                 self._give_memory(module)
         with warnings.catch_warnings():
             # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
@@ -104,7 +104,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             auto_wrap_policy=policy if plan.units else None,
             backward_prefetch=settings.backward_prefetch,
             mixed_precision=self._mixed_precision(),
-            ignored_modules=[module for module in model.modules() if module in plan.whole and module is not model],
+            ignored_modules=[module for module in model.modules() if module in plan.ignored and module is not model],
             param_init_fn=settings.param_init_fn or (self._give_memory if plan.to_be_filled else None),
             device_id=self.device,
             forward_prefetch=settings.forward_prefetch,
@@ -120,15 +120,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     @contextmanager
-    def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
+    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         module = self.state_dict_module(form.root)
         state: dict[str, Any] = get_model_state_dict(module)
         names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
         for alias, name in form.ties.items():
             names[name].append(alias)
-        slots = [Slot(tuple(known), state[name], persistent=True) for name, known in names.items()]
-        slots += [slot for slot in slots_of(module) if not slot.persistent]
-        yield slots, lambda: [slot.local() for slot in slots]
+        tensors = [NamedTensor(tuple(known), state[name], persistent=True) for name, known in names.items()]
+        tensors += [named for named in named_tensors(module) if not named.persistent]
+        yield tensors, lambda: [named.local() for named in tensors]
         state.update({alias: state[name] for alias, name in form.ties.items()})
         set_model_state_dict(module, state)
 

@@ -24,7 +24,7 @@ from ..config.settings import FSDP2Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import late_heads
-from ..units.named_tensors import Slot, open_slots, reshard
+from ..units.named_tensors import NamedTensor, open_tensors, reshard
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot, inside_root
 from .base import Engine
@@ -51,7 +51,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
-        ignored_params = {parameter for module in plan.whole for parameter in module.parameters(recurse=False)}
+        ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}
         if ignored_params:  # an argument of torch 2.7 and later
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.
@@ -73,7 +73,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def _heads(self, model: nn.Module, plan: Plan) -> list[nn.Module]:
         """A policy that names layers says nothing of the rest; any other says what it wants."""
         by_class = self.settings.wrap.kind == "transformer_based_wrap"
-        return late_heads(model, plan.units, plan.whole) if by_class else []
+        return late_heads(model, plan.units, plan.ignored) if by_class else []
 
     def _root_of(self, model: nn.Module) -> nn.Module:
         return ShardedRoot(model)
@@ -96,8 +96,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     @contextmanager
-    def slots(self, form: ShardedForm) -> Iterator[tuple[list[Slot], Callable[[], list[torch.Tensor]]]]:
-        yield open_slots(form.root, self.device)
+    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        yield open_tensors(form.root, self.device)
 
     @override
     def get_ready(self, root: nn.Module) -> None:

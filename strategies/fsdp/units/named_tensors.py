@@ -17,7 +17,7 @@ from .sharded_root import inside_root
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
+class NamedTensor:
     """One parameter or buffer, however many names it has."""
 
     names: tuple[str, ...]
@@ -57,7 +57,7 @@ class Slot:
             return self.tensor.to_local() if isinstance(self.tensor, DTensor) else self.tensor.detach()
 
 
-def slots_of(model: nn.Module) -> list[Slot]:
+def named_tensors(model: nn.Module) -> list[NamedTensor]:
     """Return the distinct parameters and buffers of ``model``, in the order of registration."""
     names: dict[Tensor, list[str]] = {}
     persistent: set[Tensor] = set()
@@ -72,7 +72,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
                 known.append(full_name)
             if name not in module._non_persistent_buffers_set:
                 persistent.add(tensor)
-    return [Slot(tuple(found), tensor, tensor in persistent) for tensor, found in names.items()]
+    return [NamedTensor(tuple(found), tensor, tensor in persistent) for tensor, found in names.items()]
 
 
 def reshard(model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def open_slots(root: nn.Module, device: torch.device) -> tuple[list[Slot], Callable[[], list[Tensor]]]:
+def open_tensors(root: nn.Module, device: torch.device) -> tuple[list[NamedTensor], Callable[[], list[Tensor]]]:
     """Return what of an FSDP2 model is to be filled, and a function that gives it memory.
 
     Non-persistent buffers that have values are left alone.
@@ -93,17 +93,17 @@ def open_slots(root: nn.Module, device: torch.device) -> tuple[list[Slot], Calla
     """
     reshard(root)
     model = inside_root(root)
-    slots = [slot for slot in slots_of(model) if slot.persistent or slot.tensor.is_meta]
+    tensors = [named for named in named_tensors(model) if named.persistent or named.tensor.is_meta]
 
     def targets() -> list[Tensor]:
-        materialise(root, device)
-        after = {slot.names: slot for slot in slots_of(model)}
-        return [after[slot.names].local() for slot in slots]
+        materialize(root, device)
+        after = {named.names: named for named in named_tensors(model)}
+        return [after[named.names].local() for named in tensors]
 
-    return slots, targets
+    return tensors, targets
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """Give meta tensors memory with undefined values, in place: optimizers, ties and sets still hold the same objects.
 
     Args:
@@ -111,9 +111,9 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         device: Where to; shards under CPU offloading go to the CPU.
     """
     offloaded = _offloaded(model)
-    for slot in slots_of(model):
-        if slot.tensor.is_meta:
-            swap_for_empty(slot.tensor, torch.device("cpu") if slot.tensor in offloaded else device)
+    for named in named_tensors(model):
+        if named.tensor.is_meta:
+            swap_for_empty(named.tensor, torch.device("cpu") if named.tensor in offloaded else device)
     # FSDP2 notices new memory here, and pads and pins it.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 

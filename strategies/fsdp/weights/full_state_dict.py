@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....state.agreement import sending_device
 from ...common.agreed_outcome import failing_together, num_ranks, raise_together
-from ..units.named_tensors import Slot, open_slots, slots_of
+from ..units.named_tensors import NamedTensor, named_tensors, open_tensors
 from ..units.sharded_root import inside_root
 
 _WHAT = "Loading a full state dict into the sharded model"
@@ -76,33 +76,33 @@ def fsdp2_load_full_state_dict(
     Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each whole tensor to every rank.
     """
     with failing_together(_WHAT):
-        slots, targets = open_slots(model, accelerator.device)
+        tensors, targets = open_tensors(model, accelerator.device)
         buffers = buffers_by_name(inside_root(model) if buffers_from is None else buffers_from)
-    send_from_rank_zero(accelerator, slots, full_sd or {}, buffers, targets)
+    send_from_rank_zero(accelerator, tensors, full_sd or {}, buffers, targets)
 
 
 def send_from_rank_zero(
     accelerator: Process,
-    slots: Sequence[Slot],
+    tensors: Sequence[NamedTensor],
     full_sd: Mapping[str, Any],
     buffers: Mapping[str, Tensor],
     targets: Callable[[], list[Tensor]],
 ) -> None:
-    """Fill this rank's part of each slot with rank 0's values; every rank calls it.
+    """Fill this rank's part of each tensor with rank 0's values; every rank calls it.
 
     Args:
         accelerator: Anything with ``device`` and ``is_main_process``.
-        slots: The tensors to fill.
-        full_sd: Rank 0's values of persistent slots, by any of their names; ignored elsewhere.
+        tensors: The tensors to fill.
+        full_sd: Rank 0's values of persistent tensors, by any of their names; ignored elsewhere.
         buffers: Rank 0's values of the others, likewise.
-        targets: Returns the memory of this rank's part of each slot, called when all is found to fit.
+        targets: Returns the memory of this rank's part of each tensor, called when all is found to fit.
 
     Raises:
         RuntimeError: On every rank, before anything is sent, if names, shapes, dtypes or ties do not fit.
     """
     reports: list[Any] = [None] * num_ranks()
     with failing_together(_WHAT):
-        needs = [_need(slot) for slot in slots]
+        needs = [_need(named) for named in tensors]
         if accelerator.is_main_process != (_rank() == 0):
             raise ValueError(f"is_main_process={accelerator.is_main_process}: the state dict must be on rank 0.")
     if num_ranks() == 1:
@@ -141,9 +141,9 @@ def _world() -> dist.ProcessGroup:
     return group
 
 
-def _need(slot: Slot) -> _Need:
-    offsets, sizes = slot.part()
-    return _Need(slot.names, slot.shape, offsets, sizes, slot.tensor.dtype, slot.persistent)
+def _need(named: NamedTensor) -> _Need:
+    offsets, sizes = named.part()
+    return _Need(named.names, named.shape, offsets, sizes, named.tensor.dtype, named.persistent)
 
 
 def _compare(sources: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[str]:
@@ -194,7 +194,7 @@ def buffers_by_name(source: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Te
     """Return the non-persistent buffers of a module under all their names; a mapping is returned as it is."""
     if not isinstance(source, nn.Module):
         return source
-    return {name: slot.tensor for slot in slots_of(source) if not slot.persistent for name in slot.names}
+    return {name: named.tensor for named in named_tensors(source) if not named.persistent for name in named.names}
 
 
 def _find_buffers(sources: dict[str, Tensor], buffers: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[str]:

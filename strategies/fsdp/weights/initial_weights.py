@@ -42,12 +42,12 @@ def prepare_with_weights(
     if pretrained_weights is not None:
         taken.state_dict.clear()  # buffers are all that no file holds
     form = engine.prepare(model, to_be_filled=True)
-    with engine.slots(form) as (slots, targets):
+    with engine.named_tensors(form) as (tensors, targets):
         if pretrained_weights is None:
-            send_from_rank_zero(process, slots, taken.state_dict, taken.buffers, targets)
+            send_from_rank_zero(process, tensors, taken.state_dict, taken.buffers, targets)
         else:
             prefixes = ("", f"{form.module_attribute}.") if form.module_attribute else ("",)
-            read_slices(Path(pretrained_weights), slots, taken.buffers, targets, prefixes=prefixes)
+            read_slices(Path(pretrained_weights), tensors, taken.buffers, targets, prefixes=prefixes)
     return form
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..units.named_tensors import slots_of
+from ..units.named_tensors import named_tensors
 
 _state = threading.local()
 
@@ -70,12 +70,12 @@ def _without_values(from_pretrained: Any) -> Any:
 
 def _compute_buffers(model: Any) -> None:
     """Give the non-persistent buffers their values: no file holds them, only the constructor computes them."""
-    wanted = [slot for slot in slots_of(model) if not slot.persistent and slot.tensor.is_meta]
+    wanted = [named for named in named_tensors(model) if not named.persistent and named.tensor.is_meta]
     if not wanted:
         return
     twin = type(model)(model.config)
-    values = {name: slot.tensor for slot in slots_of(twin) if not slot.persistent for name in slot.names}
-    for slot in wanted:
-        value = values.get(slot.name)
-        if value is not None and value.shape == slot.tensor.shape:
-            torch.utils.swap_tensors(slot.tensor, value.to(slot.tensor.dtype))  # type: ignore[no-untyped-call]
+    values = {name: named.tensor for named in named_tensors(twin) if not named.persistent for name in named.names}
+    for named in wanted:
+        value = values.get(named.name)
+        if value is not None and value.shape == named.tensor.shape:
+            torch.utils.swap_tensors(named.tensor, value.to(named.tensor.dtype))  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..units.named_tensors import slots_of, swap_for_empty
+from ..units.named_tensors import named_tensors, swap_for_empty
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ def take_weights(model: nn.Module, *, keep: bool) -> TakenWeights:
         keep: Whether to return the values (rank 0); otherwise their memory is given back.
     """
     taken = TakenWeights()
-    for slot in slots_of(model):
+    for named in named_tensors(model):
         if keep:
-            into = taken.state_dict if slot.persistent else taken.buffers
-            into[slot.name] = slot.tensor.detach()
-        if not slot.tensor.is_meta:
-            swap_for_empty(slot.tensor, torch.device("meta"))
+            into = taken.state_dict if named.persistent else taken.buffers
+            into[named.name] = named.tensor.detach()
+        if not named.tensor.is_meta:
+            swap_for_empty(named.tensor, torch.device("meta"))
     return taken

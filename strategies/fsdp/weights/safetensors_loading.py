@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ....checkpoint.formats.index_file import read_weight_map
 from ...common.agreed_outcome import failing_together, raise_together
-from ..units.named_tensors import Slot, open_slots
+from ..units.named_tensors import NamedTensor, open_tensors
 from .full_state_dict import Process, buffers_by_name, listed
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,26 +49,26 @@ def fsdp2_load_safetensors(
             unexpected, or shapes differ.
     """
     with failing_together(f"Loading {path} into the sharded model"):
-        slots, targets = open_slots(model, accelerator.device)
+        tensors, targets = open_tensors(model, accelerator.device)
         buffers = {} if buffers_from is None else buffers_by_name(buffers_from)
-    read_slices(path, slots, buffers, targets, prefixes=(prefix,))
+    read_slices(path, tensors, buffers, targets, prefixes=(prefix,))
 
 
 def read_slices(
     path: str | os.PathLike[str],
-    slots: Sequence[Slot],
+    tensors: Sequence[NamedTensor],
     buffers: Mapping[str, Tensor],
     targets: Callable[[], list[Tensor]],
     *,
     prefixes: Sequence[str] = ("",),
 ) -> None:
-    """Fill this rank's part of each slot from files; every rank calls it.
+    """Fill this rank's part of each tensor from files; every rank calls it.
 
     Args:
         path: A safetensors file, or a folder with one or with an index.
-        slots: The tensors to fill.
+        tensors: The tensors to fill.
         buffers: Values of those that are not persistent.
-        targets: Returns the memory of this rank's part of each slot, called when all is found to fit.
+        targets: Returns the memory of this rank's part of each tensor, called when all is found to fit.
         prefixes: What the model's names may begin with and the files' do not; the one that fits most names is taken.
 
     Raises:
@@ -78,19 +78,19 @@ def read_slices(
     with ExitStack() as files:
         with failing_together(what):
             opened = _open(Path(path), files)
-            names = {name for slot in slots for name in slot.names}
+            names = {name for named in tensors for name in named.names}
             prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in names for name in opened))
             stored = {f"{prefix}{name}": tensor for name, tensor in opened.items()}
-            wanted = [slot.part() for slot in slots]
-            found, problems = _match(slots, stored)
-            problems += _check_buffers(slots, buffers)
+            wanted = [named.part() for named in tensors]
+            found, problems = _match(tensors, stored)
+            problems += _check_buffers(tensors, buffers)
         raise_together(what, problems)
         with failing_together(what):
-            for slot, part, (offsets, sizes) in zip(slots, targets(), wanted, strict=True):
-                if not slot.persistent:
-                    part.copy_(buffers[slot.name])
+            for named, part, (offsets, sizes) in zip(tensors, targets(), wanted, strict=True):
+                if not named.persistent:
+                    part.copy_(buffers[named.name])
                 elif 0 not in sizes:
-                    part.copy_(found[slot.names].read(offsets, sizes))
+                    part.copy_(found[named.names].read(offsets, sizes))
 
 
 @dataclass(frozen=True)
@@ -144,22 +144,24 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
     return {**{alias: stored[name] for alias, name in aliases.items() if name in stored}, **stored}
 
 
-def _match(slots: Sequence[Slot], stored: Mapping[str, _Stored]) -> tuple[dict[tuple[str, ...], _Stored], list[str]]:
-    """Return what is stored for each slot's names, and what is wrong."""
+def _match(
+    tensors: Sequence[NamedTensor], stored: Mapping[str, _Stored]
+) -> tuple[dict[tuple[str, ...], _Stored], list[str]]:
+    """Return what is stored for each tensor's names, and what is wrong."""
     found: dict[tuple[str, ...], _Stored] = {}
     problems: list[str] = []
     missing: list[str] = []
-    persistent = [slot for slot in slots if slot.persistent]
-    for slot in persistent:
-        present = {name: stored[name] for name in slot.names if name in stored}
+    persistent = [named for named in tensors if named.persistent]
+    for named in persistent:
+        present = {name: stored[name] for name in named.names if name in stored}
         if not present:
-            missing.append(slot.name)
+            missing.append(named.name)
             continue
-        found[slot.names] = next(iter(present.values()))
+        found[named.names] = next(iter(present.values()))
         for name, tensor in present.items():
-            if tensor.shape != slot.shape:
-                problems.append(f"{name!r} is {tensor.shape} in the file, {slot.shape} in the model")
-    used = {stored[name] for slot in persistent for name in slot.names if name in stored}
+            if tensor.shape != named.shape:
+                problems.append(f"{name!r} is {tensor.shape} in the file, {named.shape} in the model")
+    used = {stored[name] for named in persistent for name in named.names if name in stored}
     unexpected = sorted(name for name, tensor in stored.items() if tensor not in used)
     for kind, names in (("missing in", missing), ("unexpected in", unexpected)):
         if names:
@@ -167,15 +169,15 @@ def _match(slots: Sequence[Slot], stored: Mapping[str, _Stored]) -> tuple[dict[t
     return found, problems
 
 
-def _check_buffers(slots: Sequence[Slot], buffers: Mapping[str, Tensor]) -> list[str]:
+def _check_buffers(tensors: Sequence[NamedTensor], buffers: Mapping[str, Tensor]) -> list[str]:
     problems = []
-    for slot in slots:
-        if slot.persistent:
+    for named in tensors:
+        if named.persistent:
             continue
-        buffer = buffers.get(slot.name)
-        if buffer is None or buffer.is_meta or tuple(buffer.shape) != slot.shape:
+        buffer = buffers.get(named.name)
+        if buffer is None or buffer.is_meta or tuple(buffer.shape) != named.shape:
             problems.append(
-                f"the buffer {slot.name!r} {slot.shape} is not persistent and on the meta device: no file holds it. "
+                f"the buffer {named.name!r} {named.shape} is not persistent and on the meta device: no file holds it. "
                 "Give buffers_from a module that has it with values, on every process"
             )
     return problems

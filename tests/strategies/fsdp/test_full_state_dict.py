@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelight.strategies.fsdp import fsdp2_load_full_state_dict
-from accelight.strategies.fsdp.units.named_tensors import slots_of
+from accelight.strategies.fsdp.units.named_tensors import named_tensors
 from tests.ranks import run_on_ranks
 
 
@@ -106,7 +106,9 @@ def _load(device: str, shape: tuple[int, ...] | None) -> int:
     assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
     assert [parameter.requires_grad for parameter in model.layers[0].parameters()] == [False] * 4
     assert torch.equal(model.layers[1].table, torch.arange(3.0))
-    kept = sum(slot.local().numel() * slot.local().element_size() for slot in slots_of(model) if slot.persistent)
+    kept = sum(
+        named.local().numel() * named.local().element_size() for named in named_tensors(model) if named.persistent
+    )
     kept += sum(layer.table.numel() * 4 for layer in model.layers) if device == "meta" else 0
     kept_elsewhere = torch.tensor(0 if dist.get_rank() == 0 else kept)
     dist.all_reduce(kept_elsewhere)

@@ -11,7 +11,7 @@ from torch.distributed import fsdp
 
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from accelight.strategies.common import spelling
-from accelight.strategies.fsdp.config.settings import WholeState
+from accelight.strategies.fsdp.config.settings import FullState
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.test_training import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModel, TinyModule, quiet_trainer, rank_loader
@@ -50,8 +50,8 @@ def test_offload_to_cpu_reaches_the_engine(version: int) -> None:
     settings = FullyShardedDataParallelPlugin(
         fsdp_version=version, state_dict_type="full_state_dict", state_dict_config=config
     ).settings()
-    assert settings.whole_weights == WholeState(offload_to_cpu=False)
-    assert settings.whole_optimizer == WholeState()
+    assert settings.full_weights == FullState(offload_to_cpu=False)
+    assert settings.full_optimizer == FullState()
 
 
 @pytest.mark.parametrize(
