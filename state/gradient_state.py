@@ -17,8 +17,9 @@ from .accumulation import GradientAccumulationPlugin, size_of_window
 from .distributed_type import DistributedType
 from .partial_state import ReadOnlyState
 from .process_group import live_group
-from .process_record import flag_from_env, shared
+from .process_record import shared
 from .sample_layout import SampleLayout, layout_of
+from .truth_values import flag_from_env
 
 T = TypeVar("T")
 

@@ -31,6 +31,7 @@ from .process_group import (
     timeout_of,
 )
 from .staying import watch
+from .truth_values import flag_from_env
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -277,16 +278,6 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
 
 def _node_of(info: ProcessInfo) -> str:
     return info.node if info.node is not None else f"{info.process_index - info.local_process_index}"
-
-
-def flag_from_env(env: Mapping[str, str], name: str) -> bool:
-    """Return whether a variable says yes; unset says no."""
-    text = env.get(name, "false").lower()
-    if text in ("1", "true", "t", "yes", "y", "on"):
-        return True
-    if text in ("0", "false", "f", "no", "n", "off", ""):
-        return False
-    raise ValueError(f"{name}={env[name]!r} is neither true nor false. Use 1 or 0.")
 
 
 def precision_from_env() -> str:

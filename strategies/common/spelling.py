@@ -9,14 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-_BOOLEANS = {"true": True, "yes": True, "on": True, "t": True, "y": True, "1": True} | {
-    "false": False,
-    "no": False,
-    "off": False,
-    "f": False,
-    "n": False,
-    "0": False,
-}
+from ...state.truth_values import TRUTH_VALUES
+
 _HERE = Path(__file__).parents[1]
 _warned: set[str] = set()
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -56,9 +50,9 @@ class Speller:
             return value
         if not isinstance(value, str):
             raise self.wrong_type(field, value, "a bool")
-        if value.lower() not in _BOOLEANS:
-            raise self.wrong_value(field, value, _BOOLEANS)
-        return _BOOLEANS[value.lower()]
+        if value.lower() not in TRUTH_VALUES:
+            raise self.wrong_value(field, value, TRUTH_VALUES)
+        return TRUTH_VALUES[value.lower()]
 
     def as_int(self, field: str, value: object) -> int:
         """Return the integer that ``value`` is or spells.
