@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,6 +109,13 @@ def test_no_circles(for_types: bool) -> None:
 def test_imports_between_folders_are_relative() -> None:
     for _, path in _files():
         assert "from accelight" not in path.read_text().replace('"""', ""), f"{path} names its own package"
+
+
+def test_tests_do_not_import_each_other() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^ *from tests\.[\w.]*\btest_|^ *import tests\.[\w.]*\btest_", path.read_text(), re.M), (
+            path
+        )
 
 
 _BLOCK = """

@@ -20,7 +20,7 @@ from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import checkpointer
 from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 KINDS = ["sharded_state_dict", "full_state_dict"]

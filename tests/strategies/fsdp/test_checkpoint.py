@@ -22,7 +22,7 @@ from accelight.checkpoint.manifest import read_manifest
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common.gradients import local_tensor
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import (
     BATCH_SIZE,
     Block,

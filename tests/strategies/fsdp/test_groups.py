@@ -17,7 +17,7 @@ from accelight.strategies.fsdp import FullyShardedDataParallelPlugin
 from accelight.strategies.fsdp.engines.choice import build_engine
 from accelight.strategies.fsdp.units import groups
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_grid import (
+from tests.strategies.fsdp.grid import (
     KINDS,
     Cell,
     Decoder,

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader
 
 CASE = Case(accumulate=3, optimizer="adamw")

@@ -15,28 +15,10 @@ from torch import Tensor, nn
 
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
-from tests.strategies.oracle import NUM_MICRO_BATCHES, WIDTH, Block, dataset, quiet_trainer, rank_loader
+from tests.strategies.fsdp.pairs import SETTINGS, Net
+from tests.strategies.oracle import NUM_MICRO_BATCHES, dataset, quiet_trainer, rank_loader
 
-BLOCKS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "fsdp1": {"fsdp_version": 1, "use_orig_params": False, **BLOCKS},
-    "fsdp1_orig_params": {"fsdp_version": 1, "use_orig_params": True, **BLOCKS},
-    "fsdp1_ignored": {"fsdp_version": 1, "ignored_modules": r"critic\.(head|block)", **BLOCKS},
-    "fsdp2": {"fsdp_version": 2, **BLOCKS},
-    "fsdp2_kept_gathered": {"fsdp_version": 2, "reshard_after_forward": False, **BLOCKS},
-    "fsdp2_ignored": {"fsdp_version": 2, "ignored_modules": r"critic\.(head|block)"},
-}
 LIMITS: dict[str, tuple[float, float]] = {"norm": (0.5, 0.2), "value": (0.05, 0.02)}
-
-
-class Net(nn.Module):
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Linear(num_inputs, WIDTH), Block()
-        self.head = nn.Linear(WIDTH, num_outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.embed(x)))
 
 
 class Pair(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_manual import SETTINGS, Net
+from tests.strategies.fsdp.pairs import SETTINGS, Net
 from tests.strategies.oracle import NUM_MICRO_BATCHES, dataset, quiet_trainer, rank_loader
 
 ENGINES = ("fsdp1", "fsdp1_orig_params", "fsdp2")

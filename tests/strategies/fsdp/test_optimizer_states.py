@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 BLOCK = "model.blocks.0."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from accelight.strategies.fsdp import (
-    FullyShardedDataParallelPlugin,
     fsdp2_prepare_model,
     fsdp2_switch_optimizer_parameters,
     map_parameters,
@@ -23,25 +21,8 @@ from accelight.strategies.fsdp import (
 from accelight.strategies.fsdp.engines.choice import build_engine
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
+from tests.strategies.fsdp.plain_loop import accelerator
 from tests.strategies.oracle import TinyModel, build_model
-
-
-@dataclass
-class Accelerator:
-    fsdp_plugin: FullyShardedDataParallelPlugin
-    is_main_process: bool
-    device: torch.device
-    device_mesh: Any
-
-
-def accelerator(device_mesh: Any = None, **fields: Any) -> Accelerator:
-    given: dict[str, Any] = {
-        "fsdp_version": 2,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": ["Block"],
-    }
-    plugin = FullyShardedDataParallelPlugin(**given | fields)
-    return Accelerator(plugin, dist.is_initialized() and dist.get_rank() == 0, torch.device("cpu"), device_mesh)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from accelight.strategies.fsdp.config.settings import PrecisionSettings
 from accelight.strategies.fsdp.units.refused_models import check_modules
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_masters import BF16, Linear4bit
+from tests.strategies.fsdp.quantised import BF16, Linear4bit
 
 _HALF = PrecisionSettings(param_dtype=BF16, reduce_dtype=BF16)
 VERSIONS = pytest.mark.parametrize("version", [1, 2])

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, dataset, quiet_trainer
 
 WORLD_SIZES = (1, 2, 3)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file, save_model
 
 from accelight.strategies.fsdp import fsdp2_load_safetensors
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_full_state_dict import Process, assert_equals, build, full_dict, process, shard
+from tests.strategies.fsdp.loading import Process, assert_equals, build, full_dict, process, shard
 
 
 def _stored(form: str, path: Path) -> Path:

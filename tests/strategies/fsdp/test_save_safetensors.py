@@ -21,7 +21,7 @@ from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import safetensors_saving
 from accelight.strategies.fsdp.checkpoints.safetensors_saving import _Part, _runs
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import BLOCKS
+from tests.strategies.fsdp.engines import BLOCKS
 from tests.strategies.oracle import WIDTH, Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlug
 from accelight.strategies.common import spelling
 from accelight.strategies.fsdp.config.settings import FullState
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import ENGINES
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModel, TinyModule, quiet_trainer, rank_loader
 
 _NUM_PARAMETERS = len(list(TinyModel().parameters()))

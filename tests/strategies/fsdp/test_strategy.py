@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from accelight.state import AcceleratorState, GradientAccumulationPlugin, GradientState, PartialState
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.test_training import BLOCKS, ENGINES
+from tests.strategies.fsdp.engines import BLOCKS, ENGINES
 from tests.strategies.oracle import (
     BATCH_SIZE,
     NUM_MICRO_BATCHES,

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, assert_same, train_plain, train_sharded
-
-BLOCKS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-ENGINES: dict[str, dict[str, Any]] = {
-    "fsdp1": {"fsdp_version": 1, "use_orig_params": False, **BLOCKS},
-    "fsdp1_orig_params": {"fsdp_version": 1, "use_orig_params": True, **BLOCKS},
-    "fsdp2": {"fsdp_version": 2, **BLOCKS},
-}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
