@@ -140,7 +140,9 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
     Raises:
         ValueError: If the optimizer is to be restored, and trains other parameters than the one that was saved.
     """
-    saved = torch.load(_model_file(engine, folder), map_location="cpu", mmap=True).get("frozen_param_shapes")
+    # As DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
+    state = torch.load(_model_file(folder), map_location="cpu", mmap=True, weights_only=False)
+    saved = state.get("frozen_param_shapes")
     if saved is None:  # stage 0, where it makes no difference
         return
     for name, parameter in engine.module.named_parameters():
@@ -156,7 +158,7 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
         parameter.requires_grad_(name not in saved)
 
 
-def _model_file(engine: Any, folder: Path) -> Path:
+def _model_file(folder: Path) -> Path:
     """Return where a process finds the names of what was frozen."""
     partitioned = folder / f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt"
     return partitioned if partitioned.is_file() else folder / "mp_rank_00_model_states.pt"
