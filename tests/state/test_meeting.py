@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from accelight.state import PartialState
+from accelight.state.process_group import group_store
 from accelight.state.same_call import meet
 from tests.ranks import run_on_ranks
 
@@ -30,3 +33,17 @@ def test_who_comes_alone_is_told_in_time() -> None:
     assert results[1:] == [[""], [""]]
     assert results[0][0] == ""
     assert "saving was called on process 0 of 3 alone: the others did not come in 3 s" in results[0][1]
+
+
+def _meet_alone_first() -> list[str]:
+    errors, store = _meet([1, 0]), group_store("test")
+    if dist.get_rank() == 0:
+        store.set("waited", "")
+    store.wait(["waited"], timedelta(seconds=60))
+    return errors + _meet([3, 3])
+
+
+def test_who_came_alone_is_not_there_already_the_next_time() -> None:
+    first, second = run_on_ranks(2, _meet_alone_first, group_timeout_s=2)
+    assert "on process 0 of 2 alone" in first.pop(0)
+    assert first == second == [""] * 3
