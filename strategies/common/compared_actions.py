@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ...state.process_group import group_store
+from .agreed_outcome import num_ranks
 
 if TYPE_CHECKING:
     from ...state.upstream import Store
@@ -27,8 +28,8 @@ _COUNT = itertools.count()
 class ComparedActions:
     """Compares actions of all ranks, in the order in which each calls `compare`.
 
-    Every rank makes as many of these, in the same order. One comparison takes a rank three requests to the store,
-    whatever the number of ranks.
+    Every rank makes it at the same time. One comparison takes a rank three requests to the store, whatever the number
+    of ranks.
 
     Args:
         way_out: What to do about a difference: the end of each error.
@@ -37,7 +38,10 @@ class ComparedActions:
 
     def __init__(self, way_out: str, timeout: timedelta) -> None:
         self._way_out, self._timeout = way_out, timeout
-        self._prefix, self._count = f"accelight/compared/{next(_COUNT)}", 0
+        number = [next(_COUNT)]
+        if num_ranks() > 1:  # rank 0's: an error before may have let another make fewer
+            dist.broadcast_object_list(number)
+        self._prefix, self._count = f"accelight/compared/{number[0]}", 0
 
     def compare(self, action: str) -> None:
         """Say what this rank is about to do, and return when all ranks have said the same.
@@ -57,7 +61,7 @@ class ComparedActions:
             self._wait(store, verdict, action)
         different = json.loads(store.get(verdict))
         if different:
-            raise RuntimeError(f"{different_actions(different)} {self._way_out}")
+            raise RuntimeError(f"{_different(different)} {self._way_out}")
 
     def _wait(self, store: Store, verdict: str, action: str) -> None:
         for patience in (min(_PATIENCE, self._timeout), self._timeout):
@@ -74,7 +78,7 @@ class ComparedActions:
                     warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
 
 
-def different_actions(actions: Sequence[str]) -> str:
+def _different(actions: Sequence[str]) -> str:
     """Return a sentence that says of each rank what it does."""
     told = "; ".join(f"process {rank} {action}" for rank, action in enumerate(actions))
     return f"Processes use different parts of the model at one time: {told}."

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accelight.state.process_group import group_store
+from accelight.strategies.common import compared_actions
 from accelight.strategies.common.compared_actions import ComparedActions
 from accelight.strategies.fsdp.steps.same_path import SamePath
 from tests.ranks import run_on_ranks
@@ -56,7 +57,8 @@ def test_a_rank_that_leaves_the_known_way_alone_says_so() -> None:
 
 def _wait_or_reduce() -> tuple[str, list[int]]:
     """Rank 0 waits for rank 1, which is in a reduction of the user's meanwhile."""
-    error = _go(SamePath(NAMES, timedelta(seconds=1)), [1]) if dist.get_rank() == 0 else ""
+    path = SamePath(NAMES, timedelta(seconds=1))
+    error = _go(path, [1]) if dist.get_rank() == 0 else ""
     values = torch.tensor([3, -4], dtype=torch.int32)
     dist.all_reduce(values)
     return error, values.tolist()
@@ -80,6 +82,19 @@ def _compare_often() -> list[bool]:
 def test_the_store_keeps_the_last_verdict_alone() -> None:
     """What each rank said last, and how many came, are one key each."""
     assert run_on_ranks(2, _compare_often) == [[False] * 19 + [True]] * 2
+
+
+def _fail_and_compare() -> str:
+    if dist.get_rank() == 1:  # as after an error between making it and making the next
+        next(compared_actions._COUNT)
+    compared = ComparedActions("", timedelta(seconds=5))
+    compared.compare("does it")
+    return compared._prefix
+
+
+def test_ranks_meet_after_one_made_fewer() -> None:
+    first, second = run_on_ranks(2, _fail_and_compare)
+    assert first == second
 
 
 def test_both_leave_it_differently() -> None:
