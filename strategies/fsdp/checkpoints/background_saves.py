@@ -32,7 +32,8 @@ class _Save:
     """One save on its way."""
 
     what: str
-    number: int
+    key: str
+    """Where on the store it says at which step it fails; no other save of any training has it."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
     complete: bool = False
@@ -85,7 +86,7 @@ class BackgroundSaves:
             raise RuntimeError("connect() comes first.")
         group = self._groups[1]
         self._num_saves += 1
-        current = self._current = _Save(what, self._num_saves)
+        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
         # Not a daemon: a process that ends waits for its save.
         current.thread = threading.Thread(target=_run, args=(current, save, group), name="accelight-save")
         current.thread.start()
@@ -134,7 +135,7 @@ class BackgroundSaves:
 
     @staticmethod
     def _fails_at(current: _Save, step: int) -> float:
-        store = group_store(f"accelight/failed_save/{current.number}")
+        store = group_store(current.key)
         if store.check(["step"]):
             return int(store.get("step"))
         if current.done:
