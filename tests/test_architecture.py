@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -26,12 +26,15 @@ APART = {("strategies/deepspeed", "strategies/fsdp")}
 MOST_LINES = 400
 
 
-def _files() -> Iterator[tuple[str, Path]]:
+@cache
+def _files() -> list[tuple[str, Path]]:
+    found = []
     for floor in FLOORS:
         for path in sorted((ROOT / floor).rglob("*.py")):
             relative = path.relative_to(ROOT).with_suffix("")
             parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
-            yield ".".join(parts), path
+            found.append((".".join(parts), path))
+    return found
 
 
 def _imports(module: str, path: Path, *, for_types: bool = False) -> set[str]:

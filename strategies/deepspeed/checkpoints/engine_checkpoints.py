@@ -14,7 +14,7 @@ from torch import nn
 
 from ...common.agreed_outcome import run_on_rank_zero
 from ...common.new_checkpoints import new_folder
-from ..engines import partitions as layout
+from ..engines import partitions
 from ..engines.library import deepspeed_library, quietly
 from ..engines.window import window_of
 from . import sixteen_bit, universal
@@ -123,8 +123,8 @@ def _told_what_is_trained(engine: Any) -> Iterator[None]:
     Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
     """
     before = [(each, each.requires_grad) for each in engine.module.parameters()]
-    if layout.is_partitioned_optimizer(engine.optimizer):
-        trained = {each for group in layout.parameter_groups(engine.optimizer) for each in group}
+    if partitions.is_partitioned_optimizer(engine.optimizer):
+        trained = {each for group in partitions.parameter_groups(engine.optimizer) for each in group}
         for parameter, _ in before if trained else ():
             parameter.requires_grad_(parameter in trained)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import partitions as layout
+from . import partitions
 
 
 class LostChanges:
@@ -63,7 +63,7 @@ class LostChanges:
 
 def take_changed_weights(zero: Any) -> None:
     """Let the weights that a ZeRO optimizer steps on follow what the user's code has written into the parameters."""
-    for master, weights in zip(layout.masters(zero), layout.computing_weights(zero), strict=True):
+    for master, weights in zip(partitions.masters(zero), partitions.computing_weights(zero), strict=True):
         if weights is None or weights.data_ptr() == master.data_ptr():
             continue
         if weights.dtype == master.dtype and weights.device == master.device:

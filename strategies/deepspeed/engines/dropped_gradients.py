@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import partitions as layout
+from . import partitions
 
 
 def drop_gradients(engine: Any) -> None:
     """Drop the gradients in DeepSpeed's optimizer, and what a backward that failed has left in the engine."""
     zero = engine.optimizer
-    if layout.is_stage_3(zero):
+    if partitions.is_stage_3(zero):
         _drop_stage_3(zero)
-    elif layout.is_partitioned_optimizer(zero):
+    elif partitions.is_partitioned_optimizer(zero):
         _drop_stages_1_2(zero)
     elif hasattr(zero, "clear_hp_grads"):
         zero.clear_hp_grads()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import partitions as layout
+from . import partitions
 
 
 class MasterWeights:
@@ -19,10 +19,10 @@ class MasterWeights:
     def keep(self, engine: Any) -> None:
         """Keep this rank's part of an engine's fp32 weights."""
         zero = engine.optimizer
-        if not layout.is_partitioned_optimizer(zero):
+        if not partitions.is_partitioned_optimizer(zero):
             return
-        flats = layout.masters(zero)
-        for piece in layout.pieces(zero):
+        flats = partitions.masters(zero)
+        for piece in partitions.pieces(zero):
             if piece.parameter.dtype != flats[piece.group].dtype:
                 self._pieces[piece.parameter] = piece.start, piece.of(flats[piece.group].detach())
 
@@ -35,11 +35,11 @@ class MasterWeights:
         zero = engine.optimizer
         known = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(known, bool(self._pieces))
-        if not any(known) or not layout.is_partitioned_optimizer(zero):
+        if not any(known) or not partitions.is_partitioned_optimizer(zero):
             return
-        masters, weights = layout.masters(zero), layout.computing_weights(zero)
-        mine = {piece.parameter: piece for piece in layout.pieces(zero)}
-        for parameter in (each for group in layout.parameter_groups(zero) for each in group):
+        masters, weights = partitions.masters(zero), partitions.computing_weights(zero)
+        mine = {piece.parameter: piece for piece in partitions.pieces(zero)}
+        for parameter in (each for group in partitions.parameter_groups(zero) for each in group):
             numel = int(getattr(parameter, "ds_numel", parameter.numel()))
             shared = torch.zeros(2, numel, device=engine.device)  # the values, and where there are any
             if parameter in self._pieces:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import partitions as layout
+from . import partitions
 
 State = dict[str, Any]
 """What an optimizer keeps for a tensor."""
@@ -32,8 +32,8 @@ class PiecewiseSteps:
     def __init__(self, zero: Any, names: Mapping[nn.Parameter, str]) -> None:
         self._zero, self._names = zero, names
         self._step_flat = zero._optimizer_step
-        self._pieces: dict[int, list[layout.Piece]] = defaultdict(list)
-        for piece in layout.pieces(zero):
+        self._pieces: dict[int, list[partitions.Piece]] = defaultdict(list)
+        for piece in partitions.pieces(zero):
             self._pieces[piece.group].append(piece)
         self.used: set[nn.Parameter] = set()
         """Parameters that have a gradient on some rank in this window."""
@@ -45,7 +45,7 @@ class PiecewiseSteps:
         pieces = self._pieces[group]
         stepping = [piece for piece in pieces if piece.parameter in self.used]
         if len(stepping) == len(pieces) and self._is_even(group):
-            if not pieces and self.used.isdisjoint(layout.parameter_groups(self._zero)[group]):
+            if not pieces and self.used.isdisjoint(partitions.parameter_groups(self._zero)[group]):
                 return
             self._own.pop(group, None)
             self._step_flat(group)
@@ -61,12 +61,12 @@ class PiecewiseSteps:
         first = counts[0] if counts else None
         if first is None or any(each is None or not _same(first, each) for each in counts):
             return False
-        self._zero.optimizer.state[layout.masters(self._zero)[group]].update(_copied(first))
+        self._zero.optimizer.state[partitions.masters(self._zero)[group]].update(_copied(first))
         return True
 
-    def _step_on_pieces(self, group: int, stepping: list[layout.Piece]) -> None:
+    def _step_on_pieces(self, group: int, stepping: list[partitions.Piece]) -> None:
         self._check_possible()
-        zero, optimizer, flat = self._zero, self._zero.optimizer, layout.masters(self._zero)[group]
+        zero, optimizer, flat = self._zero, self._zero.optimizer, partitions.masters(self._zero)[group]
         own = self._own[group] = self._counts(group)
         tensors = [self._tensor_of(piece, flat, own) for piece in stepping]
         self._step_on(group, tensors)
@@ -80,7 +80,7 @@ class PiecewiseSteps:
         """Return what the optimizer counts for each piece of a partition that has stepped."""
         if group in self._own:
             return self._own[group]
-        flat = layout.masters(self._zero)[group]
+        flat = partitions.masters(self._zero)[group]
         flat_state = self._zero.optimizer.state.get(flat)
         if not flat_state:
             return {}
@@ -90,14 +90,16 @@ class PiecewiseSteps:
     def _check_possible(self) -> None:
         zero = self._zero
         if getattr(zero, "torch_autocast_gradscaler", None) or getattr(zero, "swap_optimizer", False):
-            unused = [self._names[p] for group in layout.parameter_groups(zero) for p in group if p not in self.used]
+            unused = [
+                self._names[p] for group in partitions.parameter_groups(zero) for p in group if p not in self.used
+            ]
             raise RuntimeError(
                 f"{', '.join(unused)} had no gradient in this window. With torch_autocast in fp16 or an optimizer on "
                 "NVMe, DeepSpeed would step on them all the same. Leave those settings out, use every parameter in "
                 "every window, or freeze these before fit()."
             )
 
-    def _tensor_of(self, piece: layout.Piece, flat: Tensor, own: dict[nn.Parameter, State]) -> nn.Parameter:
+    def _tensor_of(self, piece: partitions.Piece, flat: Tensor, own: dict[nn.Parameter, State]) -> nn.Parameter:
         """Return a piece as a parameter for the optimizer, with its gradient and its state: all of them views."""
         tensor = nn.Parameter(piece.of(flat.detach()))
         tensor.grad = piece.of(flat.grad) if flat.grad is not None else None
@@ -110,7 +112,7 @@ class PiecewiseSteps:
     def _step_on(self, group: int, tensors: list[nn.Parameter]) -> None:
         """Let the optimizer step on these tensors alone, with the options of their group."""
         zero, optimizer = self._zero, self._zero.optimizer
-        index = zero.sub_group_to_group_id[group] if layout.is_stage_3(zero) else group
+        index = zero.sub_group_to_group_id[group] if partitions.is_stage_3(zero) else group
         all_groups = optimizer.param_groups
         mine = all_groups[index]
         before, mine["params"] = mine["params"], tensors
@@ -120,7 +122,7 @@ class PiecewiseSteps:
         finally:
             mine["params"], optimizer.param_groups = before, all_groups
 
-    def _take_state(self, piece: layout.Piece, flat: Tensor, state: State, own: dict[nn.Parameter, State]) -> None:
+    def _take_state(self, piece: partitions.Piece, flat: Tensor, state: State, own: dict[nn.Parameter, State]) -> None:
         """Put what the optimizer has kept for a piece where it is kept for all."""
         flat_state = self._zero.optimizer.state[flat]
         counted = {}

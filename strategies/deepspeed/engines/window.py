@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import partitions as layout
+from . import partitions
 from .changed_weights import LostChanges, take_changed_weights
 from .dropped_gradients import drop_gradients
 from .partial_steps import PiecewiseSteps
@@ -52,12 +52,12 @@ class Window:
         self.engine, self.device, self._is_whole = engine, device, is_whole
         self.stage = int(engine.zero_optimization_stage())
         zero = self._zero = engine.optimizer
-        self._is_partitioned = layout.is_partitioned_optimizer(zero)
+        self._is_partitioned = partitions.is_partitioned_optimizer(zero)
         self.names: Mapping[nn.Parameter, str] = dict(engine.param_names)
         optimized = list(optimized)
         self._frozen = [each for each in optimized if not each.requires_grad]
         if self._is_partitioned:
-            self._parameters = [each for group in layout.parameter_groups(zero) for each in group]
+            self._parameters = [each for group in partitions.parameter_groups(zero) for each in group]
         else:
             self._parameters = [each for each in optimized if each.requires_grad]
         self._places = {parameter: place for place, parameter in enumerate(self._parameters)}

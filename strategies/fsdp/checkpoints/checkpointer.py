@@ -28,8 +28,7 @@ from ...upstream.lightning import _PATH
 from ..engines.base import Engine
 from ..steps.outside_calls import is_inside
 from ..units.sharded_root import ShardedForm
-from . import local_state
-from . import sharded_checkpoints as checkpointing
+from . import local_state, sharded_checkpoints
 from .background_saves import BackgroundSaves
 from .optimizer_states import optimizer_state
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
@@ -114,7 +113,7 @@ class Checkpointer:
         if self._local:
             return local_state.local_model_state(self._strategy.form)
         whole = self._strategy.engine.settings.full_weights if self._full else None
-        return checkpointing.model_state(self._state_dict_module(), whole)
+        return sharded_checkpoints.model_state(self._state_dict_module(), whole)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
@@ -167,13 +166,13 @@ class Checkpointer:
         folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         if self._local:
-            local, metadata = local_state.local_state(weights, optimizer_states), checkpointing.serialised(checkpoint)
-            return partial(local_state.save_local, folder, stage(local), metadata)
+            local = stage(local_state.local_state(weights, optimizer_states))
+            return partial(local_state.save_local, folder, local, sharded_checkpoints.serialised(checkpoint))
         key, form = self._strategy.engine.model_key, self._strategy.form
-        state = checkpointing.sharded_state(key, weights, optimizer_states)
-        staged, metadata = stage(state), checkpointing.serialised(checkpoint)
+        state = sharded_checkpoints.sharded_state(key, weights, optimizer_states)
+        staged, metadata = stage(state), sharded_checkpoints.serialised(checkpoint)
         manifest = Manifest(key, form.ties, form.module_attribute)
-        return lambda group: checkpointing.save_sharded(folder, staged, metadata, manifest, group)
+        return lambda group: sharded_checkpoints.save_sharded(folder, staged, metadata, manifest, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint when no save goes on any more that is to replace it.
@@ -202,7 +201,9 @@ class Checkpointer:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
         meet("strategy.save_safetensors")
         module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
-        return save_safetensors(file, checkpointing.model_state(module, None), module, self._strategy.form, **options)
+        return save_safetensors(
+            file, sharded_checkpoints.model_state(module, None), module, self._strategy.form, **options
+        )
 
     def load(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer states from any kind of checkpoint, and return the rest of it.
@@ -228,16 +229,16 @@ class Checkpointer:
         module, order = self._state_dict_module(), self._strategy.form.order
         if is_remote(path):
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            return checkpointing.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+            return sharded_checkpoints.load_full(checkpoint, path, module, optimizers, order, strict=strict)
         place = local_path(path, "checkpoints")
         if local_state.is_local(place):
             if self._strategy.engine.version != 1:
                 raise ValueError(f"{place} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
             return local_state.load_local(place, self._strategy.form, optimizers, weights_only=weights_only)
-        if checkpointing.is_sharded(place):
-            return checkpointing.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
-        checkpoint = checkpointing.read_file(place, weights_only)
-        return checkpointing.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+        if sharded_checkpoints.is_sharded(place):
+            return sharded_checkpoints.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
+        checkpoint = sharded_checkpoints.read_file(place, weights_only)
+        return sharded_checkpoints.load_full(checkpoint, path, module, optimizers, order, strict=strict)
 
     def before_iterating(self) -> None:
         """Bring random states back where an epoch of training begins."""

@@ -62,7 +62,7 @@ def save_safetensors(
 
     Args:
         path: A file with the suffix ``.safetensors``, or a folder.
-        weights: Sharded, as `checkpointing.model_state` returns them; the same names on every rank.
+        weights: Sharded, as `sharded_checkpoints.model_state` returns them; the same names on every rank.
         module: Whose weights they are; tells parameters from buffers.
         form: For its ties and its module attribute.
         max_shard_size: Of one file.

@@ -27,12 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from ....checkpoint.manifest import Manifest, write_manifest
-from ....checkpoint.names import clean_name
 from ...common.new_checkpoints import new_folder
 from ..config.settings import FullState
-from ..engines.fsdp1_units import units_of
 from ..units.named_tensors import NamedTensor
-from ..units.original_model import find_ties
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
 from .saving_plan import FullFromRankZero
@@ -263,19 +260,9 @@ def load_full(
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
     stored = checkpoint.pop("state_dict")
     present = _common_names(get_model_state_dict(module), set(stored), strict, path)
-    # Under one of its names each: torch 2.13 shards what a module that stands in two places has under the first alone.
-    ties = {clean_name(alias): clean_name(kept) for alias, kept in find_ties(module).items()}
-    named_once = {name: stored[name] for name in present if ties.get(name) not in present}
-    strict = strict and len(named_once) == len(present)
-    if any(not unit._handle._use_orig_params for unit in units_of(module)):
-        # torch 2.13 cannot load a full state dict into flat parameters with activation checkpointing inside.
-        for name, tensor in named_once.items():
-            _copy_own_part(name, tensor, present[name])
-        set_model_state_dict(
-            module, {name: present[name] for name in named_once}, options=StateDictOptions(strict=strict)
-        )
-    else:
-        set_model_state_dict(module, named_once, options=state_dict_options(module, full=True, strict=strict))
+    for name, target in present.items():
+        _copy_own_part(name, stored[name], target)
+    set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
     optimizer_states = checkpoint.pop("optimizer_states", None)
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))
