@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -38,6 +39,9 @@ _PRELOAD = [
     "accelight.state",
 ]
 _START_S = 120.0
+_MOST_THREADS = 100
+"""Of a worker between two tests: DeepSpeed keeps engines, and with them groups, that nobody else knows any more."""
+_WORN = b"worn"
 _DUMP_S = 0.5  # after its time is up, a rank writes its stacks
 _GRACE_S = 10.0  # what the other ranks get to finish (or fail on their own) after the first one has failed
 
@@ -198,6 +202,9 @@ def run_on_ranks(
             for worker in workers:
                 worker.connection.send("clean up")
             problems = _collect(workers, timeout_s)
+            if _WORN in problems:
+                pool.discard(world_size)
+                problems = [b""] * world_size
             reports = [problem or report for problem, report in zip(problems, reports, strict=True)]
     except BaseException:  # Ctrl-C in the middle of a run leaves the workers in an unknown state
         pool.discard(world_size)
@@ -287,7 +294,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             return
         try:
             pristine.restore()
-            connection.send(b"")
+            connection.send(_WORN if _num_threads() > _MOST_THREADS else b"")
         except Exception:  # noqa: BLE001 (whatever it was, it is the test's failure)
             connection.send("clean-up after the test failed:\n" + traceback.format_exc())
 
@@ -318,6 +325,15 @@ class _Pristine:
 
         self.handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         self.linear = torch.nn.functional.linear
+        self.num_modules = 0
+        self.collect()
+
+    def collect(self) -> None:
+        """Free what a test left: each group that lives on has three threads, which wake up a hundred times a second."""
+        gc.collect()
+        if len(sys.modules) > self.num_modules + 100:  # what was imported stays, and need not be looked at every time
+            gc.freeze()
+            self.num_modules = len(sys.modules)
 
     def restore(self) -> None:
         import torch
@@ -327,6 +343,7 @@ class _Pristine:
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
+        self.collect()
         for number, handler in self.handlers.items():
             if handler is not None and number != signal.SIGUSR1:  # SIGUSR1 is the watchdog's
                 signal.signal(number, handler)
@@ -335,6 +352,12 @@ class _Pristine:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
         torch.manual_seed(0)
+
+
+def _num_threads() -> int:
+    """Return the number of this process's threads, those of C++ libraries among them; 0 where nobody says."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def reset_singletons() -> None:
@@ -350,14 +373,20 @@ def _forget_meshes() -> None:
     """Drop what DTensor caches by mesh: an equal mesh would get the groups of an earlier one, which are gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute._planner_cache.clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _forget_deepspeed() -> None:
     """Drop DeepSpeed's process groups, which die with torch's; its accelerator and its compiled ops stay."""
+    registry = sys.modules.get("accelight.strategies.deepspeed.engines.engine_registry")
+    for engine in list(registry._ENGINES) if registry is not None else ():
+        with contextlib.suppress(Exception):  # it may have failed before it was complete
+            engine.destroy()
     comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))
     if comm is not None:
         vars(comm)["cdb"] = None

@@ -304,6 +304,6 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         self._zero_grads.let_go()
         self._total_norms.let_go()
         if self._form is not None:
-            self.engine.drop_unreduced(self._form.root)
+            self.engine.end_training(self._form.root)
         super().teardown()
         self._checkpointer.close()

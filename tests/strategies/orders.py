@@ -538,14 +538,15 @@ def build_strategy(kind: str, script: Script) -> Any:
     return AccelFSDPStrategy(**options)
 
 
-def _on_rank(script: Script, kind: str, folder: str) -> list[Record]:
+def play_on_rank(script: Script, kind: str, folder: str) -> list[Record]:
+    """Run a script on this rank, in a group of all."""
     return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
 
 
 def run(script: Script, kind: str) -> list[Record]:
     """Run a script on all ranks; what rank 0 has to say."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks(WORLD_SIZE, _on_rank, script, kind, folder, timeout_s=60)[0]
+        return run_on_ranks(WORLD_SIZE, play_on_rank, script, kind, folder, timeout_s=60)[0]
 
 
 def differences(found: list[Record], expected: list[Record], *, tolerance: float = 1e-5) -> list[str]:

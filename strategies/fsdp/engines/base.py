@@ -151,6 +151,10 @@ class Engine(ABC, Generic[SettingsT]):
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
 
+    def end_training(self, root: nn.Module) -> None:
+        """Let go of gradients and graphs: no backward will come any more, and no optimizer step."""
+        self.drop_unreduced(root)
+
     def begin_step(self, root: nn.Module) -> None:
         """Begin a training step: no backward of an earlier forward will come."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,6 +45,7 @@ from .fsdp1_shards import explained, guard_shards
 from .fsdp1_units import (
     forget_frozen_hooks,
     forget_order,
+    forget_views,
     make_idle,
     names_of,
     reshard,
@@ -56,6 +58,8 @@ from .fsdp1_unreduced import FrozenGradients, add_waiting_gradients, drop_unredu
 from .optimizer_checks import check_flat_parameters
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ...common.gradients import Sharding
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -75,6 +79,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     _accumulating = False
     _waiting: Sequence[Any] = ()
     """Units that a step has used and its backward has not reached yet."""
+
+    def __init__(self, settings: FSDP1Settings, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(settings, mesh, device)
+        self._graphs = KeptGraphs()
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -174,10 +182,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         units = units_of(root)
         self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
         self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
-        self._graphs = KeptGraphs(root)
         guard_shards(root)
+        engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
         for number, unit in enumerate(units):
-            add_waiting_gradients(unit, lambda: not self._accumulating, partial(self.path.reduce, number))
+            add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
         self.make_idle(root)
         drop_unreduced(root)
 
@@ -229,9 +237,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         drop_unreduced(root, parameters)
 
     @override
+    def end_training(self, root: nn.Module) -> None:
+        super().end_training(root)
+        self._graphs.forget(root)
+        forget_views(root)
+
+    @override
     def begin_step(self, root: nn.Module) -> None:
         self._waiting = []
-        self._graphs.forget()
+        self._graphs.forget(root)
         forget_order(root)
 
     @override
@@ -241,7 +255,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def begin_backward(self, root: nn.Module) -> None:
         expected, self._waiting = self._waiting, []
-        self._graphs.begin_backward()
+        self._graphs.begin_backward(root)
         expect_backward(root, expected)
         self._watch.begin()
         self._frozen.put_aside()
@@ -330,3 +344,7 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
             for name, child in list(parent._modules.items()):
                 if child is not None and child in replacements:
                     parent._modules[name] = replacements[child]
+
+
+def _is_reducing(engine: FSDP1Engine | None) -> bool:
+    return engine is None or not engine._accumulating

@@ -48,12 +48,11 @@ class KeptGraphs:
     torch 2.13 prepares them in the forward, for one backward, which undoes it.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._last: dict[Any, tuple[Any, list[Any]]] = {}
         self._kept: dict[Any, tuple[Any, list[Any]]] = {}
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, root: nn.Module) -> None:
         """Note what the forward has prepared, and prepare what has been used up."""
         for unit, (node, tensors) in self._kept.items():
             flat_param: Any = unit._handle.flat_param
@@ -64,17 +63,21 @@ class KeptGraphs:
             if flat_param.requires_grad and not hook_state(unit):
                 hook = node.register_hook(partial(_post_backward_hook, unit, unit._handle))
                 flat_param._post_backward_hook_state = (node, hook)
-        for unit in waiting_units(self._root):
+        for unit in waiting_units(root):
             self._last[unit] = hook_state(unit)[0], list(unit._handle.flat_param._tensors or ())
 
     def keep(self) -> None:
         """The last backward has kept its graph."""
         self._kept.update(self._last)
 
-    def forget(self) -> None:
-        """No other backward will come: what was prepared for one is undone."""
+    def forget(self, root: nn.Module) -> None:
+        """No other backward will come: what was prepared for one is undone.
+
+        The nodes know the parameters in C++, where Python's garbage collector does not look: kept, they would keep the
+        whole model.
+        """
         self._last, self._kept = {}, {}
-        for unit in waiting_units(self._root):
+        for unit in waiting_units(root):
             hook_state(unit)[-1].remove()
             del unit._handle.flat_param._post_backward_hook_state
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ....checkpoint.names import clean_name
 from ..steps.outside_calls import is_inside
 from ..units.sharded_root import inside_root
-from .fsdp1_units import is_gathered, units_of
+from .fsdp1_units import VIEWS, is_gathered, units_of
 
 
 class ShardedWeight:
@@ -103,6 +103,7 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
     for own, module, _, first, first_module, _ in flat_param._shared_param_infos:
         stand_ins[module, own] = stand_ins[first_module, first]
     views: dict[tuple[nn.Module, str], Tensor] = {}
+    setattr(handle, VIEWS, views)
 
     def take_away() -> None:
         for (module, own), stand_in in stand_ins.items():

@@ -49,6 +49,10 @@ def units_by_module(root: nn.Module) -> dict[nn.Module, tuple[FullyShardedDataPa
     return found
 
 
+VIEWS = "_accelight_views"
+"""Where a handle has the views that modules had when it was gathered, if it has hidden them."""
+
+
 def make_idle(root: nn.Module) -> None:
     """Bring every unit to rest, whatever an exception left it in; all that is gathered is freed.
 
@@ -115,6 +119,18 @@ def forget_frozen_hooks(root: nn.Module) -> None:
         if len(hook_state(unit)) == 1:
             hook_state(unit)[0].remove()
             del unit._handle.flat_param._post_backward_hook_state
+
+
+def forget_views(root: nn.Module) -> None:
+    """Forget what forwards without a backward have left of gathered parameters: no backward will ask for it.
+
+    A view knows its flat parameter in C++, and that its modules in Python: no garbage collector would see the circle.
+    """
+    for unit in units_of(root):
+        handle = unit._handle
+        if handle.flat_param._tensors is not None:
+            handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)
+        getattr(handle, VIEWS, {}).clear()
 
 
 def forget_order(root: nn.Module) -> None:

@@ -49,7 +49,7 @@ class OutsideCalls:
     """Takes care of the calls of one sharded model.
 
     Args:
-        root: What the engine made of the model; kept alive by nobody here.
+        root: What the engine made of the model; it keeps this alive, and nobody here keeps it.
         opener: The engine.
         context: Entered around each call (autocast under mixed precision).
     """
@@ -64,8 +64,10 @@ class OutsideCalls:
         self._opener = opener
         self._context = context
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        root._accelight_outside_calls = self  # type: ignore[assignment] # to live as long as it
+        known = weakref.ref(self)
         for number, module in enumerate(opener.modules_in_units(root)):
-            _known[module] = self
+            _known[module] = known
             self._numbers[module] = number
         _watch()
 
@@ -107,7 +109,8 @@ class OutsideCalls:
         return args
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, OutsideCalls] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideCalls]] = weakref.WeakKeyDictionary()
+"""Both are weak: the calls know the engine, which knows the modules."""
 _depth = 0
 """How many steps, backwards and calls are under way: inside of them nobody is outside."""
 _handle: RemovableHandle | None = None
@@ -152,9 +155,8 @@ def _watch() -> None:
 
 
 def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    calls = _known.get(module)
-    if (
-        calls is None or torch._C._current_graph_task_id() != -1
-    ):  # recomputing, in a backward that is not the strategy's
+    known = _known.get(module)
+    calls = None if known is None else known()
+    if calls is None or torch._C._current_graph_task_id() != -1:  # recomputing, in a backward not the strategy's
         return None
     return calls.begin(module, args)
