@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 PACKAGES := state checkpoint strategies callbacks
 
 .PHONY: help setup demo test test-all test-orders check lint mypy format bench clean
@@ -22,13 +23,13 @@ demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes
 	$(BIN)/python examples/train_gpt.py
 
 test: $(STAMP)  ## Run the tests
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m "not exhaustive"
 
-test-all: $(STAMP)  ## Run what `make test` leaves out: a hundred random orders of events for each engine
-	ACCELIGHT_ORDERS=100 $(BIN)/python -m pytest -q tests/strategies/test_orders.py -k random
+test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, a hundred random orders for each engine
+	ACCELIGHT_ORDERS=100 $(PYTEST) -m exhaustive
 
 test-orders: $(STAMP)  ## Run a thousand random orders of events for each engine, other ones each time
-	ACCELIGHT_ORDERS=1000 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(BIN)/python -m pytest -q tests/strategies/test_orders.py -k random
+	ACCELIGHT_ORDERS=1000 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(PYTEST) tests/strategies/test_orders.py -k random
 
 check: lint mypy  ## Lint, format check and types
 

@@ -1,4 +1,4 @@
-"""``load-full``: whole weights, on rank 0 or in safetensors files, into a sharded model on the meta device.
+"""``load-full``: full weights, on rank 0 or in safetensors files, into a sharded model on the meta device.
 
 ``ACCELIGHT_BENCH_GB`` sets the size of the weights, ``ACCELIGHT_BENCH_DIR`` the folder of the files::
 

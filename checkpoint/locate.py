@@ -80,7 +80,7 @@ def _hint_at_merged(folder: Path, name: str) -> str:
     if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         return ""
     if path.suffix == ".safetensors":
-        return f" {name} holds whole weights: nothing is left to merge."
+        return f" {name} holds full weights: nothing is left to merge."
     return (
         f" {name} is one file, not shards: nothing is left to merge. To have its weights as safetensors, load it with "
         f"torch.load(..., weights_only=True) and save them with safetensors.torch.save_file."

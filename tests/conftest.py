@@ -19,11 +19,34 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: t
 _TEST_LIMIT_S = 300.0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_exhaustive(items, complete=not config.option.file_or_dir)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and this machine has none"))
     items.sort(key=lambda item: _uses_deepspeed(item.path))  # the others run while its ops are built
+
+
+def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:
+    """Mark the cells that ``@pytest.mark.core(*words)`` leaves to `make test-all`: no word is in their names.
+
+    Raises:
+        pytest.UsageError: If a word is in no cell's name, and all tests are here.
+    """
+    found: dict[tuple[str, str], bool] = {}
+    for item in items:
+        marker = item.get_closest_marker("core")
+        if marker is None:
+            continue
+        test, _, cell = item.nodeid.partition("[")
+        hits = {word: word in cell for word in marker.args}
+        for word, is_hit in hits.items():
+            found[test, word] = found.get((test, word), False) or is_hit
+        if not any(hits.values()):
+            item.add_marker(pytest.mark.exhaustive)
+    if complete and not all(found.values()):
+        unknown = [f"{test}: no cell with {word!r} in its name" for (test, word), hit in found.items() if not hit]
+        raise pytest.UsageError("\n".join(unknown))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

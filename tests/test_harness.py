@@ -138,6 +138,7 @@ def test_after_it():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_hangs_fails_alone_and_its_processes_end(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(_HANGS)
     command = [sys.executable, "-m", "pytest", "-q", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}"]

@@ -1,4 +1,4 @@
-"""Norms and scaling of gradients that are partly sharded (DTensor) and partly whole on every rank."""
+"""Norms and scaling of gradients that are partly sharded (DTensor) and partly unsharded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
     has one such set.
 
     Args:
-        gradients: DTensors (sharded or replicated, no partial sums) and whole tensors that are equal on all ranks.
+        gradients: DTensors (sharded or replicated, no partial sums) and plain tensors that are equal on all ranks.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
@@ -104,7 +104,7 @@ def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], nor
 
 
 def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace the gradients of whole parameters by their mean over all ranks, as sharded ones have been already.
+    """Replace the gradients of unsharded parameters by their mean over all ranks, as sharded ones have been already.
 
     One reduction for each dtype. A parameter without a gradient counts as zero, so that ranks cannot disagree on what
     is sent.

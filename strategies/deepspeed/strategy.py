@@ -236,12 +236,12 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         chosen.take_schedule(engine)
         masters.give(engine)
         self.model = engine
-        is_whole = settings.zero_stage == 3 and self.find_unused_parameters
-        if is_whole:
+        holds_parameters = settings.zero_stage == 3 and self.find_unused_parameters
+        if holds_parameters:
             hold_parameters(engine)
         elif settings.zero_stage == 3:
             SamePath(engine, self._timeout or default_pg_timeout)
-        self._window = Window(engine, chosen_parameters, self.root_device, is_whole=is_whole)
+        self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
         self._while_fitting.enter_context(self._window.on_module(module))
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too

@@ -48,7 +48,7 @@ class Trained(Protocol):
         """Run a backward inside."""
 
     def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
-        """Make gradients whole before they are unscaled, clipped and used."""
+        """Complete the gradients before they are unscaled, clipped and used."""
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped."""
@@ -128,14 +128,14 @@ class AccelFSDPPrecision(FSDPPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        def closure_with_whole_gradients() -> Any:
+        def closure_with_complete_gradients() -> Any:
             result = closure()
             self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
             return result
 
         if self.scaler is None:
-            return super().optimizer_step(optimizer, model, closure_with_whole_gradients, **kwargs)
-        result = closure_with_whole_gradients()
+            return super().optimizer_step(optimizer, model, closure_with_complete_gradients, **kwargs)
+        result = closure_with_complete_gradients()
         self.unscale(optimizer)
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:  # backward was skipped

@@ -70,7 +70,7 @@ class AccelFSDPStrategy(TrainerHooks):
         mixed_precision_policy: Dtypes as torch's policy or a dict; wins over ``Trainer(precision=...)``.
         auto_wrap_policy: ``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap`` (default) or a callable.
         cpu_offload: Keep shards, gradients and optimizer state in host memory. Default False.
-        ignored_modules: Modules left whole on every rank, or a regular expression matched on their names.
+        ignored_modules: Modules left unsharded, or a regular expression matched on their names.
         state_dict_type: ``full_state_dict`` (default of FSDP1), ``sharded_state_dict`` (default of FSDP2) or
             ``local_state_dict`` (FSDP1: flat shards as they are, for the same number of processes only).
         state_dict_config: torch's config: where a full state dict of the weights is. Default: rank 0, in host memory.

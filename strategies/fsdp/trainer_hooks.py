@@ -155,13 +155,13 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
     def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
-        """Make gradients whole before they are unscaled, clipped and used; called once for each optimizer step.
+        """Complete the gradients before they are unscaled, clipped and used; called once for each optimizer step.
 
         Args:
             optimizer: Whose gradients.
             rescale: Whether a shorter last window is divided by the micro-batches it really has.
         """
-        self._make_whole(optimizer)
+        self._average_unsharded(optimizer)
         parameters = self._parameters_of(optimizer)
         factor = self._tracker.short_window_factor
         if rescale and factor != 1.0:
@@ -194,7 +194,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
         if self._is_manual:
-            self._make_whole(optimizer)
+            self._average_unsharded(optimizer)
             self.precision_plugin.unscale(optimizer)
 
     def _norm_of(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
@@ -207,7 +207,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
             average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
         return self.engine.norm_of(self.form.root, gradients, norm_type)
 
-    def _make_whole(self, optimizer: Optimizer) -> None:
+    def _average_unsharded(self, optimizer: Optimizer) -> None:
         parameters = self._parameters_of(optimizer)
         average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
 

@@ -126,6 +126,7 @@ def expected(length: int, batch_size: int) -> dict[str, Any]:
     return evaluate(length, batch_size, "auto", 1, exact=False)
 
 
+@pytest.mark.core("accel_fsdp2-3")
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("ddp", 3), ("accel_fsdp2", 2), ("accel_fsdp2", 3)])
 def test_every_length_gives_the_values_of_one_process(strategy: str, world_size: int) -> None:
     results = run_on_ranks(world_size, evaluate_all, strategy, timeout_s=120)
@@ -206,6 +207,7 @@ def evaluate_lists() -> dict[tuple[int, int], Any]:
     return found
 
 
+@pytest.mark.core("3")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_lists_that_are_not_concatenated(world_size: int) -> None:
     """Retrieval's, and single numbers: as many as there are samples, which the processes have in different numbers."""
@@ -403,6 +405,7 @@ def test_loaders_of_ones_own_that_are_disjoint() -> None:
     assert run_on_ranks(2, accept_disjoint) == [2.5, 2.5]
 
 
+@pytest.mark.exhaustive
 def test_example() -> None:
     lines = run_script(EXAMPLES / "exact_evaluation.py", "--devices", "2").lines  # compares by itself, too
     shown = [line for line in lines if "one process" in line]

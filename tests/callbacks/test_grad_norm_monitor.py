@@ -125,6 +125,7 @@ def monitor_all_cases(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.core("fsdp1]")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fsdp_logs_the_norm_of_a_plain_loop(engine: str) -> None:
     for found in run_on_ranks(2, monitor_all_cases, ENGINES[engine], timeout_s=200):

@@ -128,6 +128,7 @@ def merge_binaries_of_full_checkpoints(folder: str) -> None:
 END_OF_FIT = [merge_last_and_best, merge_without_checkpoint, merge_and_remove, merge_binaries_of_full_checkpoints]
 
 
+@pytest.mark.core("merge_last_and_best", "merge_binaries")
 @pytest.mark.parametrize("check", END_OF_FIT)
 def test_at_the_end_of_fit(check: Any, tmp_path: Path) -> None:
     run_on_ranks(2, check, str(tmp_path))
@@ -163,6 +164,7 @@ def merge_every_save(folder: str, background: bool, asynchronous: bool) -> dict[
     return callback.state_dict()
 
 
+@pytest.mark.core("background-async_save")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
 def test_every_save_though_checkpoints_are_overwritten_and_deleted(
@@ -406,6 +408,7 @@ def test_hugging_face_models_load_by_from_pretrained(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(tmp_path / f"{version}").encode("b") == [1]
 
 
+@pytest.mark.exhaustive
 def test_example() -> None:
     """Lightning keeps the two best of four checkpoints; all four were merged before, each better than the last."""
     lines = run_script(Path(__file__).parents[2] / "examples" / "merge_after_training.py").lines

@@ -453,4 +453,4 @@ def test_weights_that_are_whole_already(tmp_path: Path) -> None:
     assert_refused(tmp_path / "in", tmp_path / "out", message)
     assert_refused(tmp_path / "in/pytorch_model.bin", tmp_path / "out", message)
     (tmp_path / "in/model.safetensors").touch()
-    assert_refused(tmp_path / "in", tmp_path / "out", r"model\.safetensors holds whole weights")
+    assert_refused(tmp_path / "in", tmp_path / "out", r"model\.safetensors holds full weights")

@@ -35,6 +35,7 @@ def fuzz(root: Path, file: str, num_examples: int) -> dict[str, int]:
     return ends
 
 
+@pytest.mark.core("metadata")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
 def test_dcp(tmp_path: Path, file: str) -> None:
     folder = damage.good(tmp_path / "in")
@@ -50,6 +51,7 @@ def test_dcp(tmp_path: Path, file: str) -> None:
         assert all(torch.equal(value, flat[name]) for name, value in weights.items()), disputed
 
 
+@pytest.mark.core("optim_states")
 @pytest.mark.parametrize(("stage", "file"), [(2, MODEL), (2, OPTIMIZER.format(1)), (3, SHARD.format(0))])
 def test_zero(zero_checkpoints: Saved, tmp_path: Path, stage: int, file: str) -> None:
     saved = zero_checkpoints[0] / f"stage {stage}, 2 processes"

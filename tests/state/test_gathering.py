@@ -206,6 +206,7 @@ def evaluate_all_layouts() -> dict[tuple[int, int], tuple[list[int], list[str], 
     }
 
 
+@pytest.mark.core("3")
 @WORLD_SIZES
 def test_every_sample_once_and_in_order_for_every_length_and_batch_size(world_size: int) -> None:
     for results in run_on_ranks(world_size, evaluate_all_layouts, timeout_s=120):
@@ -227,6 +228,7 @@ def evaluate_dropping() -> dict[tuple[int, int, bool], tuple[list[int], int]]:
     return found
 
 
+@pytest.mark.core("2")
 @WORLD_SIZES
 def test_no_sample_twice_where_the_loader_or_the_sampler_drops_the_last_ones(world_size: int) -> None:
     for results in run_on_ranks(world_size, evaluate_dropping, timeout_s=120):

@@ -95,6 +95,7 @@ def wait_longer_than_the_backend() -> None:
     os._exit(0)  # the broken group allows no orderly end
 
 
+@pytest.mark.exhaustive
 def test_waiting_does_not_run_the_backends_timeout() -> None:
     with pytest.raises(AssertionError, match="died with exit code 0") as failure:
         run_on_ranks(2, wait_longer_than_the_backend, group_timeout_s=1)

@@ -91,6 +91,7 @@ def found(pattern: str, output: str) -> list[str]:
     return re.findall(pattern, output)
 
 
+@pytest.mark.core("3")
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_newcomers_script_under_torchrun(nproc: int) -> None:
     result = run_script(NEWCOMER, launcher="torchrun", nproc=nproc)
@@ -115,6 +116,7 @@ def test_two_nodes_on_loopback() -> None:
     assert sorted(found(r"node of \d", result.output)) == ["node of 0", "node of 2"]
 
 
+@pytest.mark.exhaustive
 def test_a_state_made_before_lightnings_launcher_tells_the_truth_inside_and_after_fit() -> None:
     result = run_script(LIGHTNING)
     assert sorted(found(r"inside \d of \d: (?:True|False)", result.output)) == [
@@ -127,6 +129,7 @@ def test_a_state_made_before_lightnings_launcher_tells_the_truth_inside_and_afte
     ]
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_the_same_on_one_process_and_on_two() -> None:
     losses = []
     for launcher, nproc in (("python", 1), ("torchrun", 1), ("torchrun", 2)):

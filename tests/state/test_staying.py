@@ -71,6 +71,7 @@ ENDS = {
 }
 
 
+@pytest.mark.core("in the block-end", "trigger-end")
 @pytest.mark.parametrize(
     ("late", "end"), [*((late, "end") for late in LATE), ("in the block", "destroy"), ("in the block", "torch")]
 )
@@ -80,6 +81,7 @@ def test_the_others_come_late_to_what_the_main_process_ends_with(late: str, end:
     assert sorted(result.lines) == [f"done {rank}" for rank in range(num_processes)]  # and no warning of torch's
 
 
+@pytest.mark.exhaustive
 def test_very_late() -> None:
     source = START + LATE["before the block"] + ENDS["destroy"]
     lines = run_script(source, "7", launcher="by_hand", nproc=2, timeout_s=60).lines
@@ -87,6 +89,7 @@ def test_very_late() -> None:
     assert any("Process 0 stays for the others, which have not come to main_process_first yet" in one for one in lines)
 
 
+@pytest.mark.core("torchrun")
 @pytest.mark.parametrize("launcher", ["torchrun", "two_nodes"])
 def test_under_torchrun(launcher: Launcher) -> None:
     result = run_script(START + LATE["before the local block"], "1.5", launcher=launcher, nproc=2)
@@ -120,6 +123,7 @@ if state.is_main_process:
 }
 
 
+@pytest.mark.core("the others end before")
 @pytest.mark.parametrize("leaving", LEAVING)
 def test_nobody_stays_for_those_who_have_left(leaving: str) -> None:
     started = time.monotonic()
@@ -128,6 +132,7 @@ def test_nobody_stays_for_those_who_have_left(leaving: str) -> None:
     assert time.monotonic() - started < 30  # and not the group's timeout, half an hour
 
 
+@pytest.mark.exhaustive
 def test_an_error_on_the_main_process_is_not_held_back_for_long() -> None:
     source = (
         START + "if state.is_main_process:\n    with state.main_process_first():\n        pass\n    raise KeyError(7)\n"

@@ -64,6 +64,7 @@ def _told(output: str, where: str) -> list[str]:
     return sorted(re.findall(rf"{where}: (\d of \d, local \d of \d, main \w+?, local main (?:True|False))", output))
 
 
+@pytest.mark.core("python")
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launcher) -> None:
     result = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2)
@@ -79,6 +80,7 @@ def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launche
     assert lines.count("everybody") == 2
 
 
+@pytest.mark.exhaustive
 def test_two_nodes_know_their_places() -> None:
     result = run_script(SCRIPT, "1", "2", launcher="two_nodes", nproc=1)
     places = [f"{i} of 2, local 0 of 1, main {i == 0}, local main True" for i in range(2)]
@@ -86,6 +88,7 @@ def test_two_nodes_know_their_places() -> None:
         assert _told(result.output, where) == places
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_merges_and_uses_its_weights(tmp_path: Path) -> None:
     example = ROOT / "examples" / "train_gpt.py"
     options = ["--steps", "6", "--accumulate", "3", "--strategy", "accel_fsdp1", "--devices", "2"]

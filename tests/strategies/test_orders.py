@@ -18,10 +18,14 @@ Pick = Callable[[Sequence[Any]], Any]
 FSDP = ["fsdp2", "fsdp1", "fsdp1_flat"]
 KINDS = [*FSDP, "zero1", "zero2", "zero3"]
 NUM_SCRIPTS = int(os.environ.get("ACCELIGHT_ORDERS", "20"))
-"""For each kind."""
+"""For each kind; beyond twenty they are `exhaustive`."""
 IN_ONE_TEST = 10
 SEED = int(os.environ.get("ACCELIGHT_ORDERS_SEED", "0"))
 """Of the first test; each further one has the next number."""
+NUMBERS = [
+    pytest.param(number, marks=[pytest.mark.exhaustive] if number >= SEED + 20 // IN_ONE_TEST else [])
+    for number in range(SEED, SEED + math.ceil(NUM_SCRIPTS / IN_ONE_TEST))
+]
 
 FOUND: dict[str, Script] = {
     "a save before the first step": Script(
@@ -158,6 +162,7 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
 
 
+@pytest.mark.core("-fsdp2")
 @pytest.mark.parametrize("kind", [*FSDP, "zero2", "zero3"])
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong(name: str, kind: str) -> None:
@@ -165,7 +170,7 @@ def test_what_was_wrong(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("number", range(SEED, SEED + math.ceil(NUM_SCRIPTS / IN_ONE_TEST)))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_random_orders(number: int, kind: str) -> None:
     @seed(number)
     @settings(

@@ -159,12 +159,12 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     """Check that an optimizer can step on flat pieces of parameters, which is what the stages 1 to 3 give it.
 
     Raises:
-        ValueError: If it needs whole matrices, or the norm of each parameter.
+        ValueError: If it needs full matrices, or the norm of each parameter.
     """
     name = type(optimizer).__name__
     if stage and name in _NOT_ELEMENTWISE and not type(optimizer).__module__.startswith("deepspeed"):
         raise ValueError(
-            f"{name} computes with whole parameters, and ZeRO stage {stage} lets it step on flat pieces of them, which "
+            f"{name} computes with full parameters, and ZeRO stage {stage} lets it step on flat pieces of them, which "
             "gives something else. Use stage 0, or an optimizer that treats every element alone, such as AdamW or SGD."
         )
 

@@ -43,13 +43,13 @@ class Window:
         engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
         optimized: The parameters that its optimizer trains.
         device: Where this rank computes.
-        is_whole: Whether stage 3 has been told to hold parameters (`same_path.hold_parameters`).
+        holds_parameters: Whether stage 3 has been told to hold parameters (`same_path.hold_parameters`).
     """
 
     def __init__(
-        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, is_whole: bool = False
+        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, holds_parameters: bool = False
     ) -> None:
-        self.engine, self.device, self._is_whole = engine, device, is_whole
+        self.engine, self.device, self._holds_parameters = engine, device, holds_parameters
         self.stage = int(engine.zero_optimization_stage())
         zero = self._zero = engine.optimizer
         self._is_partitioned = partitions.is_partitioned_optimizer(zero)
@@ -155,7 +155,7 @@ class Window:
         zero = self._zero
         if self._is_partitioned:
             zero.set_gradient_accumulation_boundary(False)
-        if self._is_whole:
+        if self._holds_parameters:
             gather(self.engine)
         if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
             zero.micro_step_id = 1
@@ -199,7 +199,7 @@ class Window:
         mixed = [each for each, _, differs in pairs if differs and each not in self._leaves]
         if not mixed:
             return
-        if self.stage == 3 and not self._is_whole:
+        if self.stage == 3 and not self._holds_parameters:
             self._refuse_mixed(mixed)
         self._is_held = True
         self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True

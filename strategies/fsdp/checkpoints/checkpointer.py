@@ -112,16 +112,16 @@ class Checkpointer:
         meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
         if self._local:
             return local_state.local_model_state(self._strategy.form)
-        whole = self._strategy.engine.settings.full_weights if self._full else None
-        return sharded_checkpoints.model_state(self._state_dict_module(), whole)
+        full = self._strategy.engine.settings.full_weights if self._full else None
+        return sharded_checkpoints.model_state(self._state_dict_module(), full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._local:
             return plain.state_dict()
-        whole = self._strategy.engine.settings.full_optimizer if self._full else None
-        return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, whole)
+        full = self._strategy.engine.settings.full_optimizer if self._full else None
+        return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, full)
 
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
         """Write what the Trainer gathered, or begin to; all processes must call it with the same path."""

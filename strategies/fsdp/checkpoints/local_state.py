@@ -24,7 +24,7 @@ _MODEL, _OPTIMIZERS = "model", "optimizers"
 
 
 def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
-    """Return this rank's flat shards by the names of their units, and what is whole on every rank.
+    """Return this rank's flat shards by the names of their units, and what is unsharded.
 
     Nothing is communicated and nothing is copied.
     """
@@ -32,11 +32,11 @@ def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
     for name, module in form.root.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             flat = module._handle.flat_param
-            # While a unit is gathered, `data` is the whole; until the first forward, there is no `_local_shard`.
+            # While a unit is gathered, `data` is all of it; until the first forward, there is no `_local_shard`.
             state[clean_name(f"{name}._flat_param")] = getattr(flat, "_local_shard", flat.data)
     for named in named_tensors(form.root):
-        whole = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
-        if whole:
+        unsharded = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
+        if unsharded:
             state[named.name] = named.tensor.detach()
     return state
 

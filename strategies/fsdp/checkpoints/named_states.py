@@ -22,7 +22,7 @@ from ..engines.fsdp1_units import units_of
 States = dict[str, dict[str, Any]]
 """By parameter name, what the optimizer keeps of it."""
 Keep = Callable[[Tensor], Any]
-"""Takes a whole tensor (FSDP1's) or a DTensor, and returns what the checkpoint is to hold."""
+"""Takes a full tensor (FSDP1's) or a DTensor, and returns what the checkpoint is to hold."""
 
 
 class Layout:
@@ -63,7 +63,7 @@ class Layout:
         Args:
             optimizer: Over parameters of the model.
             keep: What becomes of each tensor.
-            shards: Whether ``keep`` gets shards (DTensors) of what FSDP1 has cut, and not the whole.
+            shards: Whether ``keep`` gets shards (DTensors) of what FSDP1 has cut, and not the full ones.
         """
         states: States = {}
         for parameter, (name, *_) in self.names.items():
@@ -106,7 +106,7 @@ class Layout:
 
         Args:
             optimizer: What it keeps of its parameters is replaced.
-            states: Tensors whole on every rank, or DTensors.
+            states: Full tensors, or DTensors.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -221,18 +221,18 @@ def _collect_unit(unit: Any, names: Sequence[str], optimizer: Optimizer, keep: K
 
 
 def _gather_views(unit: Any, shard: Tensor) -> list[Tensor]:
-    """Return the parameters' parts of something laid out as the unit's flat parameter, whole on every rank."""
+    """Return the parameters' parts of something laid out as the unit's flat parameter, in full on every rank."""
     handle = unit._handle
     group = handle.process_group
-    whole = torch.empty(group.size() * shard.numel(), dtype=shard.dtype, device=shard.device)
-    dist.all_gather_into_tensor(whole, shard, group=group)
-    return list(handle._get_unflat_views(whole[: handle.flat_param._unpadded_unsharded_size.numel()]))
+    full = torch.empty(group.size() * shard.numel(), dtype=shard.dtype, device=shard.device)
+    dist.all_gather_into_tensor(full, shard, group=group)
+    return list(handle._get_unflat_views(full[: handle.flat_param._unpadded_unsharded_size.numel()]))
 
 
-def _cut(unit: Any, whole: Tensor) -> Tensor:
-    """Return this rank's rows of ``whole``, for a sharded checkpoint."""
+def _cut(unit: Any, full: Tensor) -> Tensor:
+    """Return this rank's rows of ``full``, for a sharded checkpoint."""
     mesh, placements = _sharding(unit)
-    part = distribute_tensor(whole.contiguous(), mesh, placements, src_data_rank=None)
+    part = distribute_tensor(full.contiguous(), mesh, placements, src_data_rank=None)
     return DTensor.from_local(
         part.to_local().clone(), mesh, placements, shape=part.shape, stride=part.stride(), run_check=False
     )
@@ -255,19 +255,19 @@ def _restore_unit(
             continue
         own: dict[str, Any] = {}
         for key, value in states[name].items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if not (isinstance(whole, Tensor) and whole.dim()):
-                own[key] = whole
-            elif whole.numel() != flat_param._numels[index]:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if not (isinstance(full, Tensor) and full.dim()):
+                own[key] = full
+            elif full.numel() != flat_param._numels[index]:
                 raise ValueError(
-                    f"The optimizer's state {key!r} of {name!r} has the shape {tuple(whole.shape)}: FSDP1 keeps state "
+                    f"The optimizer's state {key!r} of {name!r} has the shape {tuple(full.shape)}: FSDP1 keeps state "
                     "of a parameter's own shape alone. Use fsdp_version=2 for this optimizer."
                 )
             elif not sharded:
-                own[key] = whole.reshape(flat_param._shapes[index])
+                own[key] = full.reshape(flat_param._shapes[index])
             elif info.in_shard:
                 begin, end = info.intra_param_start_idx, info.intra_param_end_idx
-                own[key] = whole.flatten()[begin : end + 1]
+                own[key] = full.flatten()[begin : end + 1]
         if flat_param._params is not None:
             if info.in_shard or not sharded:
                 group = group_of[parameter]

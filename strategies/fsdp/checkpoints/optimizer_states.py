@@ -31,11 +31,11 @@ _STEP = "step"
 
 
 def optimizer_state(
-    module: nn.Module, optimizer: Optimizer, order: Mapping[str, int], whole: FullState | None
+    module: nn.Module, optimizer: Optimizer, order: Mapping[str, int], full: FullState | None
 ) -> dict[str, Any]:
     """Return the optimizer's state; every rank calls it.
 
-    Sharded, it is keyed by parameter name. Full, it is where ``whole`` says and has the form of
+    Sharded, it is keyed by parameter name. Full, it is where ``full`` says and has the form of
     ``torch.optim.Optimizer.state_dict()`` over the plain module (numbered parameters), so that plain Lightning can load
     it; the names stand beside in each group's ``param_names``, as torch itself writes them.
 
@@ -43,24 +43,24 @@ def optimizer_state(
         module: What ``Engine.state_dict_module`` returns.
         optimizer: Over its parameters.
         order: Each parameter's place before sharding.
-        whole: Where the full one is, as a rule on rank 0 alone; None for the sharded one.
+        full: Where the full one is, as a rule on rank 0 alone; None for the sharded one.
     """
     layout = Layout(module)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     names = _plain_names(layout, module, optimizer, order)
-    if whole is None:
+    if full is None:
         states = layout.collect(optimizer, lambda tensor: tensor, shards=True)
         return {
             "state": states,
             "param_groups": [{**group, "params": own} for group, own in zip(groups, names, strict=True)],
         }
-    nowhere = whole.rank0_only and dist.get_rank() != 0
+    nowhere = full.rank0_only and dist.get_rank() != 0
 
     def keep(tensor: Tensor) -> Tensor | None:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if nowhere:
             return None
-        return tensor.cpu() if whole.offload_to_cpu and tensor.device.type != "cpu" else tensor.clone()
+        return tensor.cpu() if full.offload_to_cpu and tensor.device.type != "cpu" else tensor.clone()
 
     states = layout.collect(optimizer, keep, shards=False)
     return {} if nowhere else _numbered(states, groups, names)
@@ -176,7 +176,7 @@ def restore_full_optimizer(
     *,
     num_steps: int | None,
 ) -> None:
-    """Restore an optimizer from the whole state in memory, numbered or by name, as `restore_optimizer` does.
+    """Restore an optimizer from the full state in memory, numbered or by name, as `restore_optimizer` does.
 
     Args:
         module: What ``Engine.state_dict_module`` returns.

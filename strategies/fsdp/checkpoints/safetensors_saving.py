@@ -34,7 +34,7 @@ from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
 
 _SUFFIX = ".safetensors"
-_SHARED_FROM_BYTES = 2**20  # a whole tensor that is smaller is not worth being written by several
+_SHARED_FROM_BYTES = 2**20  # an unsharded tensor that is smaller is not worth being written by several
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _runs(shape: tuple[int, ...], part: _Part) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element in the part, its place in the whole tensor, number of elements) of each contiguous run.
+    """Yield (first element in the part, its place in the full tensor, number of elements) of each contiguous run.
 
     Where several ranks hold the same part, each has its share of every run.
     """
     sizes, offsets = part.sizes, part.offsets
-    inner = len(shape)  # dimensions from here on are whole, so that one more can be in the same run
+    inner = len(shape)  # dimensions from here on are complete, so that one more can be in the same run
     while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     outer = max(inner - 1, 0)

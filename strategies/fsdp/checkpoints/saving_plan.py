@@ -13,7 +13,7 @@ from ...upstream.torch_core import ShardedTensor
 
 
 class FullFromRankZero(DefaultSavePlanner):
-    """Lets rank 0 write whatever is whole on every rank: buffers and metrics may differ, and must fit each other.
+    """Lets rank 0 write whatever is unsharded: buffers and metrics may differ, and must fit each other.
 
     torch 2.13 takes each such tensor from the rank that has the least to write, BatchNorm's mean from one and its
     variance from another. (Its ``dedup_save_to_lowest_rank`` does so for replicas of shards, too, which are equal: the

@@ -43,11 +43,11 @@ _MODEL_KEYS = ("model", "state_dict")
 
 
 @without_torch_noise()
-def model_state(module: nn.Module, whole: FullState | None) -> dict[str, Any]:
-    """Return the weights: DTensors (``whole`` is None), or whole tensors where it says, as a rule on rank 0 alone."""
-    options = state_dict_options(module, full=whole is not None, where=whole)
+def model_state(module: nn.Module, full: FullState | None) -> dict[str, Any]:
+    """Return the weights: DTensors (``full`` is None), or full tensors where it says, as a rule on rank 0 alone."""
+    options = state_dict_options(module, full=full is not None, where=full)
     state = get_model_state_dict(module, options=options)
-    return state if whole is None else put_where(state, whole)
+    return state if full is None else put_where(state, full)
 
 
 def save_sharded(

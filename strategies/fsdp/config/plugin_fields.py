@@ -70,7 +70,7 @@ class PluginFields:
     """Keep shards in host memory. False by default. Memory is pinned where there is an accelerator, unless a
     ``CPUOffloadPolicy`` says ``pin_memory=False``."""
     ignored_modules: Iterable[nn.Module] | str | None = None
-    """Modules left whole, or a regular expression that has to match a module's whole name."""
+    """Modules left unsharded, or a regular expression that has to match a module's whole name."""
     state_dict_type: str | StateDictType | None = None
     """``"full_state_dict"`` (the default of FSDP1), ``"sharded_state_dict"`` (of FSDP2) or ``"local_state_dict"``."""
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None

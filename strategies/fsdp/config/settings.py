@@ -81,7 +81,7 @@ class EngineSettings:
     pin_memory: bool | None = None
     """Pin the offloaded memory. None pins where there is an accelerator."""
     ignored_modules: tuple[nn.Module, ...] | str | None = None
-    """Modules left whole on every rank; a string is a regular expression, fully matched on module names."""
+    """Modules left unsharded; a string is a regular expression, fully matched on module names."""
     activation_checkpointing: bool = False
     """Recompute the wrapped units' activations in backward instead of keeping them."""
     compile_options: Mapping[str, Any] | None = None

@@ -73,7 +73,7 @@ def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module])
 
 
 def resolve_ignored(model: nn.Module, ignored_modules: tuple[nn.Module, ...] | str | None) -> set[nn.Module]:
-    """Return the modules of ``model`` to leave whole on every rank, each with all its submodules.
+    """Return the modules of ``model`` to leave unsharded, each with all its submodules.
 
     Args:
         model: The root; names are counted from it, without the traces of wrappers.

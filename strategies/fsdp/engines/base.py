@@ -88,19 +88,23 @@ class Engine(ABC, Generic[SettingsT]):
                 units = []
             units = without_split_ties(model, units, ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
-            whole = ignored | left_over(model, parts) if parts else ignored
+            unsharded = ignored | left_over(model, parts) if parts else ignored
             precision = self.settings.precision
-            check_modules(model, [*units, *parts], whole, version=self.version, precision=precision)
-            for module in whole:  # sharding moves what it manages; the rest is ours to move
+            check_modules(model, [*units, *parts], unsharded, version=self.version, precision=precision)
+            for module in unsharded:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
-            unsharded = frozenset(parameter for module in whole for parameter in module.parameters(recurse=False))
+            unsharded_parameters = frozenset(
+                parameter for module in unsharded for parameter in module.parameters(recurse=False)
+            )
             if not self.settings.reshard_during_accumulation:
                 rank_zero_info(_memory_estimate(model))
             if self.settings.cpu_offload and self.device.type == "cpu":
                 rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
-            early = EarlyParameters(model, kept=unsharded if self.renews_parameters else set(model.parameters()))
-            root = self._shard(model, Plan(units, whole, parts, to_be_filled))
-            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded, order, early)
+            early = EarlyParameters(
+                model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
+            )
+            root = self._shard(model, Plan(units, unsharded, parts, to_be_filled))
+            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
             remember_form(model, form)
         return form
 

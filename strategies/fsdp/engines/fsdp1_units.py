@@ -90,7 +90,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def is_gathered(handle: Any) -> bool:
-    """Return whether a unit's parameters are whole, or torch still shows those that were."""
+    """Return whether a unit's parameters are gathered, or torch still shows those that were."""
     flat_param = handle.flat_param
     gathered = [getattr(flat_param, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
     return (

@@ -1,6 +1,6 @@
 """Gradients of FSDP1 that a window has not reduced yet, kept beside the parameters.
 
-[Note: unreduced gradients of FSDP1] In ``no_sync`` torch leaves a flat parameter's whole gradient on the sharded
+[Note: unreduced gradients of FSDP1] In ``no_sync`` torch leaves a flat parameter's full gradient on the sharded
 parameter. Whatever comes between two micro-batches (a forward without gradient, a save, a second fit) meets a gradient
 of another size than its parameter then. So after such a backward we take it away, and when the window's last backward
 has accumulated its own, we add it, just before torch reduces the sum.

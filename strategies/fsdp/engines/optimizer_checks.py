@@ -56,7 +56,7 @@ def check_kinds(optimizers: Iterable[Optimizer], version: int) -> None:
             continue
         if names & _WHOLE_PARAMETERS:
             raise ValueError(
-                f"{called} looks at whole parameters, and FSDP1 gives it pieces of flattened ones: the result would be "
+                f"{called} looks at full parameters, and FSDP1 gives it pieces of flattened ones: the result would be "
                 "another. Use fsdp_version=2 if it knows DTensors, or an optimizer that works element by element "
                 "(AdamW, SGD)."
             )

@@ -12,7 +12,9 @@ _WORTH_A_COLLECTIVE = 2**20
 """Below about a million parameters, starting a collective takes longer than sending them."""
 
 
-def without_split_ties(model: nn.Module, units: list[nn.Module], whole: Collection[nn.Module] = ()) -> list[nn.Module]:
+def without_split_ties(
+    model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """Return ``units`` without those that hold one use of a tied parameter while another use is outside of them.
 
     Their parameters then belong to the unit around all uses, at last to the root's. Two groups must not manage one
@@ -22,9 +24,9 @@ def without_split_ties(model: nn.Module, units: list[nn.Module], whole: Collecti
     Args:
         model: The root.
         units: Candidates, children before parents.
-        whole: Modules that nobody shards.
+        unsharded: Modules that nobody shards.
     """
-    ties = [users for users in _users(model, whole).values() if len(users) > 1]
+    ties = [users for users in _users(model, unsharded).values() if len(users) > 1]
     if not ties:
         return units
     kept = [unit for unit in units if not any(_splits(unit, users) for users in ties)]
@@ -37,7 +39,7 @@ def without_split_ties(model: nn.Module, units: list[nn.Module], whole: Collecti
     return kept
 
 
-def late_heads(model: nn.Module, units: list[nn.Module], whole: Collection[nn.Module]) -> list[nn.Module]:
+def late_heads(model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module]) -> list[nn.Module]:
     """Return the large linear layers registered after the last unit, output heads as a rule.
 
     In the root's unit they would be gathered before the first layer runs, and reduced after the last one has, with
@@ -48,25 +50,25 @@ def late_heads(model: nn.Module, units: list[nn.Module], whole: Collection[nn.Mo
     Args:
         model: The root.
         units: What is sharded on its own already.
-        whole: Modules that nobody shards.
+        unsharded: Modules that nobody shards.
     """
     taken = {submodule for unit in units for submodule in unit.modules()}
-    users = _users(model, whole)
+    users = _users(model, unsharded)
     modules = list(model.modules())
     last = max((index for index, module in enumerate(modules) if module in taken), default=len(modules))
     return [
         module
         for module in modules[last + 1 :]
         if type(module) is nn.Linear
-        and module not in whole
+        and module not in unsharded
         and module.weight.numel() >= _WORTH_A_COLLECTIVE
         and all(len(users[parameter]) == 1 for parameter in module.parameters())
     ]
 
 
-def _users(model: nn.Module, whole: Collection[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
-    """Return the modules that hold each parameter themselves; without parameters of ``whole``."""
-    unmanaged = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+def _users(model: nn.Module, unsharded: Collection[nn.Module]) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return the modules that hold each parameter themselves; without parameters of ``unsharded``."""
+    unmanaged = {parameter for module in unsharded for parameter in module.parameters(recurse=False)}
     users: dict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

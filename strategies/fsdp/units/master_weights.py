@@ -93,16 +93,16 @@ def convert_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def parameters_by_unit(
-    model: nn.Module, units: Sequence[nn.Module], whole: Collection[nn.Module]
+    model: nn.Module, units: Sequence[nn.Module], unsharded: Collection[nn.Module]
 ) -> Iterator[list[nn.Parameter]]:
     """Yield what each unit gathers; the last one is the root's.
 
     Args:
         model: Not sharded yet.
         units: Without the root; children before parents.
-        whole: Modules whose own parameters nobody gathers.
+        unsharded: Modules whose own parameters nobody gathers.
     """
-    taken = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+    taken = {parameter for module in unsharded for parameter in module.parameters(recurse=False)}
     for unit in [*units, model]:
         yield [parameter for parameter in unit.parameters() if parameter not in taken]
         taken.update(unit.parameters())
@@ -121,8 +121,8 @@ def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> I
     ignored = resolve_ignored(model, settings.ignored_modules)
     units = without_split_ties(model, [unit for _, unit in units_to_wrap(model, settings.wrap, ignored)], ignored)
     parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
-    whole = ignored | left_over(model, parts) if parts else ignored
-    yield from parameters_by_unit(model, [*units, *parts], whole)
+    unsharded = ignored | left_over(model, parts) if parts else ignored
+    yield from parameters_by_unit(model, [*units, *parts], unsharded)
 
 
 def _upcast(parameter: nn.Parameter) -> None:

@@ -33,7 +33,7 @@ class NamedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Of the full tensor."""
         return tuple(self.tensor.shape)
 
     def part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,7 +14,7 @@ class Plan:
     units: list[nn.Module] = field(default_factory=list)
     """Gathered and freed on their own; children before parents."""
     ignored: set[nn.Module] = field(default_factory=set)
-    """Modules whose own tensors stay whole on every rank."""
+    """Modules whose own tensors stay unsharded."""
     parts: list[nn.Module] = field(default_factory=list)
     """Empty where one root unit is gathered around the whole training step; else what stands in its place, see
     `parts_called_alone`."""

@@ -15,7 +15,7 @@ from .master_weights import holds_4bit, parameters_by_unit
 def check_modules(
     model: nn.Module,
     units: Sequence[nn.Module] = (),
-    whole: Collection[nn.Module] = (),
+    unsharded: Collection[nn.Module] = (),
     *,
     version: int,
     precision: PrecisionSettings | None = None,
@@ -25,7 +25,7 @@ def check_modules(
     Args:
         model: Not sharded yet.
         units: What is gathered on its own, without the root; children before parents.
-        whole: Modules whose own parameters stay whole on every rank.
+        unsharded: Modules whose own parameters stay unsharded.
         version: Of FSDP.
         precision: Dtypes of computation and reduction.
 
@@ -34,9 +34,9 @@ def check_modules(
     """
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     problems = [
-        *_renormalised(model, whole),
-        *_complex(names, [*parameters_by_unit(model, units, whole)], version, precision or PrecisionSettings()),
-        *_packed(model, whole, precision or PrecisionSettings()),
+        *_renormalised(model, unsharded),
+        *_complex(names, [*parameters_by_unit(model, units, unsharded)], version, precision or PrecisionSettings()),
+        *_packed(model, unsharded, precision or PrecisionSettings()),
     ]
     if problems:
         raise ValueError("\n".join([f"FSDP{version} cannot train this {type(model).__name__}:", *problems]))
@@ -61,12 +61,12 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
             )
 
 
-def _renormalised(model: nn.Module, whole: Collection[nn.Module]) -> Iterator[str]:
-    """Embeddings that change their weight in forward: of a sharded one a copy, of a whole one the rows of this rank."""
+def _renormalised(model: nn.Module, unsharded: Collection[nn.Module]) -> Iterator[str]:
+    """Embeddings that change their weight in forward: of a sharded one a copy, of another the rows of this rank."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
             continue
-        if module not in whole or module.weight.requires_grad:
+        if module not in unsharded or module.weight.requires_grad:
             yield (
                 f"{clean_name(name)}: {type(module).__name__}(max_norm={module.max_norm:g}) changes its weight in "
                 "forward, which reaches no other process, and is lost. Leave max_norm out and scale what it returns: "
@@ -97,10 +97,10 @@ def _complex(
                 )
 
 
-def _packed(model: nn.Module, whole: Collection[nn.Module], precision: PrecisionSettings) -> Iterator[str]:
+def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: PrecisionSettings) -> Iterator[str]:
     """4-bit weights of bitsandbytes: whoever converts or rebuilds the tensor that stores them loses them."""
     for name, module in model.named_modules():
-        if module in whole or not holds_4bit(module):
+        if module in unsharded or not holds_4bit(module):
             continue
         for own, parameter in module.named_parameters(recurse=False):
             if type(parameter) is nn.Parameter:  # a bias beside them

@@ -37,14 +37,14 @@ class ShardedRoot(nn.Module):
 
 @contextmanager
 def explaining_mixtures() -> Iterator[None]:
-    """Say where sharded weights (DTensors) of FSDP2 meet whole tensors, which torch refuses."""
+    """Say where sharded weights (DTensors) of FSDP2 meet plain tensors, which torch refuses."""
     try:
         yield
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise RuntimeError(
-            "Sharded weights (DTensors) met whole tensors in a step. As a rule, a weight of a module that is gathered "
+            "Sharded weights (DTensors) met plain tensors in a step. As a rule, a weight of a module that is gathered "
             "on its own was used past the module's forward: something inside of it, or another method, was called, or "
             "somebody read the weight (a fused loss that reads the output head's, a penalty). Call the module, or "
             "leave it to the root's unit: give auto_wrap_policy a policy object such as ModuleWrapPolicy({Block}), "
@@ -72,7 +72,7 @@ class ShardedForm:
     module_attribute: str | None
     """Attribute that held the whole model, see `module_attribute_of`."""
     unsharded: frozenset[nn.Parameter]
-    """Parameters of ignored modules: whole on every rank, their gradients reduced by nobody but us."""
+    """Parameters of ignored modules: unsharded, their gradients reduced by nobody but us."""
     order: Mapping[str, int]
     """Each parameter's place in ``parameters()`` before sharding, see `parameter_order`."""
     early: EarlyParameters

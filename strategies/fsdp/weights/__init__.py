@@ -1,1 +1,1 @@
-"""First values of a sharded model, and whole weights into it."""
+"""First values of a sharded model, and full weights into it."""

@@ -1,4 +1,4 @@
-"""A whole state dict on rank 0 into a sharded model: each rank is sent its own shards and nothing else."""
+"""A full state dict on rank 0 into a sharded model: each rank is sent its own shards and nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fsdp2_load_full_state_dict(
     *,
     buffers_from: nn.Module | Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load rank 0's whole state dict into a sharded model, in place; every rank calls it.
+    """Load rank 0's full state dict into a sharded model, in place; every rank calls it.
 
     Rank 0 cuts each tensor and sends each rank its part: no byte crosses the wire that the receiver does not keep, and
     a receiver holds its shards and, where dtype or device differ, one part more. Names decide what goes where. Tensors
@@ -63,7 +63,7 @@ def fsdp2_load_full_state_dict(
 
     Args:
         accelerator: Anything with ``device`` and ``is_main_process``.
-        model: Sharded, on the meta device or with values; ignored parameters and buffers are whole on each rank.
+        model: Sharded, on the meta device or with values; ignored parameters and buffers are unsharded.
         full_sd: The weights and persistent buffers, on rank 0. Ignored elsewhere.
         buffers_from: On rank 0, a module with the same names, or its buffers by name, for non-persistent buffers
             that are on the meta device somewhere. Default: ``model`` itself. Non-persistent buffers with values are
@@ -73,7 +73,7 @@ def fsdp2_load_full_state_dict(
         RuntimeError: On every rank, before anything is sent or changed: if names are missing or unexpected or shapes
             differ (all are listed), or tied names stand for different values.
 
-    Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each whole tensor to every rank.
+    Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each full tensor to every rank.
     """
     with failing_together(_WHAT):
         tensors, targets = open_tensors(model, accelerator.device)

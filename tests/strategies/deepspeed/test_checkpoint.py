@@ -130,6 +130,7 @@ def freeze_bias(model: Any) -> None:
     model.head.bias.requires_grad_(False)
 
 
+@pytest.mark.exhaustive
 def test_universal_checkpoints_go_to_other_numbers_of_processes(tmp_path: Path) -> None:
     case = Case(accumulate=3, clip_norm=0.1, optimizer="adamw", epochs=3)
     configs = [ds_config(stage) for stage in (3, 2)]  # the other one goes to one process alone: each conversion is slow

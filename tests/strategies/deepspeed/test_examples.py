@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
+@pytest.mark.exhaustive
 def test_the_language_model_trains_and_its_merged_weights_are_the_live_ones(tmp_path: Path) -> None:
     """The script compares the logits of the engine with those of the merged file, and fails if they differ."""
     options = ["--steps", "4", "--accumulate", "3", "--strategy", "accel_deepspeed_stage_3", "--devices", "2"]
@@ -21,6 +24,7 @@ def test_the_language_model_trains_and_its_merged_weights_are_the_live_ones(tmp_
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
+@pytest.mark.exhaustive
 def test_a_student_learns_from_a_partitioned_teacher_without_flooding_the_terminal() -> None:
     """Started by Lightning's own launcher; what Lightning itself prints is left."""
     output = run_script(EXAMPLES / "distill_deepspeed.py", "--steps", "100", timeout_s=200).output

@@ -354,6 +354,7 @@ SCRIPTS: dict[str, list[Fit]] = {
 }
 
 
+@pytest.mark.core("-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trains_as_plain_lightning(name: str, stage: int, tmp_path: Path) -> None:
@@ -397,6 +398,7 @@ def evaluate_between(stage: int) -> dict[str, Tensor]:
     return whole_weights(other)
 
 
+@pytest.mark.core("3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_engines_end_whoever_made_them(stage: int, tmp_path: Path) -> None:
     expected = Script(None, tmp_path).run([Fit(epochs=1), Fit(epochs=1)])[-1][1]
@@ -514,7 +516,7 @@ def attempt(kind: type[Module], stage: int) -> str:
         (Unfreezing, "RuntimeError: net.branch.weight, net.branch.bias was frozen when fit() began"),
         (AddingGroup, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
         (ForgettingToZero, "RuntimeError: manual_backward() followed optimizer.step() without zero_grad()"),
-        (WholeMatrices, "ValueError: Adafactor computes with whole parameters"),
+        (WholeMatrices, "ValueError: Adafactor computes with full parameters"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
 )
@@ -535,6 +537,7 @@ def test_stage_3_tells_of_changes_that_are_lost() -> None:
         assert found.startswith("RuntimeError: net.head.weight was changed in place while stage 3")
 
 
+@pytest.mark.core("BranchingAtOnce")
 @pytest.mark.parametrize("kind", [BranchingAtOnce, Branching])
 def test_stage_3_tells_of_ranks_that_use_different_layers(kind: type[Module]) -> None:
     """At once where nothing is recorded yet; later, from the rank that leaves the recorded order."""

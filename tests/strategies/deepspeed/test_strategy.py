@@ -212,6 +212,7 @@ def train_offloaded_adam(case: Case) -> list[Outcome]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_offloaded_adam_is_deepspeeds_own() -> None:
     """The long limit is for compiling it, once on a machine."""
     case = Case(accumulate=3, clip_norm=0.1, optimizer="adamw")

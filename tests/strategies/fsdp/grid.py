@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def ignored(self) -> str | None:
-        """Name of the block that is left whole."""
+        """Name of the block that is left unsharded."""
         return "blocks.2" if "ignored_modules" in self.options else None
 
 

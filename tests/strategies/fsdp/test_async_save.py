@@ -84,6 +84,7 @@ def _save_while_training(engine: str, kind: str, folder: str) -> None:
     assert Path(folder, "later5").exists()  # fit() waits for the last
 
 
+@pytest.mark.core("fsdp2-sharded", "fsdp1-full")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(

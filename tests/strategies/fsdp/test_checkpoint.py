@@ -77,6 +77,7 @@ def _expected() -> tuple[Outcome, Outcome]:
     return whole, second
 
 
+@pytest.mark.core("fsdp1-full", "fsdp2-sharded")
 @pytest.mark.parametrize("kind", ["full_state_dict", "sharded_state_dict"])
 @pytest.mark.parametrize("saved_by", ENGINES)
 def test_resume_continues_as_if_nothing_had_happened(saved_by: str, kind: str, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from accelight.strategies import AccelFSDPStrategy
 from tests.scripts import run_script
 
@@ -68,6 +70,7 @@ trainer:
 """
 
 
+@pytest.mark.exhaustive
 def test_what_the_cli_prints_trains_the_same_again(tmp_path: Path) -> None:
     (tmp_path / "asked.yaml").write_text(CONFIG)
     told = run_script(MODULE + TELL, cwd=tmp_path)

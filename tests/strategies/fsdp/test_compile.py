@@ -44,6 +44,7 @@ def _train(options: dict[str, Any]) -> tuple[Outcome, int]:
     return outcome, graphs
 
 
+@pytest.mark.core("checkpointing-fsdp2", "kept_gathered-fsdp1")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",

@@ -70,6 +70,7 @@ class ClipsSomethingElse(UserModule):
             clip_grad_norm_(other, LIMIT)
 
 
+@pytest.mark.core("-fsdp1]", "-fsdp2")
 @ALL_KINDS
 @pytest.mark.parametrize(
     "module",
@@ -212,6 +213,7 @@ class SharedGraph(ManualModule):
             self.untoggle_optimizer(optimizer)
 
 
+@pytest.mark.core("TwoBackwards-fsdp2", "SharedGraph-fsdp1]")
 @ALL_KINDS
 @pytest.mark.parametrize("module", [TwoBackwards, SharedGraph], ids=lambda module: module.__name__)
 def test_several_backwards_of_one_graph(kind: str, module: type[UserModule]) -> None:
@@ -251,6 +253,7 @@ for _name in ("NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon",
     globals()[f"With{_name}"] = type(f"With{_name}", (With,), {"name": _name, "__module__": __name__})
 
 
+@pytest.mark.core("-fsdp1]", "-fsdp2")
 @ALL_KINDS
 @pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adagrad", "ASGD", "ByElement"])
 def test_optimizers_that_are_right(kind: str, name: str) -> None:
@@ -262,7 +265,7 @@ def test_optimizers_that_are_right(kind: str, name: str) -> None:
     [
         ("fsdp2", "LBFGS", "scalar products"),
         ("fsdp1", "LBFGS", "scalar products"),
-        ("fsdp1", "Adafactor", "looks at whole parameters"),
+        ("fsdp1", "Adafactor", "looks at full parameters"),
         ("fsdp2", "Adafactor", "does not know DTensors"),
         ("fsdp2", "Rprop", "does not know DTensors"),
     ],
@@ -344,6 +347,7 @@ class ManualDraft(ManualModule):
         super().training_step(batch, batch_idx)
 
 
+@pytest.mark.core("OwnBackward-fsdp2", "Draft-fsdp1]")
 @ALL_KINDS
 @pytest.mark.parametrize("module", [OwnBackward, Draft, ManualDraft], ids=lambda module: module.__name__)
 def test_forwards_with_gradients_in_hooks(kind: str, module: type[UserModule]) -> None:
@@ -380,7 +384,7 @@ class NormOfRootsWeight(UserModule):
 @ALL_KINDS
 @pytest.mark.parametrize("module", [PastTheUnit, NormOfWeight, ManualNormOfWeight], ids=lambda one: one.__name__)
 def test_weights_used_past_their_unit_are_refused(kind: str, module: type[UserModule]) -> None:
-    words = "Sharded weights (DTensors) met whole tensors" if kind == "fsdp2" else "was used while it is sharded"
+    words = "Sharded weights (DTensors) met plain tensors" if kind == "fsdp2" else "was used while it is sharded"
     assert_refused(Fit(module), kind, words)
 
 
@@ -409,6 +413,7 @@ def _manual_after_fit(place: Place) -> tuple[Trainer, UserModule]:
     return _use_after_fit(ManualModule, place)
 
 
+@pytest.mark.core("_automatic_after_fit-fsdp2", "_manual_after_fit-fsdp1]")
 @ALL_KINDS
 @pytest.mark.parametrize("script", [_automatic_after_fit, _manual_after_fit])
 def test_the_module_is_used_after_a_fit(kind: str, script: Any) -> None:

@@ -87,6 +87,7 @@ class RaisesWithTwins(Raises):
         self.net.blocks[1].again = self.net.blocks[1].linear
 
 
+@pytest.mark.core("fsdp2-step", "fsdp2-backward", "fsdp1-within", "fsdp1-validation", "fsdp1_flat-forward")
 @pytest.mark.parametrize("where", ["step", "forward", "within", "backward", "validation"])
 @ALL_KINDS
 def test_exceptions_arrive_and_training_goes_on(kind: str, where: str) -> None:
@@ -95,6 +96,7 @@ def test_exceptions_arrive_and_training_goes_on(kind: str, where: str) -> None:
     assert_as_one_process(partial(_raise_and_go_on, where, "ModelCheckpoint", True), kind)
 
 
+@pytest.mark.core("fsdp2-full", "fsdp1-sharded")
 @pytest.mark.parametrize("form", ["full_state_dict", "sharded_state_dict"])
 @ALL_KINDS
 def test_a_module_in_two_places_is_resumed(kind: str, form: str) -> None:

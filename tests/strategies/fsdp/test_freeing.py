@@ -34,6 +34,7 @@ def _alive() -> list[object]:
     return [each for each in gc.get_objects() if type(each) is Trainer or issubclass(type(each), nn.Module)]
 
 
+@pytest.mark.core("plain", "an_exception", "two_optimizers-fsdp1_flat", "sampled_and_recomputed-fsdp1]")
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "fsdp1_flat"])
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_trained_model_is_freed(script: Script, kind: str, tmp_path: object) -> None:

@@ -86,6 +86,7 @@ HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on
 UNITS, PARTS = ([_module(base, hook) for hook in HOOKS] for base in (Units, Parts))
 
 
+@pytest.mark.core("-3]")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("module", UNITS, ids=lambda module: module.__name__)
 @ALL_KINDS
@@ -93,6 +94,7 @@ def test_units_are_frozen_and_thawed(kind: str, module: type[UserModule], accumu
     assert_as_one_process(Fit(module, 9, settings={"accumulate_grad_batches": accumulate}), kind)
 
 
+@pytest.mark.core("-3]")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("module", PARTS, ids=lambda module: module.__name__)
 @ORIGINAL_PARAMETERS
@@ -198,6 +200,7 @@ def _resume_over_part(place: Place) -> tuple[Trainer, UserModule]:
     return trainer, module
 
 
+@pytest.mark.core("fsdp2-_add_group_and_resume-full", "_resume_over_part-sharded")
 @pytest.mark.parametrize("form", ["full_state_dict", "sharded_state_dict"])
 @pytest.mark.parametrize("script", [_add_group_and_resume, _resume_over_part])
 @ORIGINAL_PARAMETERS
@@ -227,6 +230,7 @@ class LeavesUnitOut(UserModule):
         return functional.mse_loss(self.net.head(x + self.net.branch(x)), batch[1])
 
 
+@pytest.mark.core("-kept]", "fsdp2-Samples", "fsdp1-Clamps")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(
     "module", [OverPart, Clamps, Samples, LeavesUnitOut, UNITS[2], PARTS[3]], ids=lambda module: module.__name__

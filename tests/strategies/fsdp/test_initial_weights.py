@@ -119,6 +119,7 @@ def _fit_from_rank_zero(options: dict[str, Any], where: str) -> tuple[dict[str, 
     return _fit(Module(lambda: build(rank)), **options)
 
 
+@pytest.mark.core("2-configure_model", "3-configure_model-options1-fsdp2", "2-init_module-options2-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("world_size", "where", "options"),

@@ -62,6 +62,7 @@ def _train(which: str, epochs: int, save_to: str | None, resume_from: str | None
     return outcome
 
 
+@pytest.mark.core("lightning_fsdp-fsdp1", "fsdp2-lightning")
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [

@@ -112,6 +112,7 @@ def train_plain(order: str) -> tuple[list[bool], dict[str, Tensor]]:
     return skipped, nets.state_dict()
 
 
+@pytest.mark.core("fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_scale_of_a_gradient_is_the_one_it_is_divided_by(engine: str) -> None:
     """Torch's recipe: one update when all optimizers have stepped (twice a batch only where one steps twice)."""

@@ -116,6 +116,7 @@ def _run(engine: str, cells: list[tuple[dict[str, Any], str, bool, str]]) -> lis
     return [_train(engine, *cell) for cell in cells]
 
 
+@pytest.mark.core("fsdp1_orig_params")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_numbers_are_those_of_the_plain_optimizer(engine: str, tmp_path: Path) -> None:
     cells: list[tuple[dict[str, Any], str, bool, str]] = []

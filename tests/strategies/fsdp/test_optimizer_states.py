@@ -73,6 +73,7 @@ def _change_frozen(
     return same, other
 
 
+@pytest.mark.core("fsdp2-full", "fsdp1_orig_params-sharded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["fsdp1_orig_params", "fsdp2"])
 def test_state_of_parameters_frozen_later_is_kept(engine: str, kind: str, tmp_path: Path) -> None:
@@ -83,6 +84,7 @@ def test_state_of_parameters_frozen_later_is_kept(engine: str, kind: str, tmp_pa
         assert any(name.startswith(BLOCK) for name in same)
 
 
+@pytest.mark.core("fsdp1_orig_params-full", "fsdp2-sharded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp1_orig_params", "fsdp2"])
 def test_parameters_unfrozen_later_start_anew(engine: str, kind: str, tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ def _without_steps(engine: str, kind: str, path: str, names: list[str]) -> list[
     return [_fit(engine, kind, frozen=False, save_to=None, resume_from=path)]
 
 
+@pytest.mark.core("all-fsdp2-full", "some-fsdp1-sharded", "some-fsdp2-sharded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("names", [[], ["model.head.weight", f"{BLOCK}norm.bias"]], ids=["all", "some"])
@@ -129,6 +132,7 @@ def test_a_missing_step_is_that_of_the_others(engine: str, kind: str, names: lis
         assert {step for step, _ in found.values()} == {NUM_STEPS}
 
 
+@pytest.mark.core("fsdp1_orig_params-full", "fsdp2-sharded")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_optimizer_without_state_resumes(engine: str, kind: str, tmp_path: Path) -> None:

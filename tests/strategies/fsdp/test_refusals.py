@@ -46,8 +46,8 @@ def test_embeddings_that_renormalise(kind: Any, version: int) -> None:
     with pytest.raises(ValueError, match=message):
         check_modules(model, version=version)
     with pytest.raises(ValueError, match=message):  # each rank would change the rows it looks up
-        check_modules(model, whole=[model["embed"]], version=version)
-    check_modules(model.requires_grad_(False), whole=[model["embed"]], version=version)
+        check_modules(model, unsharded=[model["embed"]], version=version)
+    check_modules(model.requires_grad_(False), unsharded=[model["embed"]], version=version)
 
 
 def test_complex_parameters() -> None:
@@ -57,7 +57,7 @@ def test_complex_parameters() -> None:
             ValueError, match=r"waves: torch.complex64 parameters cannot be flattened. Hold torch.view_as"
         ):
             check_modules(model, version=1)
-        check_modules(model, whole=[model], version=1)
+        check_modules(model, unsharded=[model], version=1)
     check_modules(alone, version=2)
     check_modules(alone, version=2, precision=_HALF)
     with pytest.raises(ValueError, match=r"waves: torch.complex64 parameters cannot be reduced in one unit with real"):
@@ -77,10 +77,10 @@ def test_4bit_weights(version: int) -> None:
         ValueError, match=r"1.weight: 4-bit weights stored as torch.uint8 cannot be sharded. .*bfloat16"
     ):
         check_modules(model, version=version, precision=_HALF)
-    check_modules(model, whole=[model[1]], version=version, precision=_HALF)
-    check_modules(model, whole=[model[1]], version=version)
+    check_modules(model, unsharded=[model[1]], version=version, precision=_HALF)
+    check_modules(model, unsharded=[model[1]], version=version)
     with pytest.raises(ValueError, match=r"0.weight: .* would be converted to torch.float16 .*_storage=torch.float16"):
-        check_modules(model, whole=[model[1]], version=version, precision=PrecisionSettings(param_dtype=torch.float16))
+        check_modules(model, unsharded=[model[1]], version=version, precision=PrecisionSettings(param_dtype=torch.float16))
 
 
 def _step(model: nn.Module, *inputs: Tensor) -> None:

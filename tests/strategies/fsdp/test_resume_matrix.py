@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -112,6 +113,7 @@ def _difference(found: Found, expected: Found) -> float:
     return max(differences)
 
 
+@pytest.mark.exhaustive
 def test_everything_resumes_from_everything(tmp_path: Path) -> None:
     for world_size in WORLD_SIZES:
         run_on_ranks(world_size, _save_all, str(tmp_path))

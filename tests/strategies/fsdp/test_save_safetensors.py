@@ -59,7 +59,7 @@ def _save_both_ways(options: dict[str, Any], folder: str) -> list[Any]:
     trainer, strategy = _fit(options)
     trainer.save_checkpoint(f"{folder}/sharded")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_saving, "_SHARED_FROM_BYTES", 0)  # so that all have a part in whole parameters
+        patch.setattr(safetensors_saving, "_SHARED_FROM_BYTES", 0)  # so that all have a part in unsharded parameters
         reports = [strategy.save_safetensors(f"{folder}/direct_{name}", **more) for name, more in OPTIONS.items()]
     reports.append(strategy.save_safetensors(f"{folder}/made/for/it/weights.safetensors"))
     return [(report.files, report.num_bytes, report.ties, report.skipped) for report in reports]
@@ -77,6 +77,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.core("2-fsdp_version=1-use_orig_params=True", "3-fsdp_version=2", "2-fsdp_version=2-cpu_offload")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -101,7 +102,9 @@ def test_the_files_are_those_of_a_merge(world_size: int, options: dict[str, Any]
         merged, direct = tmp_path / f"merged_{name}", tmp_path / f"direct_{name}"
         report = merge_fsdp_weights(tmp_path / "sharded", merged, progress=False, **more)
         assert sorted(item.name for item in direct.iterdir()) == sorted(files)
-        if name == "split" and world_size > 1:  # DCP lists whole tensors in an order of its own; ours is the model's
+        if (
+            name == "split" and world_size > 1
+        ):  # DCP lists unsharded tensors in an order of its own; ours is the model's
             assert_same_tensors(direct, merged)
             continue
         assert (files, num_bytes, ties) == (report.files, report.num_bytes, report.ties)

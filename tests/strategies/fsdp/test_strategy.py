@@ -204,6 +204,7 @@ def _validate_inside_windows(case: Case, engine: str, reshard: bool) -> Outcome:
     return outcome
 
 
+@pytest.mark.core("fsdp2", "fsdp1-True")
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_validation_inside_a_window_leaves_its_gradients_alone(engine: str, reshard: bool) -> None:
@@ -318,6 +319,7 @@ def test_a_skipped_step_holds_the_schedule_back_on_every_rank(version: int) -> N
         assert finite
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", ["accelight.strategies", "lightning.pytorch"])
 def test_names_are_registered_in_either_order(first: str) -> None:
     second = {"accelight.strategies": "lightning.pytorch", "lightning.pytorch": "accelight.strategies"}[first]

@@ -17,6 +17,7 @@ def test_one_process_trains_as_a_plain_loop(engine: str) -> None:
     assert_same(run_on_ranks(1, train_sharded, case, ENGINES[engine])[0], train_plain(case, 1))
 
 
+@pytest.mark.core("fsdp2-2", "fsdp1-3")
 @pytest.mark.parametrize("epochs", [2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_windows_go_on_over_the_end_of_an_epoch(engine: str, epochs: int) -> None:
