@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 
 from tests import deepspeed_ops
-from tests.ranks import reset_singletons
+from tests.ranks import preload, reset_singletons
 from tests.slowness import slowness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: threads would only fight
 _TEST_LIMIT_S = 300.0
+_OF_DEEPSPEED = (
+    *("deepspeed", "deepspeed.runtime.engine", "deepspeed.module_inject", "accelight.strategies.deepspeed.strategy"),
+    *("accelerate", "networkx", "torch.ao.quantization", "torch.utils.cpp_extension"),  # it imports them when it trains
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -75,6 +79,7 @@ def _uses_deepspeed(file: Path) -> bool:
 def _ops_are_built(request: pytest.FixtureRequest) -> None:
     if _uses_deepspeed(request.path):
         deepspeed_ops.wait_until_built()
+        preload(*_OF_DEEPSPEED)
 
 
 @pytest.fixture(autouse=True)

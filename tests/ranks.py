@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -130,6 +131,16 @@ def _pool() -> _Pool:
         _POOL = _Pool()
         atexit.register(_POOL.close)
     return _POOL
+
+
+def preload(*modules: str) -> None:
+    """Let every process that is forked from now on have these modules, however often processes are thrown away."""
+    if set(modules) <= set(_PRELOAD):
+        return
+    _PRELOAD.extend(modules)
+    for world_size in list(_pool().workers):
+        _pool().discard(world_size)
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] # the next process starts another one
 
 
 def free_port() -> int:

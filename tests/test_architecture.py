@@ -132,6 +132,7 @@ sys.meta_path.insert(0, Block())
 """
 
 
+@pytest.mark.core("state", "command")
 @pytest.mark.parametrize(
     ("blocked", "code"),
     [

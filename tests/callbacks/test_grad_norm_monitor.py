@@ -189,6 +189,7 @@ def monitor_deepspeed(stage: int) -> tuple[Any, Any]:
     return whole, grouped
 
 
+@pytest.mark.core("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deepspeed_logs_the_norm_of_a_plain_loop(stage: int) -> None:
     for whole, grouped in run_on_ranks(2, monitor_deepspeed, stage, timeout_s=200):

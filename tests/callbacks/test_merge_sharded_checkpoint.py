@@ -128,7 +128,7 @@ def merge_binaries_of_full_checkpoints(folder: str) -> None:
 END_OF_FIT = [merge_last_and_best, merge_without_checkpoint, merge_and_remove, merge_binaries_of_full_checkpoints]
 
 
-@pytest.mark.core("merge_last_and_best", "merge_binaries")
+@pytest.mark.core("merge_last_and_best")
 @pytest.mark.parametrize("check", END_OF_FIT)
 def test_at_the_end_of_fit(check: Any, tmp_path: Path) -> None:
     run_on_ranks(2, check, str(tmp_path))
@@ -302,6 +302,7 @@ def interrupt(folder: str) -> dict[str, Any]:
     return {"held": running, "leftovers": leftovers, "output": sorted(path.name for path in output.glob("*"))}
 
 
+@pytest.mark.exhaustive
 def test_an_exception_in_training_ends_the_merges(tmp_path: Path) -> None:
     """The merge is held up by SIGSTOP, so that it is under way for sure; it does not hear SIGTERM, and is killed."""
     first, _ = run_on_ranks(2, interrupt, str(tmp_path))

@@ -71,7 +71,7 @@ ENDS = {
 }
 
 
-@pytest.mark.core("in the block-end", "trigger-end")
+@pytest.mark.core("in the block-end")
 @pytest.mark.parametrize(
     ("late", "end"), [*((late, "end") for late in LATE), ("in the block", "destroy"), ("in the block", "torch")]
 )
@@ -89,7 +89,7 @@ def test_very_late() -> None:
     assert any("Process 0 stays for the others, which have not come to main_process_first yet" in one for one in lines)
 
 
-@pytest.mark.core("torchrun")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["torchrun", "two_nodes"])
 def test_under_torchrun(launcher: Launcher) -> None:
     result = run_script(START + LATE["before the local block"], "1.5", launcher=launcher, nproc=2)

@@ -64,7 +64,7 @@ def _told(output: str, where: str) -> list[str]:
     return sorted(re.findall(rf"{where}: (\d of \d, local \d of \d, main \w+?, local main (?:True|False))", output))
 
 
-@pytest.mark.core("python")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launcher) -> None:
     result = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2)

@@ -22,7 +22,7 @@ def train_all(cases: list[Case], config: dict[str, Any]) -> list[Outcome]:
     return [train_deepspeed(case, config) for case in cases]
 
 
-@pytest.mark.core("stage2", "stage3_offload")
+@pytest.mark.core("stage3_offload")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_trains_as_a_plain_loop(config: dict[str, Any]) -> None:
     offloaded = "offload_optimizer" in config["zero_optimization"]  # DeepSpeed's own Adam then: a test of its own

@@ -354,7 +354,9 @@ SCRIPTS: dict[str, list[Fit]] = {
 }
 
 
-@pytest.mark.core("-3")
+@pytest.mark.core(
+    "fit after a stop in mid-window-3", "from checkpoints-3", "part is trained-3", "zeroing last-3", "drops-2"
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_trains_as_plain_lightning(name: str, stage: int, tmp_path: Path) -> None:

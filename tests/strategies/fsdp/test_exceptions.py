@@ -87,7 +87,7 @@ class RaisesWithTwins(Raises):
         self.net.blocks[1].again = self.net.blocks[1].linear
 
 
-@pytest.mark.core("fsdp2-step", "fsdp2-backward", "fsdp1-within", "fsdp1-validation", "fsdp1_flat-forward")
+@pytest.mark.core("fsdp2-backward", "fsdp1-within", "fsdp1_flat-validation")
 @pytest.mark.parametrize("where", ["step", "forward", "within", "backward", "validation"])
 @ALL_KINDS
 def test_exceptions_arrive_and_training_goes_on(kind: str, where: str) -> None:

@@ -86,7 +86,7 @@ HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_after_backward", "on
 UNITS, PARTS = ([_module(base, hook) for hook in HOOKS] for base in (Units, Parts))
 
 
-@pytest.mark.core("-3]")
+@pytest.mark.core("on_after_backward-3", "on_before_zero_grad-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("module", UNITS, ids=lambda module: module.__name__)
 @ALL_KINDS
@@ -94,7 +94,7 @@ def test_units_are_frozen_and_thawed(kind: str, module: type[UserModule], accumu
     assert_as_one_process(Fit(module, 9, settings={"accumulate_grad_batches": accumulate}), kind)
 
 
-@pytest.mark.core("-3]")
+@pytest.mark.core("on_after_backward-3", "on_before_zero_grad-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("module", PARTS, ids=lambda module: module.__name__)
 @ORIGINAL_PARAMETERS
@@ -106,6 +106,7 @@ def test_freezing_a_part_of_a_flat_unit_is_refused() -> None:
     assert_refused(Fit(PARTS[0]), "fsdp1_flat", "requires_grad_(False) of this Linear would do nothing")
 
 
+@pytest.mark.core("fsdp2-policy0", "fsdp1-policy1")
 @pytest.mark.parametrize("policy", [{"param_dtype": "fp32", "reduce_dtype": "bf16"}, {"param_dtype": "bf16"}, None])
 @ALL_KINDS
 def test_units_that_were_frozen_at_first_are_reduced_in_half_precision(kind: str, policy: Any) -> None:
@@ -230,7 +231,7 @@ class LeavesUnitOut(UserModule):
         return functional.mse_loss(self.net.head(x + self.net.branch(x)), batch[1])
 
 
-@pytest.mark.core("-kept]", "fsdp2-Samples", "fsdp1-Clamps")
+@pytest.mark.core("fsdp2-Samples", "fsdp1-Clamps")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(
     "module", [OverPart, Clamps, Samples, LeavesUnitOut, UNITS[2], PARTS[3]], ids=lambda module: module.__name__

@@ -266,6 +266,7 @@ def _fit_llama(options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor],
     return {name: tensor.clone() for name, tensor in weights.items()}, module.had_values, buffers
 
 
+@pytest.mark.core("rank_zero-fsdp2", "files-fsdp1]")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("source", ["rank_zero", "files"])
 def test_a_pretrained_transformer_is_held_by_one_process_or_none(engine: str, source: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def _fit(options: dict[str, Any], epochs: int, save_to: str | None, resume_from:
     return outcome, ""
 
 
+@pytest.mark.core("flat", "ignored")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_goes_on_from_flat_shards(variant: str, tmp_path: Path) -> None:
     path, options = str(tmp_path / "local.ckpt"), VARIANTS[variant]

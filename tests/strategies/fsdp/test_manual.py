@@ -117,7 +117,7 @@ def train_plain(clipping: str, num_epochs: int, world_size: int) -> Trace:
     return trace
 
 
-@pytest.mark.core("fsdp2-norm", "fsdp1-value", "fsdp1_orig_params-norm", "fsdp2_ignored-norm")
+@pytest.mark.core("fsdp2-norm", "fsdp1-value")
 @pytest.mark.parametrize("clipping", ["norm", "value"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_two_optimizers_train_as_in_one_process(setting: str, clipping: Literal["norm", "value"]) -> None:

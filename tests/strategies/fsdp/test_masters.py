@@ -120,6 +120,7 @@ def test_a_unit_of_fsdp1_has_one_dtype(use_orig_params: bool) -> None:
     assert "model.1.base.0.weight, model.1.base.0.bias, model.2.base.0.weight and 1 more" in told
 
 
+@pytest.mark.core("2-fields0", "1-fields2-bf16-mixed")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 @pytest.mark.parametrize(
     ("version", "fields"),

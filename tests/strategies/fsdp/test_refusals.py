@@ -80,7 +80,9 @@ def test_4bit_weights(version: int) -> None:
     check_modules(model, unsharded=[model[1]], version=version, precision=_HALF)
     check_modules(model, unsharded=[model[1]], version=version)
     with pytest.raises(ValueError, match=r"0.weight: .* would be converted to torch.float16 .*_storage=torch.float16"):
-        check_modules(model, unsharded=[model[1]], version=version, precision=PrecisionSettings(param_dtype=torch.float16))
+        check_modules(
+            model, unsharded=[model[1]], version=version, precision=PrecisionSettings(param_dtype=torch.float16)
+        )
 
 
 def _step(model: nn.Module, *inputs: Tensor) -> None:
