@@ -603,7 +603,9 @@ def refusals(script: Script, kind: str) -> list[str]:
         and script.unused == "unit_rank"
         and has_units,
         "a DeepSpeed engine has one": is_zero and script.manual is not None,
-        "was frozen when ": is_zero and {"freeze", "thaw"} <= actions,  # fit() began, or the checkpoint was saved
+        "was frozen when ": is_zero  # fit() began, or the checkpoint was saved
+        and "freeze" in actions
+        and ("thaw" in actions or any(fit.start == "fresh" for fit in script.fits)),
         "was trained when ": is_zero and "freeze" in actions,
         "A backward of one's own ran between training_step() and its backward": kind.startswith("fsdp1")
         and any(event.action == "adversary" and event.hook in between for event in events),

@@ -111,6 +111,15 @@ FOUND: dict[str, Script] = {
     "a unit frozen in a window": Script(
         (Fit(accumulate=3, batches=3, events=(Event("on_after_backward", 1, "freeze"),)),)
     ),
+    "a unit frozen between two micro-batches": Script(
+        (Fit(accumulate=2, batches=2, events=(Event("on_train_batch_start", 1, "freeze"),)),)
+    ),
+    "a fresh module resumes what trained with frozen layers": Script(
+        (Fit(batches=2, events=(Event("on_train_start", 0, "freeze"),)), Fit(batches=2), Fit(start="fresh", batches=2))
+    ),
+    "the gradient of a frozen layer's input": Script(
+        (Fit(batches=2, events=(Event("on_train_start", 0, "freeze"), Event("on_train_epoch_start", 0, "adversary"))),)
+    ),
 }
 """What random orders, or outsiders, have found wrong."""
 
@@ -162,8 +171,8 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
 
 
-@pytest.mark.core("-fsdp2")
-@pytest.mark.parametrize("kind", [*FSDP, "zero2", "zero3"])
+@pytest.mark.core("-fsdp2", "frozen-fsdp1", "micro-batches-zero1")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong(name: str, kind: str) -> None:
     check(FOUND[name], kind)

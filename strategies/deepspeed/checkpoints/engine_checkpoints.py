@@ -142,20 +142,21 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
     """
     # As DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
     state = torch.load(_model_file(folder), map_location="cpu", mmap=True, weights_only=False)
-    saved = state.get("frozen_param_shapes")
-    if saved is None:  # stage 0, where it makes no difference
+    groups = state.get("param_shapes")
+    if not groups:  # stage 0, where it makes no difference
         return
+    trained = {name for group in groups for name in group}  # stage 1 saves no names of what was frozen
     for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad != (name in saved):
+        if parameter.requires_grad == (name in trained):
             continue
         if with_optimizer:
-            then, now = ("frozen", "is trained here") if name in saved else ("trained", "is frozen here")
+            then, now = ("trained", "is frozen here") if name in trained else ("frozen", "is trained here")
             raise ValueError(
                 f"{name} was {then} when {folder.parent} was saved, and {now}: DeepSpeed's optimizer has no state for "
                 "it there, or no place here. Begin fit() with the parameters frozen that were frozen then, and change "
                 "that in on_train_start(); or load the weights into the module and begin anew."
             )
-        parameter.requires_grad_(name not in saved)
+        parameter.requires_grad_(name in trained)
 
 
 def _model_file(folder: Path) -> Path:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from ....checkpoint.names import clean_name
 from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from ...upstream.torch_core import tree_map_only
 from ...upstream.torch_fsdp1 import (
     _lazy_init,
     _post_forward,
@@ -206,6 +207,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         hooked = unit is module  # its own forward does the rest
         forget_frozen_hooks(root)
         self._frozen.put_aside()
+        args = tree_map_only(torch.Tensor, _with_history, args)
         args, _ = _root_pre_forward(outermost, outermost, args, {})
         if not hooked:
             inner = unit._fsdp_wrapped_module
@@ -348,3 +350,8 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
 
 def _is_reducing(engine: FSDP1Engine | None) -> bool:
     return engine is None or not engine._accumulating
+
+
+def _with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a leaf: hooks that torch puts on what goes into frozen units stop ``torch.autograd.grad``."""
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
