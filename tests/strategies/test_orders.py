@@ -171,7 +171,7 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
 
 
-@pytest.mark.core("-fsdp2", "frozen-fsdp1", "micro-batches-zero1")
+@pytest.mark.core("-fsdp2", "input-fsdp1", "micro-batches-zero1")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong(name: str, kind: str) -> None:
