@@ -92,3 +92,8 @@ def _pieces_3(optimizer: Any) -> Iterator[Piece]:
         numel = min(size, parameter.ds_numel - start)  # the last piece is padded, or empty
         if numel > 0:
             yield Piece(parameter, group, flat_start, start, numel)
+
+
+def gradient_attribute(zero: Any) -> str:
+    """Return where a parameter of stage 1 or 2 has its gradient until the ranks reduce it."""
+    return "grad_accum" if getattr(zero, "use_grad_accum_attribute", False) else "grad"

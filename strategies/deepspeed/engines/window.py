@@ -127,7 +127,8 @@ class Window:
                 parameter.requires_grad_(False)
 
     def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
-        if not parameter.requires_grad and (self.stage > 1 or self._accumulated(parameter) is None):
+        accumulated = getattr(parameter, partitions.gradient_attribute(self._zero), None)
+        if not parameter.requires_grad and (self.stage > 1 or accumulated is None):
             return  # frozen since the forward: it has got no gradient
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
             if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
@@ -223,18 +224,10 @@ class Window:
         (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
         self._order = 0
 
-    @property
-    def _accumulates_in(self) -> str:
-        """Where a parameter has its gradient until the ranks reduce it."""
-        return "grad_accum" if getattr(self._zero, "use_grad_accum_attribute", False) else "grad"
-
-    def _accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        return getattr(parameter, self._accumulates_in, None)
-
     def _add_missing_zeros(self) -> None:
         """Make the ranks have gradients of the same parameters."""
-        attribute = self._accumulates_in
-        have = [self._accumulated(each) is not None for each in self._parameters]
+        attribute = partitions.gradient_attribute(self._zero)
+        have = [getattr(each, attribute, None) is not None for each in self._parameters]
         for parameter, here, some in zip(self._parameters, have, agree(have, self.device).some, strict=True):
             if some and not here:
                 dtype = self._zero.gradient_accumulation_dtype if attribute == "grad_accum" else parameter.dtype
