@@ -117,6 +117,9 @@ FOUND: dict[str, Script] = {
     "a fresh module resumes what trained with frozen layers": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "freeze"),)), Fit(batches=2), Fit(start="fresh", batches=2))
     ),
+    "weights changed after the last step, and resumed": Script(
+        (Fit(batches=2, events=(Event("on_train_batch_end", 1, "clamp"),)), Fit(start="resume", batches=2))
+    ),
     "the gradient of a frozen layer's input": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "freeze"), Event("on_train_epoch_start", 0, "adversary"))),)
     ),
@@ -171,7 +174,7 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
 
 
-@pytest.mark.core("-fsdp2", "input-fsdp1", "micro-batches-zero1")
+@pytest.mark.core("-fsdp2", "input-fsdp1", "micro-batches-zero1", "and resumed-zero3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_wrong(name: str, kind: str) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from ...common.agreed_outcome import run_on_rank_zero
 from ...common.new_checkpoints import new_folder
 from ..engines import partitions
+from ..engines.changed_weights import take_changed_weights
 from ..engines.library import deepspeed_library, quietly
 from ..engines.window import window_of
 from . import sixteen_bit, universal
@@ -47,6 +48,8 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
     taken = sorted(_OF_DEEPSPEED & set(trainer_state))
     if taken:
         raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint has itself. Rename them.")
+    if partitions.is_partitioned_optimizer(engine.optimizer):
+        take_changed_weights(engine.optimizer)  # since the last step: the next would have done it
     weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}
 
     def complete(folder: Path) -> None:
