@@ -37,19 +37,20 @@ def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:
     Raises:
         pytest.UsageError: If a word is in no cell's name, and all tests are here.
     """
-    found: dict[tuple[str, str], bool] = {}
+    named: set[tuple[str, str]] = set()
+    found: set[tuple[str, str]] = set()
     for item in items:
         marker = item.get_closest_marker("core")
         if marker is None:
             continue
         test, _, cell = item.nodeid.partition("[")
-        hits = {word: word in cell for word in marker.args}
-        for word, is_hit in hits.items():
-            found[test, word] = found.get((test, word), False) or is_hit
-        if not any(hits.values()):
+        named |= {(test, word) for word in marker.args}
+        hits = {(test, word) for word in marker.args if word in cell}
+        found |= hits
+        if not hits:
             item.add_marker(pytest.mark.exhaustive)
-    if complete and not all(found.values()):
-        unknown = [f"{test}: no cell with {word!r} in its name" for (test, word), hit in found.items() if not hit]
+    if complete and named > found:
+        unknown = [f"{test}: no cell with {word!r} in its name" for test, word in sorted(named - found)]
         raise pytest.UsageError("\n".join(unknown))
 
 

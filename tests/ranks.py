@@ -215,7 +215,7 @@ def run_on_ranks(
             problems = _collect(workers, timeout_s)
             if _WORN in problems:
                 pool.discard(world_size)
-                problems = [b""] * world_size
+                problems = [b"" if problem == _WORN else problem for problem in problems]
             reports = [problem or report for problem, report in zip(problems, reports, strict=True)]
     except BaseException:  # Ctrl-C in the middle of a run leaves the workers in an unknown state
         pool.discard(world_size)
@@ -396,8 +396,7 @@ def _forget_deepspeed() -> None:
     """Drop DeepSpeed's process groups, which die with torch's; its accelerator and its compiled ops stay."""
     registry = sys.modules.get("accelight.strategies.deepspeed.engines.engine_registry")
     for engine in list(registry._ENGINES) if registry is not None else ():
-        with contextlib.suppress(Exception):  # it may have failed before it was complete
-            engine.destroy()
+        engine.destroy()
     comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))
     if comm is not None:
         vars(comm)["cdb"] = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from ...state.process_group import group_store
-from .agreed_outcome import num_ranks
+from .agreed_outcome import run_on_rank_zero
 
 if TYPE_CHECKING:
     from ...state.upstream import Store
@@ -38,10 +38,9 @@ class ComparedActions:
 
     def __init__(self, way_out: str, timeout: timedelta) -> None:
         self._way_out, self._timeout = way_out, timeout
-        number = [next(_COUNT)]
-        if num_ranks() > 1:  # rank 0's: an error before may have let another make fewer
-            dist.broadcast_object_list(number)
-        self._prefix, self._count = f"accelight/compared/{number[0]}", 0
+        # Rank 0's number: an error before may have let another rank make fewer.
+        number = run_on_rank_zero(lambda: next(_COUNT), "Numbering a comparison")
+        self._prefix, self._count = f"accelight/compared/{number}", 0
 
     def compare(self, action: str) -> None:
         """Say what this rank is about to do, and return when all ranks have said the same.

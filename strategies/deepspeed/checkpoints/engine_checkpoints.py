@@ -163,7 +163,7 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
 
 
 def _model_file(folder: Path) -> Path:
-    """Return where a process finds the names of what was frozen."""
+    """Return the file of this process that holds the names of what was trained."""
     partitioned = folder / f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt"
     return partitioned if partitioned.is_file() else folder / "mp_rank_00_model_states.pt"
 

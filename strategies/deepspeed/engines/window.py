@@ -127,9 +127,10 @@ class Window:
                 parameter.requires_grad_(False)
 
     def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
-        accumulated = getattr(parameter, partitions.gradient_attribute(self._zero), None)
-        if not parameter.requires_grad and (self.stage > 1 or accumulated is None):
-            return  # frozen since the forward: it has got no gradient
+        if not parameter.requires_grad:  # frozen since the forward
+            kept = getattr(parameter, partitions.gradient_attribute(self._zero), None) if self.stage <= 1 else None
+            if kept is None:
+                return  # with no gradient from an earlier micro-batch
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
             if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
                 self.used.add(parameter)

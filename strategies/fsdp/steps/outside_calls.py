@@ -24,6 +24,7 @@ from .same_path import SamePath
 
 Close = Callable[[Any], Any]
 """Ends a call that succeeded: given the module's output, returns what the caller gets."""
+_ATTRIBUTE = "_accelight_outside_calls"
 
 
 class UnitOpener(Protocol):
@@ -64,7 +65,7 @@ class OutsideCalls:
         self._opener = opener
         self._context = context
         self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        root._accelight_outside_calls = self  # type: ignore[assignment] # to live as long as it
+        root.__dict__[_ATTRIBUTE] = self  # to live as long as it
         known = weakref.ref(self)
         for number, module in enumerate(opener.modules_in_units(root)):
             _known[module] = known

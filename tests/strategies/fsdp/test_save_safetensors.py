@@ -102,9 +102,8 @@ def test_the_files_are_those_of_a_merge(world_size: int, options: dict[str, Any]
         merged, direct = tmp_path / f"merged_{name}", tmp_path / f"direct_{name}"
         report = merge_fsdp_weights(tmp_path / "sharded", merged, progress=False, **more)
         assert sorted(item.name for item in direct.iterdir()) == sorted(files)
-        if (
-            name == "split" and world_size > 1
-        ):  # DCP lists unsharded tensors in an order of its own; ours is the model's
+        if name == "split" and world_size > 1:
+            # DCP lists unsharded tensors in an order of its own; ours is the model's.
             assert_same_tensors(direct, merged)
             continue
         assert (files, num_bytes, ties) == (report.files, report.num_bytes, report.ties)
