@@ -10,14 +10,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
-from .launcher import SubprocessScriptLauncher
+from .launcher import NotingLauncher, SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
+from .termination import Termination
 
 
 class LoopFollowing(ParallelStrategy):
     """Comes before Lightning's strategy among the bases; `GradientState` is right in every hook then."""
 
     _tracker: LoopTracker
+    _termination: Termination
     _process_group_backend: str | None
 
     @property
@@ -35,6 +37,13 @@ class LoopFollowing(ParallelStrategy):
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             num_nodes = getattr(self, "num_nodes", 1)
             self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
+        else:
+            self._launcher = NotingLauncher()
+
+    def _weights_only_of_call(self, weights_only: bool | None) -> bool | None:
+        """Return the argument, else what the Trainer's ``fit``, ``validate``, ``test`` or ``predict`` was given."""
+        called = self._launcher.weights_only if isinstance(self._launcher, NotingLauncher) else None
+        return called if weights_only is None else weights_only
 
     @property
     def num_processes(self) -> int:
@@ -76,9 +85,26 @@ class LoopFollowing(ParallelStrategy):
     def on_train_end(self) -> None:
         self._tracker.close()
         super().on_train_end()
+        self._termination.end_loop()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        return super().predict_step(*args, **kwargs)
 
     def _end_evaluation(self) -> None:
         self._tracker.end_evaluation()
+        self._termination.end_evaluation()
 
     @override
     def on_validation_end(self) -> None:

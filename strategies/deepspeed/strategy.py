@@ -20,6 +20,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
+from ..common.termination import Termination
 from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
 from .config.hf_config import HfDeepSpeedConfig
@@ -73,8 +74,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             universal form once, beside itself.
         find_unused_parameters: Whether ranks may use different layers in stage 3, too: it then keeps parameters
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
-        weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. (Lightning 2.6
-            does not hand the ``weights_only`` of ``fit()`` to a strategy that restores after its setup.)
+        weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. What
+            ``fit(weights_only=...)`` and the like are given wins.
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it.
@@ -130,7 +131,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.find_unused_parameters = find_unused_parameters
         """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
-        self._tracker = LoopTracker(gradient_accumulation)
+        self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._window = None
         self._checkpointer = Checkpointer(self)
         self._while_fitting = ExitStack()
@@ -192,6 +193,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.accelerator is None or self.model is None or self.lightning_module is None:
             raise RuntimeError("AccelDeepSpeedStrategy.setup() is called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
+        self._termination.follow(trainer)
         self.optimizers, self.lr_scheduler_configs = [], []
         module = self.lightning_module
         self.precision_plugin.convert_module(module)  # in place

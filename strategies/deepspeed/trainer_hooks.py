@@ -162,7 +162,7 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointer.load(checkpoint_path, weights_only)
+        return self._checkpointer.load(checkpoint_path, self._weights_only_of_call(weights_only))
 
     @property
     @override
@@ -185,6 +185,7 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._tracker.close()
+        self._termination.let_go()
         self._while_fitting.close()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)

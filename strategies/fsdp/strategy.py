@@ -35,6 +35,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
+from ..common.termination import Termination
 from ..upstream.lightning import _materialize_distributed_module, _optimizers_to_device
 from .checkpoints.background_saves import BackgroundSaves
 from .checkpoints.checkpointer import Checkpointer
@@ -171,7 +172,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
-        self._tracker = LoopTracker(gradient_accumulation)
+        self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._checkpointer = Checkpointer(self, BackgroundSaves(timeout) if async_save else None)
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
@@ -236,6 +237,7 @@ class AccelFSDPStrategy(TrainerHooks):
         if self.accelerator is None or self.model is None or self.lightning_module is None:
             raise RuntimeError("AccelFSDPStrategy.setup() is called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
+        self._termination.follow(trainer)
         if fitting:
             check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             self._tracker.start_fit(trainer)

@@ -270,7 +270,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointer.load(self.broadcast(str(checkpoint_path)), weights_only)
+        return self._checkpointer.load(self.broadcast(str(checkpoint_path)), self._weights_only_of_call(weights_only))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -299,6 +299,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     @override
     def teardown(self) -> None:
         self._tracker.close()
+        self._termination.let_go()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
         self._zero_grads.let_go()

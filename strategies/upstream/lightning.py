@@ -9,6 +9,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH, _Stateful
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.data import _update_dataloader
 
@@ -16,6 +17,7 @@ __all__ = [
     "_PATH",  # the paths that a strategy's methods take
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
+    "_Launcher",  # every call of the Trainer's comes through it, with its arguments
     "_MockOptimizer",  # what there is where configure_optimizers returns None
     "_Stateful",  # loaders that keep their own place
     "_SubprocessScriptLauncher",  # it does not tell processes how many they are on a node
@@ -31,10 +33,12 @@ _EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _MODULE = "lightning.pytorch.LightningModule"
 _METRIC = "torchmetrics.Metric"
+_SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 
 ATTRIBUTES = {
     "_active_loop": (_TRAINER, "which loop runs, and where in its data it is"),
     "_after_closure": ("lightning.pytorch.plugins.precision.Precision", "hooks before the step, and clipping"),
+    "_broadcast_sigterm_tensor": (_EPOCH, "ranks agree on a SIGTERM before a batch"),
     "_combined_loader": (_FIT, "the loaders that a loop goes through"),
     "_computed": (_METRIC, "a padding step's result is forgotten"),
     "_copy_state_dict": (_METRIC, "states are put back after a padding step"),
@@ -54,6 +58,8 @@ ATTRIBUTES = {
     "_reset_optimizers_and_schedulers": ("lightning.pytorch.strategies.Strategy", "optimizers of an earlier fit"),
     "_results": (_TRAINER, "values that evaluation steps have logged"),
     "_should_accumulate": (_EPOCH, "whether a window ends here"),
+    "_signal_connector": (_TRAINER, "Lightning's handler of SIGTERM"),
+    "_sigterm_notifier_fn": (_SIGNALS, "the handler itself"),
     "_sync_dist": (_METRIC, "states of any number of samples are gathered"),
     "_trainer": (_MODULE, "the Trainer, or None"),
     "_update_count": (_METRIC, "a padding step does not count"),

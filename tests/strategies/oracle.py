@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accelight.state import GradientAccumulationPlugin, PartialState
-from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 
 WIDTH = 8
 BATCH_SIZE = 2
@@ -132,6 +132,18 @@ class _Recorder(Callback):
         norm = cast("AccelFSDPStrategy", trainer.strategy).last_grad_norm
         if len(pl_module.outcome.grad_norms) < trainer.global_step and norm is not None:
             pl_module.outcome.grad_norms.append(norm.item())
+
+
+def strategy_named(name: str) -> Any:
+    """``fsdp1``, ``fsdp2`` (a unit for each block), or ``zero0`` to ``zero3``, with nothing else set."""
+    number = int(name[-1])
+    if name.startswith("zero"):
+        return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": number}})
+    units: dict[str, Any] = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": ["Block"],
+    }
+    return AccelFSDPStrategy(fsdp_version=number, **units)
 
 
 def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:

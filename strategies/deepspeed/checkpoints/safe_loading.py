@@ -46,7 +46,7 @@ def reading_safely(weights_only: bool | None = None) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise RuntimeError(
             "The checkpoint holds objects that may run code when they are read. If you trust it, use "
-            f"AccelDeepSpeedStrategy(weights_only=False). torch says: {error}"
+            f"fit(weights_only=False) or AccelDeepSpeedStrategy(weights_only=False). torch says: {error}"
         ) from error
     finally:
         if before is None:

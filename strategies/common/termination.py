@@ -1,0 +1,130 @@
+"""SIGTERM under the strategies: a handler notes it, and all ranks leave the Trainer's loops at the same batch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ...state.process_group import backends_by_device, group_store, require_group
+from .agreed_outcome import run_on_rank_zero
+
+_log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()
+
+
+class Termination:
+    """Takes the place of what Lightning does about SIGTERM when there are several ranks.
+
+    Lightning's handler (2.6) broadcasts, in the middle of whatever collective the signal finds, and a rank that knows
+    of the signal leaves its loop without the others. Here the handler only takes note. Before each training batch, and
+    where a loop ends, the ranks reduce one number; in evaluation, where they need not have equally many batches, a
+    rank that was told says on the store how far all go.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._is_noted = False
+        self._said = False
+        self._count = 0
+        """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
+        self._prefix = ""
+
+    def follow(self, trainer: Trainer) -> None:
+        """Take over for one run, before the Trainer installs its handlers."""
+        self.let_go()
+        self._trainer = trainer
+        self._is_noted = self._said = False
+        self._count = 0
+        _connector(trainer)._sigterm_notifier_fn = self._note
+        if trainer.world_size > 1:
+            number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
+            self._prefix = f"accelight/sigterm/{number}"
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        """Give Lightning's methods back."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            _connector(trainer).__dict__.pop("_sigterm_notifier_fn", None)
+            trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        trainer = self._trainer
+        if self._is_noted or trainer is None:
+            return
+        self._is_noted = True
+        _log.info("Process %d received SIGTERM; training ends with this batch.", trainer.global_rank)
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(number)  # to the processes that it started
+        if trainer.world_size == 1:
+            _connector(trainer).received_sigterm = True
+
+    # ------------------------------------------------------------------ where all ranks come
+    def agree(self) -> None:
+        """Leave if any rank was told to; all ranks must call it.
+
+        Raises:
+            SIGTERMException: On every rank.
+        """
+        if self._trainer is None or self._trainer.world_size == 1:
+            return
+        group = require_group("SIGTERM")
+        device = "cpu" if "cpu" in backends_by_device(group) else self._trainer.strategy.root_device
+        noted = torch.tensor([self._is_noted], dtype=torch.int32, device=device)
+        dist.all_reduce(noted, dist.ReduceOp.MAX, group)
+        if noted.item():
+            self._leave()
+
+    def end_loop(self) -> None:
+        """Leave where a run ends, for what came during its last batch; all ranks must call it.
+
+        Raises:
+            SIGTERMException: On every rank, if any was told to; or without others, on this one.
+        """
+        if self._trainer is not None and self._trainer.world_size == 1 and self._is_noted:
+            self._leave()
+        self.agree()
+
+    def end_evaluation(self) -> None:
+        """The same where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
+        if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
+            self.end_loop()
+
+    # ------------------------------------------------------------------ where each rank comes by itself
+    def before_evaluation_batch(self) -> None:
+        """Leave at the batch after the one at whose start a rank knew of the signal.
+
+        No rank can be through with that batch before this one has begun it: where a forward gathers, all see what was
+        said when they come to the next.
+
+        Raises:
+            SIGTERMException: On every rank that has another batch.
+        """
+        trainer = self._trainer
+        if trainer is None or trainer.world_size == 1:
+            return
+        store = group_store(self._prefix)
+        if store.check(["last"]):
+            if self._count > int(store.get("last")):
+                self._leave()
+        elif self._is_noted and not self._said:
+            self._said = True
+            store.set("last", f"{self._count}")
+        self._count += 1
+
+    def _leave(self) -> None:
+        if self._trainer is not None:
+            _connector(self._trainer).received_sigterm = True
+        raise SIGTERMException
+
+
+def _connector(trainer: Trainer) -> Any:
+    return trainer._signal_connector
