@@ -4,7 +4,7 @@ from .accelerator_state import AcceleratorState
 from .accumulation import GradientAccumulationPlugin
 from .distributed_type import DistributedType
 from .environment import ProcessInfo
-from .gathering import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
+from .gathering import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 from .gradient_state import GradientState
 from .kwargs import InitProcessGroupKwargs
 from .metrics import gather_for_metrics
@@ -28,6 +28,7 @@ __all__ = [
     "set_trigger",
     "triggered_by",
     # gathering
+    "broadcast",
     "broadcast_object_list",
     "gather",
     "gather_for_metrics",

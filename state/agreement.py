@@ -46,15 +46,17 @@ def agree_on_tensors(
     group: dist.ProcessGroup,
     *,
     others_free: bool = False,
+    how: str | None = None,
 ) -> list[list[int]]:
     """Return each process's sizes along ``free_dim``, of the tensors that have it.
 
-    All else must agree; with ``others_free``, not the sizes along the other dimensions.
+    All else must agree, ``how`` included; with ``others_free``, not the sizes along the other dimensions.
 
     Raises:
         ValueError: On all processes, if it does not.
     """
-    described, sizes = [], []
+    described: list[str] = [] if how is None else [how]
+    sizes: list[int] = []
     for path, tensor in tensors.items():
         shape: list[int | str] = ["*"] * tensor.ndim if others_free else list(tensor.shape)
         if free_dim is not None and -tensor.ndim <= free_dim < tensor.ndim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+Reduction = Literal["mean", "sum", "max", "none"]
 
 
 def gather(tensor: T) -> T:
@@ -117,32 +118,63 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
     )
 
 
-def reduce(tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
+def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
     """Reduce the tensors of a nested structure over all processes; the inputs stay as they are.
 
     Args:
         tensor: Tensor or nested structure of tensors, of the same shapes everywhere.
-        reduction: ``"sum"``, ``"mean"`` (of whole numbers: a float) or ``"none"``, which only scales.
-        scale: Factor on the result.
+        reduction: ``"mean"`` (of whole numbers: a float), ``"sum"`` (of booleans: how many are true), ``"max"`` of each
+            element (of booleans: whether any is true), or ``"none"``, which only scales.
+        scale: Factor on the result, on every device. Accelerate applies it on XLA alone.
 
     Raises:
-        ValueError: If ``reduction`` is another word, or the processes' structures, dtypes or shapes differ.
+        ValueError: If ``reduction`` is another word, or the processes' structures, dtypes, shapes or reductions differ.
+        TypeError: If complex numbers are to be compared by ``"max"``.
 
-    Source: accelerate 1.15 ``accelerator.py`` (``reduce``).
+    Source: accelerate 1.15 ``utils/operations.py`` (``reduce``), whose default this is; ``Accelerator.reduce`` sums by
+    default.
     """
-    if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"reduction must be 'sum', 'mean' or 'none', got {reduction!r}.")
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, get_args(Reduction)))}; got {reduction!r}.")
     group = communication_group("reduce")
     tensors = tensors_of(tensor)
+    if reduction == "max":
+        _check_ordered(tensors)
     if group is None or reduction == "none":
         totals, count = list(tensors.values()), 1
     else:
         import torch.distributed as dist
 
-        agree_on_tensors("reduce", tensors, None, group)
-        totals = [_all_reduce(leaf, group) for leaf in tensors.values()]
+        agree_on_tensors("reduce", tensors, None, group, how=f"by {reduction!r}")
+        totals = [_all_reduce(leaf, reduction, group) for leaf in tensors.values()]
         count = dist.get_world_size(group)
     return replace_tensors(tensor, [_scaled(total, reduction, count, scale) for total in totals])
+
+
+def broadcast(tensor: T, from_process: int = 0) -> T:
+    """Overwrite the tensors of a nested structure with those of one process, in place, and return the structure.
+
+    Args:
+        tensor: Tensor or nested structure of tensors, of the same shapes and dtypes everywhere.
+        from_process: Whose values all get.
+
+    Raises:
+        TypeError: If the structure holds anything but tensors.
+        ValueError: If there is no such process, or the processes' structures, dtypes, shapes or ``from_process``
+            differ.
+
+    Source: accelerate 1.15 ``utils/operations.py`` (``broadcast``).
+    """
+    group = communication_group("broadcast")
+    _check_process(from_process)
+    tensors = tensors_of(tensor)
+    if group is None:
+        return tensor
+    agree_on_tensors("broadcast", tensors, None, group, how=f"from process {from_process}")
+    is_source = shared.current().process_index == from_process
+    for leaf in tensors.values():
+        _broadcast(leaf.detach(), from_process, group, is_source=is_source)
+    return tensor
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -155,9 +187,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if not isinstance(object_list, list):
         raise TypeError(f"broadcast_object_list fills a list in place, got {type(object_list).__name__}.")
     group = communication_group("broadcast_object_list")
-    num_processes = shared.current().num_processes
-    if not 0 <= from_process < num_processes:
-        raise ValueError(f"from_process={from_process} is out of range: there are {num_processes} process(es).")
+    _check_process(from_process)
     if group is None:
         return object_list
     import torch.distributed as dist
@@ -166,6 +196,31 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if object_list:
         dist.broadcast_object_list(object_list, src=from_process, group=group)
     return object_list
+
+
+def _check_process(from_process: int) -> None:
+    num_processes = shared.current().num_processes
+    if not 0 <= from_process < num_processes:
+        raise ValueError(f"from_process={from_process} is out of range: there are {num_processes} process(es).")
+
+
+def _check_ordered(tensors: dict[str, torch.Tensor]) -> None:
+    for path, tensor in tensors.items():
+        if tensor.is_complex():
+            raise TypeError(f"{path} is {tensor.dtype}, which has no largest value. Reduce its .abs(), or by 'sum'.")
+
+
+def _broadcast(tensor: torch.Tensor, from_process: int, group: dist.ProcessGroup, *, is_source: bool) -> None:
+    """Overwrite ``tensor``. Bytes are sent, as in `_gather_padded`."""
+    import torch.distributed as dist
+
+    if not tensor.numel():
+        return
+    device = sending_device(tensor.device, group)
+    sent = tensor.to(device).contiguous()
+    dist.broadcast(sent.view(-1).view(torch.uint8), src=from_process, group=group)
+    if not is_source and sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def _gather_padded(tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -181,21 +236,21 @@ def _gather_padded(tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGr
     return [block[:size].to(tensor.device) for block, size in zip(received, sizes, strict=True)]
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over processes, in the tensor's own dtype; small integers and booleans become int64."""
+def _all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum or maximum over processes in the tensor's own dtype; sums of integers and booleans are int64."""
     import torch.distributed as dist
 
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     total = tensor.detach().to(sending_device(tensor.device, group), torch.int64 if whole else None, copy=True)
     total = total.contiguous()
     if total.numel():
-        dist.all_reduce(total, group=group)
-    return total.to(tensor.device)
+        dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+    return total.to(tensor.device, tensor.dtype if reduction == "max" else None)
 
 
-def _scaled(total: torch.Tensor, reduction: str, count: int, scale: float) -> torch.Tensor:
+def _scaled(total: torch.Tensor, reduction: Reduction, count: int, scale: float) -> torch.Tensor:
     total = total.detach()
-    if total.dtype == torch.bool and reduction != "none":
+    if total.dtype == torch.bool and reduction not in ("none", "max"):
         total = total.long()
     if reduction == "mean":
         total = total / count

@@ -15,7 +15,7 @@ from .process_record import communication_group
 T = TypeVar("T")
 
 
-def gather_for_metrics(data: T, use_gather_object: bool = False) -> T:
+def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
     """Gather a batch's predictions or labels from all processes, without the samples that padding has added.
 
     Under ``DistributedSampler`` the samples are put back into the order in which one process would have seen them. A
@@ -23,23 +23,23 @@ def gather_for_metrics(data: T, use_gather_object: bool = False) -> T:
     is known inside ``GradientState().track(dataloader)`` or a Trainer's loop; elsewhere this is :func:`gather`.
 
     Args:
-        data: Tensor, or nested structure of tensors; a list of other things is gathered as objects.
+        input_data: Tensor, or nested structure of tensors; a list of other things is gathered as objects.
         use_gather_object: Gather a list as objects even if it holds tensors: theirs may differ in any dimension.
 
     Source: accelerate 1.15 ``accelerator.py`` (``gather_for_metrics``), which cuts the end off in process order, and so
     drops real samples and keeps padding where a sampler interleaves.
     """
-    if use_gather_object or not holds_only_tensors(data):
-        return _gather_things(data)  # type: ignore[return-value]
+    if use_gather_object or not holds_only_tensors(input_data):
+        return _gather_things(input_data)  # type: ignore[return-value]
     group = communication_group("gather_for_metrics")
     if active_entry() is None:
-        return gather(data)
-    tensors = tensors_of(data)
+        return gather(input_data)
+    tensors = tensors_of(input_data)
     if group is None:
         blocks = [[tensor.detach()[None] if tensor.ndim == 0 else tensor.detach()] for tensor in tensors.values()]
     else:
         blocks = gather_blocks(tensors, group)
-    return replace_tensors(data, [_arrange(of_tensor) for of_tensor in blocks])
+    return replace_tensors(input_data, [_arrange(of_tensor) for of_tensor in blocks])
 
 
 def _gather_things(things: Any) -> list[Any]:

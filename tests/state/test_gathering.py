@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from accelight.state import (
     GradientState,
     PartialState,
+    broadcast,
     broadcast_object_list,
     gather,
     gather_for_metrics,
@@ -27,6 +28,25 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
+
+
+ORDERED = (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.int64)
+
+
+def broadcast_from_last(rank: int) -> Any:
+    """Return what `broadcast` returns; the tensors that were given have the values, too."""
+    learned = torch.full((2,), float(rank), requires_grad=True)
+    given = {
+        "transposed": (torch.arange(6).view(2, 3) + rank).T,
+        "dtypes": [torch.tensor(rank).to(dtype) for dtype in (*ORDERED, torch.bool, torch.complex64)],
+        "empty": torch.ones(0, rank + 1)[:, :1],
+        "learned": learned,
+    }
+    returned = broadcast(given, from_process=PartialState().num_processes - 1)
+    assert returned is given
+    assert learned.requires_grad
+    assert learned.is_leaf
+    return {**returned, "learned": learned.detach()}
 
 
 def gather_everything() -> dict[str, Any]:
@@ -45,15 +65,18 @@ def gather_everything() -> dict[str, Any]:
         "many": gather([torch.arange(n % 3 + rank) for n in range(40)]),
         "objects": gather_object([f"from {rank}", {"rank": rank}]),
         "no objects": gather_object([]),
-        "sum": reduce({"x": torch.tensor([1, rank])}),
-        "mean": reduce(torch.tensor([1.0, rank]), "mean"),
+        "sum": reduce({"x": torch.tensor([1, rank])}, "sum"),
+        "mean": reduce(torch.tensor([1.0, rank])),
         "mean of ints": reduce(torch.tensor(rank), "mean"),
         "bools": reduce(torch.tensor([True]), "sum"),
-        "shorts": reduce(torch.tensor([300], dtype=torch.int16)),
-        "scaled": reduce(torch.tensor(2.0), scale=0.5),
+        "shorts": reduce(torch.tensor([300], dtype=torch.int16), "sum"),
+        "scaled": reduce(torch.tensor(2.0), "sum", scale=0.5),
         "none": reduce(torch.tensor(2.0), "none"),
+        "max": reduce([torch.tensor([3 - rank, rank], dtype=dtype) for dtype in ORDERED], "max"),
+        "any": reduce(torch.tensor([rank == 0, False]), "max"),
         "broadcast": broadcast_object_list([rank, f"of {rank}"], from_process=PartialState().num_processes - 1),
         "broadcast nothing": broadcast_object_list([]),
+        "broadcast tensors": broadcast_from_last(rank),
         "padded": pad_across_processes([torch.ones(rank + 1, 2), torch.tensor(3)], pad_index=7),
         "padded first": pad_across_processes(torch.ones(2, rank + 1), dim=-1, pad_first=True),
     }
@@ -92,6 +115,14 @@ def test_collectives(world_size: int) -> None:
         assert found["none"].item() == 2
         assert found["broadcast"] == [n - 1, f"of {n - 1}"]
         assert found["broadcast nothing"] == []
+        assert [tensor.tolist() for tensor in found["max"]] == [[3, n - 1]] * len(ORDERED)
+        assert [tensor.dtype for tensor in found["max"]] == list(ORDERED)
+        assert found["any"].tolist() == [True, False]
+        sent = found["broadcast tensors"]
+        assert torch.equal(sent["transposed"], (torch.arange(6).view(2, 3) + n - 1).T)
+        for tensor in sent["dtypes"]:
+            assert torch.equal(tensor, torch.tensor(n - 1).to(tensor.dtype))
+        assert sent["learned"].tolist() == [n - 1.0] * 2
         assert found["padded"][0][:, 0].tolist() == [1.0] * (rank + 1) + [7.0] * (n - rank - 1)
         assert found["padded"][1].item() == 3
         assert found["padded first"].tolist() == [[0.0] * (n - rank - 1) + [1.0] * (rank + 1)] * 2
@@ -108,6 +139,9 @@ def disagree() -> list[str]:
         lambda: gather_object([1]) if rank else gather(torch.ones(1)),
         lambda: broadcast_object_list([None] * (1 + rank)),
         lambda: broadcast_object_list([1], from_process=rank),
+        lambda: reduce(torch.ones(1), "max" if rank else "sum"),
+        lambda: broadcast(torch.ones(1), from_process=rank),
+        lambda: broadcast(torch.ones(1 + rank)),
     ]
     told = []
     for attempt in attempts:
@@ -116,6 +150,8 @@ def disagree() -> list[str]:
         told.append(str(caught.value))
     with pytest.raises(ValueError, match=r"from_process=2 is out of range: there are 2 process"):
         broadcast_object_list([1], from_process=2)
+    with pytest.raises(ValueError, match=r"from_process=-1 is out of range: there are 2 process"):
+        broadcast(torch.ones(1), from_process=-1)
     return told
 
 
@@ -124,8 +160,9 @@ def test_what_differs_between_processes_is_an_error_on_all_and_not_a_hang() -> N
     assert first == second
     assert "process 0: gather(data: float32[*, 2])\nprocess 1: gather(data: float32[*, 3])" in first[0]
     assert "process 0: gather(data: float64[*])\nprocess 1: gather(data: float32[*])" in first[1]
+    assert "process 0: broadcast(from process 0; data: float32[1])\nprocess 1: broadcast(from process 1;" in first[9]
     assert "process 1: gather(data[0]: float32[*]; data[1]: float32[*])" in first[2]
-    assert "process 0: reduce(data: float32[1])\nprocess 1: gather(data: float32[*])" in first[3]
+    assert "process 0: reduce(by 'mean'; data: float32[1])\nprocess 1: gather(data: float32[*])" in first[3]
 
 
 def pad_uneven_ones() -> dict[str, torch.Tensor]:
@@ -145,13 +182,15 @@ def test_sizes_along_other_dimensions_may_differ(world_size: int) -> None:
 
 def raise_everywhere() -> None:
     assert PartialState().num_processes >= 1
-    for function in (gather, reduce, pad_across_processes):
+    for function in (gather, reduce, pad_across_processes, broadcast):
         with pytest.raises(TypeError, match=r"data\['x'\]\[1\] is str, but only tensors can be sent"):
             function({"x": [torch.ones(1), "text"]})
         with pytest.raises(TypeError, match=r"data is a torch.sparse_coo tensor on cpu: only dense tensors"):
             function(torch.ones(2, 2).to_sparse())
-    with pytest.raises(ValueError, match="reduction must be 'sum', 'mean' or 'none', got 'max'"):
-        reduce(torch.ones(1), "max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum', 'max', 'none'; got 'min'"):
+        reduce(torch.ones(1), "min")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"data is torch\.complex64, which has no largest value"):
+        reduce(torch.ones(1, dtype=torch.complex64), "max")
     with pytest.raises(TypeError, match=r"gather_object takes a list, got dict. Write gather_object\(\[thing\]\)"):
         gather_object({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fills a list in place, got tuple"):
@@ -290,7 +329,7 @@ def evaluate_told() -> list[Any]:
     assert state.end_of_dataloader
     assert gather_for_metrics(batch).tolist() == list(range(2 * size))
     state._remove_dataloader(loader)
-    found += [gather_for_metrics(batch).tolist(), gather_for_metrics([batch], use_gather_object=True)]
+    found += [gather_for_metrics(batch).tolist(), gather_for_metrics(input_data=[batch], use_gather_object=True)]
     assert found[0] == found[3] == list(range(2 * size))
     return found
 
