@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         get_active_deepspeed_plugin,
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
+    from .unwrapping import unwrap_model
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -27,6 +28,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "HfDeepSpeedConfig",
     "get_active_deepspeed_plugin",
+    "unwrap_model",
 ]
 
 _HOMES = {  # the plugins must import without Lightning, so each name comes when it is asked for
@@ -38,6 +40,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
     "get_active_deepspeed_plugin": ".deepspeed",
+    "unwrap_model": ".unwrapping",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -32,6 +32,9 @@ class HfDeepSpeedConfig:
     def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any] | HfDeepSpeedConfig) -> None:
         self.config: dict[str, Any] = _read(config_file_or_dict)
 
+    def set_stage_and_offload(self) -> None:
+        """Do nothing: `is_zero2`, `is_zero3` and `is_offload` read the config as it is. For callers of Accelerate's."""
+
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that holds a key (None where there is no such dict), and the key's last part."""
         *sections, ds_key = ds_key_long.split(".")

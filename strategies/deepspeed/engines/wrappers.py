@@ -91,6 +91,21 @@ class DeepSpeedOptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine has zeroed the gradients after its step."""
 
+    def train(self) -> None:
+        """Let the user's optimizer go to training mode, where it has modes (schedule-free ones do)."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Let the user's optimizer go to evaluation mode, where it has modes."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        for optimizer in (self.optimizer, getattr(self.optimizer, "optimizer", None)):  # DeepSpeed's, and the one in it
+            switch = getattr(optimizer, mode, None)
+            if callable(switch):
+                switch()
+                return
+
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Hand the group to the inner optimizer."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from accelerate import DeepSpeedPlugin as Oracle
+from accelerate.utils.deepspeed import HfDeepSpeedConfig as AcceleratesConfig
 from torch import nn
 
 from accelight.state import AcceleratorState, DistributedType
@@ -139,6 +140,16 @@ def test_fields_from_a_config(config: dict[str, Any], form: str) -> None:
     assert config == before
     if isinstance(given, HfDeepSpeedConfig):
         assert given.config == before
+
+
+@pytest.mark.parametrize("library", [HfDeepSpeedConfig, AcceleratesConfig])
+def test_stage_and_offload_after_a_change(library: Any) -> None:
+    """Accelerate's callers set both anew; here they are read from the config as it is."""
+    config = library({"zero_optimization": {"stage": 2}})
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, False)
+    config.config["zero_optimization"] |= {"stage": 3, "offload_param": {"device": "cpu"}}
+    config.set_stage_and_offload()
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (False, True, True)
 
 
 def test_a_config_file_by_path(tmp_path: Path) -> None:

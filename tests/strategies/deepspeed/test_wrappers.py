@@ -148,6 +148,36 @@ def test_a_skipped_step_is_visible_and_holds_the_schedule_back(trained: Any) -> 
         assert found == [(False, 0), (True, 0), (False, 1)]
 
 
+class WithModes(torch.optim.SGD):
+    """As schedule-free optimizers, whose weights in training are not those to evaluate."""
+
+    mode = "neither"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+class AsDeepSpeedWrapsIt:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modes_reach_the_users_optimizer(wrapped: bool) -> None:
+    inner = WithModes([nn.Parameter(torch.ones(1))], lr=0.1)
+    wrapper = DeepSpeedOptimizerWrapper(AsDeepSpeedWrapsIt(inner) if wrapped else inner)
+    wrapper.train()
+    assert inner.mode == "train"
+    wrapper.eval()
+    assert inner.mode == "eval"
+    without = DeepSpeedOptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    without.train()
+    without.eval()
+
+
 def test_what_the_wrappers_hand_on() -> None:
     parameter = nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([parameter], lr=0.5)
