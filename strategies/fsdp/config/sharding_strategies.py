@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ....state.truth_values import TRUTH_VALUES
 from .environment import as_bool, as_member, warn_once
 
 if TYPE_CHECKING:
@@ -26,15 +27,33 @@ def strategy_for_fsdp1(
     """
     given = {"sharding_strategy": sharding_strategy, "reshard_after_forward": reshard_after_forward}
     strategies = [_as_strategy(name, value) for name, value in given.items() if value is not None]
-    if not strategies:  # Accelerate's launcher exports both variables, and means the first one for FSDP1
-        name = "sharding_strategy" if "sharding_strategy" in unset else "reshard_after_forward"
-        strategies = [_as_strategy(name, unset.get(name, "FULL_SHARD"))]
+    if not strategies:
+        strategies = [_strategy_from_environment(unset)]
     if len(set(strategies)) > 1:
         raise ValueError(
             f"sharding_strategy={sharding_strategy!r} and reshard_after_forward={reshard_after_forward!r} differ; "
             "with fsdp_version=1 they mean the same. Give one of them."
         )
     return strategies[0]
+
+
+def _strategy_from_environment(unset: Mapping[str, str]) -> ShardingStrategy:
+    """Return what the variables say: Accelerate's launcher exports both, and means the first one for FSDP1.
+
+    The second one alone may name a strategy, too. A truth value there is FSDP2's, which Accelerate ignores for FSDP1.
+    """
+    name = "sharding_strategy" if "sharding_strategy" in unset else "reshard_after_forward"
+    value = unset.get(name, "FULL_SHARD")
+    truth = TRUTH_VALUES.get(value.lower()) if name == "reshard_after_forward" else None
+    if truth is None:
+        return _as_strategy(name, value)
+    if not truth:
+        warn_once(
+            name,
+            f"FSDP_RESHARD_AFTER_FORWARD={value} is for FSDP2 and ignored with fsdp_version=1, which frees parameters "
+            "after forward. Set FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP to keep them, or FSDP_VERSION=2.",
+        )
+    return _as_strategy(name, "FULL_SHARD")
 
 
 def reshard_for_fsdp2(sharding_strategy: object, reshard_after_forward: object, unset: Mapping[str, str]) -> bool:

@@ -410,6 +410,24 @@ def test_what_accelerates_launcher_exports_by_default_is_understood(
     assert plugin.use_orig_params is (True if version == "1" else None)
 
 
+@pytest.mark.parametrize("value", ["true", "1", "yes", "True"])
+def test_fsdp2s_truth_value_alone_in_the_environment_says_nothing_to_fsdp1(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin = Plugin(fsdp_version=1)
+    assert plugin.sharding_strategy is plugin.reshard_after_forward is ShardingStrategy.FULL_SHARD
+
+
+def test_fsdp1_says_that_it_ignores_fsdp2s_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    with pytest.warns(UserWarning, match="RESHARD_AFTER_FORWARD=false is for FSDP2 .*Set FSDP_SHARDING_STRATEGY=SHARD"):
+        plugin = Plugin(fsdp_version=1)
+    assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
+
+
 def test_the_environment_is_left_alone() -> None:
     before = dict(os.environ)
     Plugin(cpu_ram_efficient_loading=True).settings()
