@@ -83,6 +83,8 @@ class AccelFSDPStrategy(TrainerHooks):
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
+        activation_checkpointing_offload: Keep what recomputing starts from, each unit's inputs, in host memory until
+            backward. Default False.
         cpu_ram_efficient_loading: Only rank 0 needs weights: built in ``configure_model`` or ``trainer.init_module()``,
             the model takes no memory on the others, ``from_pretrained`` of transformers included. Each rank is sent
             its own shards. Default False.
@@ -140,6 +142,7 @@ class AccelFSDPStrategy(TrainerHooks):
         sync_module_states: bool | None = None,
         forward_prefetch: bool | None = None,
         activation_checkpointing: bool | None = None,
+        activation_checkpointing_offload: bool | None = None,
         cpu_ram_efficient_loading: bool | None = None,
         transformer_cls_names_to_wrap: list[str] | None = None,
         min_num_params: int | None = None,

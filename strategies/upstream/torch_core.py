@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map_only
@@ -14,6 +18,7 @@ __all__ = [
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
+    "offload_wrapper",  # inputs of recomputed units in host memory, as Accelerate has it
     "tree_map_only",  # tensors inside state dicts
 ]
 

@@ -38,6 +38,7 @@ VARIABLES: Mapping[str, str] = {
     "sync_module_states": "FSDP_SYNC_MODULE_STATES",
     "forward_prefetch": "FSDP_FORWARD_PREFETCH",
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "activation_checkpointing_offload": "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
     "cpu_ram_efficient_loading": "FSDP_CPU_RAM_EFFICIENT_LOADING",
     "ignored_modules": "FSDP_IGNORED_MODULES",
 }

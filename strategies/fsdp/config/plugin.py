@@ -233,6 +233,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
             "pin_memory": None if getattr(offload, "pin_memory", True) else False,
             "ignored_modules": as_modules(self.ignored_modules),
             "activation_checkpointing": bool(self.activation_checkpointing),
+            "activation_checkpointing_offload": bool(self.activation_checkpointing_offload),
             "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
             "forward_prefetch": bool(self.forward_prefetch),
             "state_dict_type": cast("StateDictName", kind.name.lower()),

@@ -43,6 +43,7 @@ _FLAGS = {
     "sync_module_states": False,
     "forward_prefetch": False,
     "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
     "cpu_ram_efficient_loading": False,
 }
 
@@ -89,6 +90,8 @@ class PluginFields:
     """Gather the next unit while the present one computes; for static graphs. False by default."""
     activation_checkpointing: bool | None = None
     """Recompute the units' activations in backward. False by default."""
+    activation_checkpointing_offload: bool | None = None
+    """Keep what each recomputed unit needs, its inputs, in host memory until backward. False by default."""
     cpu_ram_efficient_loading: bool | None = None
     """Only rank 0 holds real weights before sharding. False by default."""
     transformer_cls_names_to_wrap: list[str] | None = None
@@ -134,6 +137,11 @@ class PluginFields:
                     "to begin with, and the other ranks need them.",
                 )
             self.sync_module_states = True
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "activation_checkpointing_offload=True moves inputs of recomputed units, and nothing is recomputed. "
+                "Set activation_checkpointing=True (or FSDP_ACTIVATION_CHECKPOINTING=true) too, or leave it out."
+            )
 
     def _resolve_backward_prefetch(self, unset: Mapping[str, str]) -> None:
         from torch.distributed.fsdp import BackwardPrefetch

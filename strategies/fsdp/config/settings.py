@@ -84,6 +84,8 @@ class EngineSettings:
     """Modules left unsharded; a string is a regular expression, fully matched on module names."""
     activation_checkpointing: bool = False
     """Recompute the wrapped units' activations in backward instead of keeping them."""
+    activation_checkpointing_offload: bool = False
+    """Keep the inputs of recomputed units in host memory until backward."""
     compile_options: Mapping[str, Any] | None = None
     """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False

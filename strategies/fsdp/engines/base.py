@@ -81,7 +81,8 @@ class Engine(ABC, Generic[SettingsT]):
             ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
             if self.settings.activation_checkpointing:
-                units = checkpoint_units(model, units)
+                offload = self.settings.activation_checkpointing_offload
+                units = checkpoint_units(model, units, offload=offload)
             if (options := self.settings.compile_options) is not None:
                 units = compile_units(model, units, options, in_place=not self.hooks_units)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use

@@ -13,16 +13,27 @@ import torch
 from torch import nn
 
 
-def checkpoint_units(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+def checkpoint_units(model: nn.Module, units: list[nn.Module], *, offload: bool = False) -> list[nn.Module]:
     """Put a checkpoint wrapper around each unit inside ``model`` and return the wrappers, in the same order.
+
+    Args:
+        model: The root.
+        units: Children before parents.
+        offload: Keep what a wrapper saves, the unit's inputs, in host memory until backward.
 
     Raises:
         ValueError: If there is no unit.
+
+    Source: accelerate 1.15 ``utils/fsdp_utils.py`` (``fsdp2_apply_ac``), which offloads with FSDP2 alone.
     """
-    from ...upstream.torch_core import CheckpointWrapper, checkpoint_wrapper
+    from ...upstream.torch_core import CheckpointWrapper, checkpoint_wrapper, offload_wrapper
+
+    def wrapper(unit: nn.Module) -> nn.Module:
+        checkpointed = unit if isinstance(unit, CheckpointWrapper) else checkpoint_wrapper(unit)
+        return offload_wrapper(checkpointed) if offload else checkpointed
 
     _require_units(units, "activation_checkpointing=True recomputes")
-    return _wrap(model, units, lambda unit: unit if isinstance(unit, CheckpointWrapper) else checkpoint_wrapper(unit))
+    return _wrap(model, units, wrapper)
 
 
 def compile_units(

@@ -116,9 +116,12 @@ class _Traffic(TorchDispatchMode):
     def __init__(self, events: list[Event]) -> None:
         super().__init__()
         self.events = events
+        self.num_copies = 0
+        """Of tensors of an activation's size."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.replace("_", "")
+        self.num_copies += func is torch.ops.aten.copy_.default and args[0].numel() == 2 * WIDTH
         if func.namespace == "c10d":
             for word, kind, at in (("allgather", "gather", 0), ("reducescatter", "reduce", 1)):
                 if word in name:
@@ -145,6 +148,8 @@ class Seen:
     dtypes: dict[str, Any]
     weights: dict[str, Tensor]
     """Before training, whole, where nothing is flat."""
+    num_copies: int
+    """Of activations, in the second step."""
     num_queued: int
     """Events that hold back FSDP1's gathers."""
     warnings: list[str]
@@ -201,7 +206,7 @@ def _observe(variant: Variant) -> Seen:
     for _ in range(2):
         root.zero_grad()
         events.clear()
-        with _Traffic(events):
+        with _Traffic(events) as traffic:
             root(torch.ones(2, WIDTH)).float().sum().backward()
     queues = {id(queue): queue for module in root.modules() if (queue := getattr(module, "_free_event_queue", None))}
     return Seen(
@@ -211,6 +216,7 @@ def _observe(variant: Variant) -> Seen:
         events=list(events),
         dtypes=dict(model.dtypes),
         weights=weights,
+        num_copies=traffic.num_copies,
         num_queued=sum(len(queue._queue) for queue in queues.values()),
         warnings=[str(warning.message) for warning in told],
     )
@@ -375,6 +381,20 @@ def test_limit_all_gathers_of_fsdp1() -> None:
 def test_activation_checkpointing(version: int) -> None:
     again, once = observe(*(with_fields(version, activation_checkpointing=flag) for flag in (True, False)))
     assert (again.count("forward"), once.count("forward")) == (2 * NUM_LAYERS, NUM_LAYERS)
+
+
+@shows("activation_checkpointing_offload")
+@VERSIONS
+def test_activation_checkpointing_offload(version: int) -> None:
+    """Each layer's input is copied to host memory (on the CPU, into memory of its own), and nothing else changes."""
+    plain, moved = observe(
+        *(
+            with_fields(version, activation_checkpointing=True, activation_checkpointing_offload=flag)
+            for flag in (False, True)
+        )
+    )
+    assert moved.num_copies - plain.num_copies == NUM_LAYERS
+    assert (moved.events, moved.units, moved.parameters) == (plain.events, plain.units, plain.parameters)
 
 
 # ------------------------------------------------------------------ precision

@@ -59,6 +59,7 @@ DOCUMENTED = {
     "sync_module_states": None,
     "forward_prefetch": None,
     "activation_checkpointing": None,
+    "activation_checkpointing_offload": None,
     "cpu_ram_efficient_loading": None,
     "transformer_cls_names_to_wrap": None,
     "min_num_params": None,
@@ -80,6 +81,7 @@ COMMON_DEFAULTS = {
     "param_init_fn": None,
     "forward_prefetch": False,
     "activation_checkpointing": False,
+    "activation_checkpointing_offload": False,
     "cpu_ram_efficient_loading": False,
     "transformer_cls_names_to_wrap": None,
     "min_num_params": None,
@@ -285,6 +287,9 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     *((ValueError, {name: "maybe"}, rf"{name} .*must be one of true, .*got 'maybe'")
       for name in ("use_orig_params", "sync_module_states", "forward_prefetch", "activation_checkpointing",
                    "cpu_ram_efficient_loading")),
+    *((ValueError, {"fsdp_version": version, "activation_checkpointing_offload": True},
+       r"nothing is recomputed. Set activation_checkpointing=True \(or FSDP_ACTIVATION_CHECKPOINTING=true\)")
+      for version in (1, 2)),
     (ValueError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": "1e6"}, r"min_num_params .*whole number"),
     (ValueError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": -1}, r"min_num_params must be >= 0; got -1"),
     (TypeError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1e6}, r"min_num_params .*must be an int"),
@@ -321,6 +326,8 @@ ENVIRONMENT: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"FSDP_FORWARD_PREFETCH": "true"}, {"forward_prefetch": True}),
     ({"FSDP_VERSION": "2", "FSDP_FORWARD_PREFETCH": "true"}, {"forward_prefetch": True}),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"activation_checkpointing": True}),
+    ({"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+     {"activation_checkpointing_offload": True}),
     ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"cpu_ram_efficient_loading": True, "sync_module_states": True}),
     ({"FSDP_IGNORED_MODULES": "head"}, {"ignored_modules": "head"}),
     ({"FSDP_VERSION": "", "FSDP_OFFLOAD_PARAMS": " "}, {"fsdp_version": 1, "cpu_offload": fsdp.CPUOffload(False)}),
@@ -343,7 +350,7 @@ def test_every_documented_variable_is_read() -> None:
     documented = (
         "VERSION SHARDING_STRATEGY RESHARD_AFTER_FORWARD BACKWARD_PREFETCH AUTO_WRAP_POLICY TRANSFORMER_CLS_TO_WRAP "
         "MIN_NUM_PARAMS OFFLOAD_PARAMS STATE_DICT_TYPE USE_ORIG_PARAMS SYNC_MODULE_STATES FORWARD_PREFETCH "
-        "ACTIVATION_CHECKPOINTING CPU_RAM_EFFICIENT_LOADING IGNORED_MODULES"
+        "ACTIVATION_CHECKPOINTING ACTIVATION_CHECKPOINTING_OFFLOAD CPU_RAM_EFFICIENT_LOADING IGNORED_MODULES"
     )
     assert sorted(VARIABLES.values()) == sorted("FSDP_" + name for name in documented.split())
 
@@ -402,6 +409,7 @@ def test_what_accelerates_launcher_exports_by_default_is_understood(
         "CPU_RAM_EFFICIENT_LOADING": "true",
         "SYNC_MODULE_STATES": "true",
         "ACTIVATION_CHECKPOINTING": "false",
+        "ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
     }
     for name, value in exported.items():
         monkeypatch.setenv(f"FSDP_{name}", value)
@@ -688,6 +696,7 @@ def test_settings_of_fsdp1() -> None:
         sync_module_states=True,
         forward_prefetch=True,
         activation_checkpointing=True,
+        activation_checkpointing_offload=True,
         cpu_ram_efficient_loading=True,
     )
     assert plugin.settings(precision=PrecisionSettings(param_dtype=torch.float16)) == FSDP1Settings(
@@ -710,6 +719,7 @@ def test_settings_of_fsdp1() -> None:
         sync_module_states=True,
         forward_prefetch=True,
         activation_checkpointing=True,
+        activation_checkpointing_offload=True,
         cpu_ram_efficient_loading=True,
     )
 
