@@ -101,8 +101,8 @@ class AccelFSDPStrategy(TrainerHooks):
             unit may differ anyway; different units are an error without it. Default False.
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
-        compile: Compile each unit, after activation checkpointing and before sharding; a dict gives keyword arguments
-            of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
+        compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
+            arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
         async_save: Write checkpoints in the background while training goes on; the loop waits for the copy to host
             memory alone. See `wait_for_saves`. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).

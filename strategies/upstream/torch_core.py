@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    ActivationWrapper,
     CheckpointWrapper,
+    OffloadWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -13,7 +15,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
+    "ActivationWrapper",  # what is inside of a unit's wrappers is compiled where they cannot be
     "CheckpointWrapper",  # a unit that recomputes already is not wrapped again
+    "OffloadWrapper",  # what moves activations to host memory is not compiled
     "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
@@ -27,6 +31,10 @@ ATTRIBUTES = {
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
     "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),
     "_buffers": ("torch.nn.Module", "buffers and parameters are put into their places"),
+    "_checkpoint_wrapped_module": (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
+        "what is inside of a unit's wrappers is compiled where they cannot be",
+    ),
     "_clip_grads_with_norm_": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
     "_current_graph_task_id": ("torch._C", "whether a backward runs"),
     "_foreach_mul_": ("torch", "gradients are scaled in one call"),

@@ -49,8 +49,6 @@ class Engine(ABC, Generic[SettingsT]):
     """Key of the weights in a sharded checkpoint, as Lightning's strategy for the same FSDP version names it."""
     renews_parameters: ClassVar[bool]
     """Whether sharding replaces each parameter by a new object."""
-    hooks_units: ClassVar[bool]
-    """Whether sharding puts its hooks on the units themselves, instead of around them."""
 
     path: SamePath
     """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
@@ -84,7 +82,7 @@ class Engine(ABC, Generic[SettingsT]):
                 offload = self.settings.activation_checkpointing_offload
                 units = checkpoint_units(model, units, offload=offload)
             if (options := self.settings.compile_options) is not None:
-                units = compile_units(model, units, options, in_place=not self.hooks_units)
+                compile_units(units, options)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
                 units = []
             units = without_split_ties(model, units, ignored)

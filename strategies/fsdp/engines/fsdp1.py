@@ -76,7 +76,6 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     version = 1
     model_key = "model"
     renews_parameters = False  # they are kept, or become part of a flat one
-    hooks_units = False  # and its state dict would show the wrappers that torch.compile makes
     _accumulating = False
     _waiting: Sequence[Any] = ()
     """Units that a step has used and its backward has not reached yet."""

@@ -45,7 +45,6 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     version = 2
     model_key = "state_dict"
     renews_parameters = True
-    hooks_units = True
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:

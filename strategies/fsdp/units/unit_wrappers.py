@@ -1,13 +1,14 @@
-"""What is put around the units before they are sharded: activation checkpointing, and around that `torch.compile`.
+"""What is done to the units before they are sharded: activation checkpointing, and around that `torch.compile`.
 
 The outermost wrapper becomes the unit. With sharding outside, the parameters that backward has gathered serve the
 recomputation too, and no compiled graph is broken by the hooks that gather. Wrapper names never reach a state dict.
+Compiling wraps nothing: modules keep their classes, and parameters their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,26 +37,35 @@ def checkpoint_units(model: nn.Module, units: list[nn.Module], *, offload: bool 
     return _wrap(model, units, wrapper)
 
 
-def compile_units(
-    model: nn.Module, units: list[nn.Module], options: Mapping[str, Any], *, in_place: bool
-) -> list[nn.Module]:
-    """Let each unit inside ``model`` be compiled at its first call, and return the units to shard, in the same order.
+def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
+    """Let the ``forward`` of each unit be compiled at its first call.
+
+    Not the whole call, as ``unit.compile()`` would: the hooks by which FSDP2 gathers belong to it, and would break each
+    graph.
 
     Args:
-        model: The root.
-        units: Children before parents.
+        units: The units, in their wrappers.
         options: Keyword arguments of `torch.compile`.
-        in_place: Compile the units' own calls, hooks included, instead of putting wrappers around them.
 
     Raises:
         ValueError: If there is no unit.
     """
+    units = list(units)
     _require_units(units, "compile compiles")
-    if in_place:
-        for unit in units:
-            unit.compile(**options)
-        return units
-    return _wrap(model, units, lambda unit: cast("nn.Module", torch.compile(unit, **options)))
+    for unit in units:
+        compiled: Any = _traceable(unit)
+        compiled.forward = torch.compile(compiled.forward, **options)
+
+
+def _traceable(unit: nn.Module) -> nn.Module:
+    """Return what of a unit can be one graph: all of it, unless it moves activations to host memory and back."""
+    from ...upstream.torch_core import ActivationWrapper, OffloadWrapper
+
+    if not isinstance(unit, OffloadWrapper):
+        return unit
+    while isinstance(unit, ActivationWrapper):
+        unit = unit._checkpoint_wrapped_module
+    return unit
 
 
 def _require_units(units: list[nn.Module], doing: str) -> None:

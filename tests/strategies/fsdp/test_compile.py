@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies import AccelFSDPStrategy, unwrap_model
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
+    Block,
     Case,
     Outcome,
     TinyModule,
@@ -44,22 +45,42 @@ def _train(options: dict[str, Any]) -> tuple[Outcome, int]:
     return outcome, graphs
 
 
-@pytest.mark.core("checkpointing-fsdp2", "kept_gathered-fsdp1")
+@pytest.mark.core("checkpointing-fsdp2", "kept_gathered-fsdp1", "offloading-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True},
         {"reshard_during_accumulation": False},
         {"cpu_ram_efficient_loading": True},
     ],
-    ids=["alone", "checkpointing", "kept_gathered", "ram_efficient"],
+    ids=["alone", "checkpointing", "offloading", "kept_gathered", "ram_efficient"],
 )
 def test_compiled_units_train_as_a_plain_loop(engine: str, options: dict[str, Any]) -> None:
     outcomes = run_on_ranks(2, _train, {**ENGINES[engine], **options})
     assert_same(outcomes[0][0], train_plain(CASE, 2))
     assert all(graphs > 0 for _, graphs in outcomes), "nothing was compiled"
+
+
+def _look(options: dict[str, Any]) -> tuple[list[bool], list[str], list[str]]:
+    torch._dynamo.reset()
+    trainer = quiet_trainer(AccelFSDPStrategy(**options, compile={"backend": "aot_eager"}), 2, max_steps=1)
+    module = TinyModule(CASE, Outcome())
+    trainer.fit(module, rank_loader(2))
+    blocks = [unwrap_model(block) for block in module.model.blocks]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in module.named_parameters()]
+    return [isinstance(block, Block) for block in blocks], names, list(trainer.strategy.lightning_module_state_dict())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_units_keep_their_class_and_their_names(engine: str) -> None:
+    """Code that asks ``isinstance(module, Block)`` or sorts parameters by name finds what it finds without compile."""
+    plain = [name for name, _ in TinyModule(CASE, Outcome()).named_parameters()]
+    classes, names, saved = run_on_ranks(2, _look, ENGINES[engine])[0]
+    assert classes == [True, True]
+    assert sorted(names) == sorted(saved) == sorted(plain)
 
 
 def _resume(folder: str, saving: dict[str, Any], loading: dict[str, Any]) -> list[float]:
