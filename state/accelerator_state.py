@@ -83,7 +83,7 @@ class AcceleratorState(PartialState):
             "megatron_lm_plugin": megatron_lm_plugin,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        default_precision = check_precision(precision_from_env())
+        default_precision = check_precision(precision_from_env(), "ACCELERATE_MIXED_PRECISION")
         super().__init__(cpu, **kwargs)
         if _settings.initialized:
             self._check_unchanged(given)
@@ -240,8 +240,12 @@ class AcceleratorState(PartialState):
             PartialState._reset_state()
 
 
-def check_precision(value: str) -> str:
+def check_precision(value: str, name: str = "mixed_precision") -> str:
     """Return the precision in lower case.
+
+    Args:
+        value: In any case.
+        name: What errors call it.
 
     Raises:
         ValueError: If it is not one of :data:`PRECISIONS`.
@@ -249,10 +253,10 @@ def check_precision(value: str) -> str:
     """
     precision = str(value).lower()
     if precision not in PRECISIONS:
-        raise ValueError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {value!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(PRECISIONS)}, got {value!r}.")
     if precision == "fp8" and not any(importlib.util.find_spec(name) for name in _FP8_LIBRARIES):
         packages = " or ".join(f"pip install '{package}'" for package in _FP8_LIBRARIES.values())
-        raise ModuleNotFoundError(f"mixed_precision='fp8' needs a library that computes in FP8: {packages}.")
+        raise ModuleNotFoundError(f"{name}='fp8' needs a library that computes in FP8: {packages}.")
     return precision
 
 

@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
+from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
@@ -153,6 +154,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
         precision = self.precision_plugin.accelerate_name
+        warn_of_other_precision(self.precision_plugin.precision, precision)
         for plugin in self.deepspeed_plugins.values():
             plugin.set_mixed_precision(precision)
         AcceleratorState._fill(

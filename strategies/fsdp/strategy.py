@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy
@@ -33,6 +34,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
+from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
@@ -52,6 +54,8 @@ from .units.refused_models import check_callbacks
 from .units.sharded_root import inside_root
 from .weights.initial_weights import prepare_with_weights
 from .weights.meta_init import parameters_on_meta
+
+_ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class AccelFSDPStrategy(TrainerHooks):
@@ -207,8 +211,12 @@ class AccelFSDPStrategy(TrainerHooks):
         self._engine = build_engine(settings, mesh, self.root_device)
         if self._timeout is not None:
             self._engine.timeout = self._timeout
+        precision = self.precision_plugin.accelerate_name
+        if precision == "no":  # the plugin's policy wins over the Trainer's precision
+            precision = _ACCELERATES_NAMES.get(settings.precision.param_dtype, "no")
+        warn_of_other_precision(self.precision_plugin.precision, precision)
         AcceleratorState._fill(
-            mixed_precision=self.precision_plugin.accelerate_name,
+            mixed_precision=precision,
             fsdp_plugin=self.fsdp_plugin,
             distributed_type=DistributedType.FSDP,
         )

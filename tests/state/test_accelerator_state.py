@@ -76,6 +76,12 @@ def test_precisions_that_do_not_exist_or_cannot_run_raise(monkeypatch: pytest.Mo
     assert AcceleratorState(mixed_precision="fp8").mixed_precision == "fp8"
 
 
+def test_a_wrong_precision_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION must be one of no, fp16, bf16, fp8, got 'half'"):
+        AcceleratorState()
+
+
 def test_changing_a_value_raises_and_names_both() -> None:
     state = AcceleratorState(mixed_precision="fp16")
     assert AcceleratorState().mixed_precision == AcceleratorState("fp16").mixed_precision == "fp16"

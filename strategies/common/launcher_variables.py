@@ -1,0 +1,32 @@
+"""What Accelerate's launcher exports and a Trainer decides by itself: where the two differ, a warning says who wins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_FLAGS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def warn_of_other_precision(flag: str, mixed_precision: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Warn if the variable asks for another precision than that which is trained in.
+
+    It cannot set it: a Trainer that was given no precision looks like one that was given ``"32-true"``.
+
+    Args:
+        flag: The Trainer's precision.
+        mixed_precision: What that (or the plugin) means, in Accelerate's words.
+        environment: The variables.
+    """
+    wanted = environment.get(PRECISION, "").lower() or "no"  # the launcher exports "no" where nobody asks for any
+    if wanted in ("no", mixed_precision):
+        return
+    advice = f"Give Trainer(precision={_FLAGS[wanted]!r})" if wanted in _FLAGS else "Give the Trainer the precision"
+    rank_zero_warn(
+        f"{PRECISION}={environment[PRECISION]} has no effect: under a Trainer its own precision decides, which is "
+        f"{flag!r} here. {advice}, or unset the variable."
+    )
