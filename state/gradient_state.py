@@ -373,6 +373,8 @@ def _num_processes() -> int:
 
 def _num_steps_from_env() -> int:
     text = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if text == "auto":  # DeepSpeed's word for what the training loop says
+        return 1
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a whole number of at least 1.")
     return int(text)

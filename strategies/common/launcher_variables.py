@@ -9,6 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+CLIPPING = "ACCELERATE_GRADIENT_CLIPPING"
+_NOT_ASKED_FOR = {ACCUMULATION: 1, CLIPPING: 0}  # the launcher exports it by default, or it means nothing
 _FLAGS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
@@ -30,3 +32,23 @@ def warn_of_other_precision(flag: str, mixed_precision: str, environment: Mappin
         f"{PRECISION}={environment[PRECISION]} has no effect: under a Trainer its own precision decides, which is "
         f"{flag!r} here. {advice}, or unset the variable."
     )
+
+
+def warn_if_overruled(variable: str, number: float, where: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Warn if a variable asks for another number than that which is trained with.
+
+    Args:
+        variable: `ACCUMULATION` or `CLIPPING`.
+        number: Micro-batches for each optimizer step, or the largest norm of gradients.
+        where: Who gives it.
+        environment: The variables.
+    """
+    text = environment.get(variable, "").strip()
+    try:
+        wanted = float(text)
+    except ValueError:  # not set, "none", "auto"
+        return
+    if wanted not in (number, _NOT_ASKED_FOR[variable]):
+        rank_zero_warn(
+            f"{variable}={text} has no effect: {where} wins. Unset the variable, or give both the same number."
+        )

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from ...state import GradientAccumulationPlugin, GradientState
 from ...state.accumulation import ShortWindows
 from .carried_windows import carried_windows
+from .launcher_variables import ACCUMULATION, warn_if_overruled
 
 
 class LoopTracker:
@@ -39,25 +40,31 @@ class LoopTracker:
         self._evaluated = (-1, 0)
         """Index of the evaluation's present loader, and how many batches it has given. Lightning counts over all."""
 
-    def start_fit(self, trainer: Trainer) -> None:
+    def start_fit(self, trainer: Trainer, *, config: str | None = None) -> None:
         """Make the Trainer and the plugin agree on the number of accumulation steps.
 
-        Where neither gives one, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` does.
+        Where nobody gives one, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` does; else a warning says that it does not. 1
+        of the Trainer, its default, is not given.
+
+        Args:
+            trainer: About to fit.
+            config: What a config that gives the number is called; the Trainer has it already.
 
         Raises:
-            ValueError: If both give a number and they differ.
+            ValueError: If two give a number and they differ.
         """
         wanted, given = self.plugin.num_steps, trainer.accumulate_grad_batches
-        if wanted is None and given == 1:
+        other = where = f"{config}={given}" if config else f"Trainer(accumulate_grad_batches={given})"
+        if wanted is not None:
+            where = f"gradient_accumulation={wanted}"
+        elif given == 1 and config is None:
             GradientState()._set_plugin(self.plugin)
             wanted = GradientState().num_steps  # from the environment
         if wanted is not None and wanted != given:
-            if given != 1:
-                raise ValueError(
-                    f"gradient_accumulation={wanted} and Trainer(accumulate_grad_batches={given}) differ. "
-                    "Give one of them, or the same number."
-                )
+            if given != 1 or config is not None:
+                raise ValueError(f"{where} and {other} differ. Give one of them, or the same number.")
             trainer.accumulate_grad_batches = wanted
+        warn_if_overruled(ACCUMULATION, trainer.accumulate_grad_batches, where)
         self._set_num_steps(trainer.accumulate_grad_batches)
         self.window_position, self._first_batch, self._said_short = 1, None, False
         self._short_windows = self.plugin.resolve_short_windows()

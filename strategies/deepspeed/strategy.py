@@ -24,7 +24,7 @@ from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
-from .config.hf_config import HfDeepSpeedConfig
+from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
@@ -209,9 +209,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.barrier()
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:
-        config = HfDeepSpeedConfig(self.deepspeed_plugin.deepspeed_config)
+        config = self.deepspeed_plugin.config_for_trainer(clips=bool(trainer.gradient_clip_val))
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
-        self._tracker.start_fit(trainer)
+        told = not is_auto_value(config.get_value("gradient_accumulation_steps", AUTO))
+        self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if told else None)
         masters = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
         with full_shapes(module):
             chosen = choose(module, config)

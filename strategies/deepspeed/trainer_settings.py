@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.launcher_variables import CLIPPING, warn_if_overruled
 from .config.auto_values import TrainingFacts, resolve
 from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .config.hidden_size import hidden_size_of
@@ -39,9 +40,11 @@ def settings_for_training(
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val and algorithm is not None and algorithm.value != "norm":
         raise ValueError("DeepSpeed clips gradients by their norm only. Use gradient_clip_algorithm='norm'.")
-    config = HfDeepSpeedConfig(plugin.deepspeed_config)
-    config.config.setdefault("zero_allow_untested_optimizer", True)
     clip_val = trainer.gradient_clip_val
+    config = plugin.config_for_trainer(clips=bool(clip_val))
+    config.config.setdefault("zero_allow_untested_optimizer", True)
+    if clip_val and is_auto_value(config.get_value("gradient_clipping", AUTO)):  # else a difference is an error
+        warn_if_overruled(CLIPPING, float(clip_val), f"Trainer(gradient_clip_val={clip_val})")
     facts = TrainingFacts(
         world_size=trainer.world_size,
         micro_batch_size=_micro_batch_size(trainer, plugin.is_train_batch_min)

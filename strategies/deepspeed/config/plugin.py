@@ -100,6 +100,8 @@ class DeepSpeedPlugin:
         found = env.fields_from_env(os.environ)
         explicit = {name for name in CONFIG_KEYS if getattr(self, name) is not None}
         explicit |= env.fields_asked_for(os.environ) & set(CONFIG_KEYS) & set(found)
+        self._by_variable = {name for name in CONFIG_KEYS if name in found and getattr(self, name) is None}
+        """Fields that stand in the config because a variable says so."""
         for name in env.PARSERS:
             self._parse(name, found.get(name))
         self.dschf: HfDeepSpeedConfig | None = None
@@ -213,6 +215,18 @@ class DeepSpeedPlugin:
         """
         return resolve(self._config, facts)
 
+    def config_for_trainer(self, *, clips: bool) -> HfDeepSpeedConfig:
+        """Return a copy of the config that leaves open what the Trainer decides.
+
+        That is what variables alone have put there: accumulation steps, and the clipping if the Trainer ``clips``.
+        """
+        config = HfDeepSpeedConfig(self._config)
+        for name in ("gradient_accumulation_steps", *(["gradient_clipping"] if clips else [])):
+            key = CONFIG_KEYS[name]
+            if name in self._by_variable and config.get_value(key) == getattr(self, name):  # else changed since by hand
+                config.set_value(key, AUTO)
+        return config
+
     # ------------------------------------------------------------------ construction under stage 3
     def set_deepspeed_weakref(self) -> None:
         """Tell transformers to partition models while it builds them, as ``zero3_init_flag`` says.
@@ -317,6 +331,8 @@ class DeepSpeedPlugin:
         mismatches: list[str] = []
         for name, key in CONFIG_KEYS.items():
             value, there = getattr(self, name), self._config.get_value(key)
+            if there is not None and not is_auto_value(there):
+                self._by_variable.discard(name)
             if there is None or is_auto_value(there):
                 self._fill(name, key, value, is_open=there is not None)
             elif name in explicit and value not in (None, AUTO) and differ(value, there):
