@@ -6,6 +6,7 @@ import builtins
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -15,7 +16,7 @@ from .distributed_type import DistributedType
 from .ordering import one_first
 from .process_group import default_accelerator, live_group, require_group
 from .process_record import ProcessFacts, set_device, shared
-from .running import check_index, run_where
+from .running import check_index, is_chosen, run_where
 from .splitting import split
 
 P = ParamSpec("P")
@@ -268,13 +269,21 @@ class PartialState(ReadOnlyState):
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorate a function to run on one process only: ``@state.on_process(process_index=2)``.
 
+        A process that is alone runs it, whatever the index. More may come later: Lightning's launcher starts them in
+        ``Trainer.fit``, and each call is decided by the processes there are then.
+
         Raises:
-            ValueError: At decoration, if there is no such process.
+            ValueError: If there are several processes and none with that index: at decoration, or at the first call
+                after they have come.
         """
-        index = check_index("process_index", process_index, self.num_processes)
-        if function is None:
-            return lambda function: run_where(lambda: self.process_index == index, function)
-        return run_where(lambda: self.process_index == index, function)
+        name, index = "process_index", check_index("process_index", process_index)
+
+        def chosen() -> bool:
+            facts = self._facts
+            count = facts.num_processes
+            return is_chosen(name, index, facts.process_index, count, alone=count == 1)
+
+        return self._decorate(chosen, function)
 
     @overload
     def on_local_process(
@@ -285,15 +294,24 @@ class PartialState(ReadOnlyState):
         self, function: None = None, local_process_index: int | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process of each node only.
+        """Decorate a function to run on one process of each node only; else as :meth:`on_process`.
 
         Raises:
-            ValueError: At decoration, if this node has no such process.
+            ValueError: If there are several processes and none with that index on this node.
         """
-        index = check_index("local_process_index", local_process_index, self.num_local_processes)
-        if function is None:
-            return lambda function: run_where(lambda: self.local_process_index == index, function)
-        return run_where(lambda: self.local_process_index == index, function)
+        name, index = "local_process_index", check_index("local_process_index", local_process_index)
+
+        def chosen() -> bool:
+            facts = self._facts
+            count, alone = facts.num_local_processes, facts.num_processes == 1
+            return is_chosen(name, index, facts.local_process_index, count, alone=alone)
+
+        return self._decorate(chosen, function)
+
+    @staticmethod
+    def _decorate(chosen: Callable[[], bool], function: Any) -> Any:
+        chosen()  # raises here where the index is wrong already
+        return partial(run_where, chosen) if function is None else run_where(chosen, function)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:

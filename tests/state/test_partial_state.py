@@ -212,10 +212,16 @@ def adopt_a_later_group(port: int) -> None:
     del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
     state, also = PartialState(), AcceleratorState()
     run_late = state.on_process(process_index=0)(lambda: "ran")
-    assert (state.num_processes, run_late()) == (1, "ran")
+    run_on_last = state.on_process(process_index=size - 1)(lambda: "ran")
+    run_on_none, on_none_here = state.on_process(process_index=size), state.on_local_process(local_process_index=size)
+    assert (state.num_processes, run_late(), run_on_last()) == (1, "ran", "ran")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     assert (state.process_index, state.num_processes, also.process_index) == (rank, size, rank)
     assert run_late() == ("ran" if rank == 0 else None)
+    assert run_on_last() == ("ran" if rank == size - 1 else None)
+    for decorator in (run_on_none, on_none_here):
+        with pytest.raises(ValueError, match=rf"process_index={size} is out of range: there are \d process\(es\)"):
+            decorator(lambda: "ran")()
     PartialState._refresh(device=torch.device("meta"), local_process_index=0, num_local_processes=1)
     assert (also.device.type, also.local_process_index, also.num_local_processes) == ("meta", 0, 1)
     state.wait_for_everyone()
@@ -293,13 +299,18 @@ def run_decorated() -> list[Any]:
     for function in decorated:
         assert (function.__name__, function.__doc__) == ("name", "Say which.")
         assert inspect.signature(function) == inspect.signature(name)
-    for index in (-1, last + 1):
+    for index in (-1, *([last + 1] if last else [])):
         with pytest.raises(ValueError, match=f"process_index={index} is out of range"):
             state.on_process(process_index=index)
         with pytest.raises(ValueError, match=f"local_process_index={index} is out of range"):
             state.on_local_process(local_process_index=index)
-    with pytest.raises(ValueError, match="process_index is missing"):
+    if not last:  # alone, it is every process, as in Accelerate
+        assert state.on_process(process_index=3)(name)("rank") == "rank 0"
+        assert state.on_local_process(name, local_process_index=3)("rank") == "rank 0"
+    with pytest.raises(ValueError, match=r"process_index is missing. Write @state.on_process\(process_index=0\)"):
         state.on_process(name)
+    with pytest.raises(ValueError, match=r"Write @state.on_local_process\(local_process_index=0\)"):
+        state.on_local_process(name)
     with pytest.raises(TypeError, match="process_index must be an int, got '0'"):
         state.on_process(process_index="0")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="takes a function, got 'name'"):

@@ -59,6 +59,11 @@ from accelight.state import PartialState, check_trigger, set_trigger
 
 state = PartialState()
 before = (state.process_index, state.num_processes)
+
+@state.on_process(process_index=1)
+def second():
+    return "second"
+
 state.wait_for_everyone()
 with state.main_process_first():
     pass
@@ -73,7 +78,7 @@ class Model(L.LightningModule):
             pass
         if state.is_last_process and batch_idx == 0:
             set_trigger()
-        print(f"inside {state.process_index} of {state.num_processes}: {check_trigger()}", flush=True)
+        print(f"inside {state.process_index} of {state.num_processes}: {check_trigger()} {second()}", flush=True)
         return self.layer(batch[0]).sum()
 
     def configure_optimizers(self):
@@ -120,9 +125,9 @@ def test_two_nodes_on_loopback() -> None:
 @pytest.mark.exhaustive
 def test_a_state_made_before_lightnings_launcher_tells_the_truth_inside_and_after_fit() -> None:
     result = run_script(LIGHTNING)
-    assert sorted(found(r"inside \d of \d: (?:True|False)", result.output)) == [
-        "inside 0 of 2: True",
-        "inside 1 of 2: True",
+    assert sorted(found(r"inside \d of \d: (?:True|False) (?:None|second)", result.output)) == [
+        "inside 0 of 2: True None",
+        "inside 1 of 2: True second",
     ]
     assert sorted(found(r"after .*? -> \d of \d", result.output)) == [
         "after (0, 1) -> 0 of 2",
