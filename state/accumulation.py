@@ -22,7 +22,8 @@ class GradientAccumulationPlugin:
     num_steps: int | None = None
     """Micro-batches per optimizer step; None is 1 (or ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``)."""
     adjust_scheduler: bool = True
-    """Whether a scheduler should count optimizer steps, and not micro-batches."""
+    """Kept for code that reads it from :class:`GradientState`. Learning rates follow optimizer steps whatever it says,
+    under a Trainer as with Accelerate 1.15, whose wrapper reads False for both values."""
     sync_with_dataloader: bool = True
     """Whether the end of the dataloader ends a window of micro-batches early."""
     sync_each_batch: bool = False

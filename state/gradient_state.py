@@ -145,7 +145,7 @@ class GradientState(ReadOnlyState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether a scheduler should count optimizer steps; False without a plugin."""
+        """What the plugin says, for code that reads it here; False without a plugin."""
         return _shared.plugin is not None and _shared.plugin.adjust_scheduler
 
     @property
