@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ..state import GradientState, gather
 from ..state.agreement import agree
+from ..state.arguments import named_arguments
 from ..state.gathering import gather_interleaved
 from ..state.nested import tensors_of
 from ..state.process_record import communication_group
@@ -30,6 +31,7 @@ from .real_samples import RealSamples, real_samples_of
 T = TypeVar("T")
 
 
+@named_arguments
 class ExactEvaluation(Callback):
     """Makes validation and test metrics of many processes equal to those of one, though samples are dealt out evenly.
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..state.arguments import named_arguments
 from ..strategies.gradient_norms import Belongs, NamedGradient, named_gradients, norms_by_label
 
 
+@named_arguments
 class GradNormMonitor(Callback):
     r"""Logs the global norm of the gradients at each optimizer step: whole, averaged over processes, before clipping.
 

@@ -19,6 +19,7 @@ from ..checkpoint.formats.dtypes import conversion_target
 from ..checkpoint.names import checked_prefix
 from ..checkpoint.processes import run_on_main
 from ..checkpoint.writing.shards import parse_size
+from ..state.arguments import named_arguments
 from ..strategies.common.storage_paths import local_path
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
 from .pretrained_files import PretrainedFiles, find_pretrained
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _OWN_CHECKPOINT = ".unmerged.ckpt"
 
 
+@named_arguments
 class MergeShardedCheckpoint(Callback):
     """Merges checkpoints of ``trainer.fit`` into safetensors, in the background if wanted.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state import check_triggers, gather_object, set_trigger, triggered_by
+from ..state.arguments import named_arguments
 from ..state.triggers import DEFAULT
 from .resuming import skip_used_batches
 from .signals import SignalNotes
@@ -32,6 +33,7 @@ _SIGNAL = "accelight/signal/"
 _REASONS = {DEFAULT: "set_trigger()", _CONDITION: "condition", _NONFINITE: "non-finite loss"}
 
 
+@named_arguments
 class TriggerEarlyStopping(Callback):
     """Stops training on every process at the same step when any process says so.
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from .arguments import named_arguments
+
 ShortWindows = Literal["full", "mean"]
 _SHORT_WINDOWS_VARIABLE = "ACCELIGHT_SHORT_WINDOWS"
 
 
+@named_arguments
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
     """Settings of :class:`GradientState`.

@@ -7,7 +7,10 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
 
+from .arguments import named_arguments
 
+
+@named_arguments
 @dataclass(frozen=True)
 class InitProcessGroupKwargs:
     """Arguments for :class:`PartialState`'s process group: ``PartialState(**InitProcessGroupKwargs(...).to_kwargs())``.

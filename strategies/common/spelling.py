@@ -1,104 +1,129 @@
-"""The spellings of values that arguments and environment variables share, and errors that name both."""
+"""The spellings of values that arguments and environment variables share, and errors that say which of them it was."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import Self
+
 from ...state.truth_values import TRUTH_VALUES
 
-_HERE = Path(__file__).parents[1]
+_OURS = (Path(__file__).parents[1], Path(__file__).parents[2] / "state")  # strategies, and what they are made with
 _warned: set[str] = set()
 EnumT = TypeVar("EnumT", bound=Enum)
 
 
-class Speller:
-    """Reads the values of a plugin's fields.
+class FromVariable(str):
+    """The text of an environment variable, which errors name; otherwise a plain string.
 
     Args:
-        variables: The environment variable that can fill a field, for the fields that have one.
+        text: What the variable holds.
+        variable: Its name.
     """
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = variables
+    __slots__ = ("variable",)
+    variable: str
 
-    def source(self, field: str) -> str:
-        """Return how an error names ``field``: with the variable that may have filled it."""
-        variable = self._variables.get(field)
-        return f"{field} (argument or environment variable {variable})" if variable else field
+    def __new__(cls, text: str, variable: str) -> Self:
+        """Strings get their text here."""
+        made = super().__new__(cls, text)
+        made.variable = variable
+        return made
 
-    def wrong_value(self, field: str, value: object, allowed: Iterable[object]) -> ValueError:
-        """Return the error for a value outside ``allowed``."""
-        return ValueError(f"{self.source(field)} must be one of {', '.join(map(str, allowed))}; got {value!r}.")
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # what `__new__` takes, to be copied
+        return str(self), self.variable
 
-    def wrong_type(self, field: str, value: object, allowed: str) -> TypeError:
-        """Return the error for a value that is not even of an allowed type."""
-        return TypeError(f"{self.source(field)} must be {allowed}; got {value!r} of type {type(value).__name__}.")
 
-    def as_bool(self, field: str, value: object) -> bool:
-        """Return the boolean that ``value`` is or spells.
+def source(field: str, value: object) -> str:
+    """Return how an error names ``field``: with the variable, if that is where ``value`` is from."""
+    return f"{field} (environment variable {value.variable})" if isinstance(value, FromVariable) else field
 
-        Raises:
-            ValueError: If a string spells none.
-            TypeError: If it is neither boolean nor string.
-        """
-        if isinstance(value, bool):
-            return value
-        if not isinstance(value, str):
-            raise self.wrong_type(field, value, "a bool")
-        if value.lower() not in TRUTH_VALUES:
-            raise self.wrong_value(field, value, TRUTH_VALUES)
-        return TRUTH_VALUES[value.lower()]
 
-    def as_int(self, field: str, value: object) -> int:
-        """Return the integer that ``value`` is or spells.
+def wrong_value(field: str, value: object, allowed: Iterable[object]) -> ValueError:
+    """Return the error for a value outside ``allowed``."""
+    return ValueError(f"{source(field, value)} must be one of {', '.join(map(str, allowed))}; got {value!r}.")
 
-        Raises:
-            ValueError: If a string spells none.
-            TypeError: If it is neither integer nor string.
-        """
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise self.wrong_type(field, value, "an int")
-        try:
-            return int(value)
-        except ValueError:
-            raise ValueError(f"{self.source(field)} must be a whole number; got {value!r}.") from None
 
-    def as_member(self, field: str, value: object, members: type[EnumT]) -> EnumT:
-        """Return the member of an enumeration of torch that ``value`` is, names (in any case) or numbers.
+def wrong_type(field: str, value: object, allowed: str) -> TypeError:
+    """Return the error for a value that is not even of an allowed type."""
+    return TypeError(f"{source(field, value)} must be {allowed}; got {value!r} of type {type(value).__name__}.")
 
-        Raises:
-            ValueError: If no member has that name or number.
-            TypeError: If it is none of the three.
-        """
-        if isinstance(value, members):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise self.wrong_type(field, value, f"a str, an int or a {members.__name__}")
-        # torch spells HYBRID_SHARD_ZERO2 with a leading underscore, Accelerate without.
-        spellings = {member.name.lstrip("_"): member for member in members}
-        spellings |= {str(member.value): member for member in members}
-        member = spellings.get(str(value).upper().lstrip("_"))
-        if member is None:
-            raise self.wrong_value(field, value, spellings)
-        return member
 
-    def as_names(self, field: str, value: object) -> list[str]:
-        """Return the class names in a comma-separated string or in an iterable of strings, as a new list.
+def as_bool(field: str, value: object) -> bool:
+    """Return the boolean that ``value`` is or spells.
 
-        Raises:
-            TypeError: If it is neither.
-        """
-        if isinstance(value, str):
-            return [name.strip() for name in value.split(",") if name.strip()]
-        names: list[Any] = list(value) if isinstance(value, Iterable) else [value]
-        if not all(isinstance(name, str) for name in names) or not isinstance(value, Iterable):
-            raise self.wrong_type(field, value, "a list of class names")
-        return names
+    Raises:
+        ValueError: If a string spells none.
+        TypeError: If it is neither boolean nor string.
+    """
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise wrong_type(field, value, "a bool")
+    if value.lower() not in TRUTH_VALUES:
+        raise wrong_value(field, value, TRUTH_VALUES)
+    return TRUTH_VALUES[value.lower()]
+
+
+def as_int(field: str, value: object) -> int:
+    """Return the integer that ``value`` is or spells.
+
+    Raises:
+        ValueError: If a string spells none.
+        TypeError: If it is neither integer nor string.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise wrong_type(field, value, "an int")
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{source(field, value)} must be a whole number; got {value!r}.") from None
+
+
+def as_member(field: str, value: object, members: type[EnumT], allowed: Iterable[str] | None = None) -> EnumT:
+    """Return the member of an enumeration of torch that ``value`` is, names (in any case) or numbers.
+
+    Args:
+        field: What errors call it.
+        value: The member, its name or its number.
+        members: The enumeration.
+        allowed: The spellings that errors list; the members' names by default.
+
+    Raises:
+        ValueError: If no member has that name or number.
+        TypeError: If it is none of the three.
+    """
+    if isinstance(value, members):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise wrong_type(field, value, f"a str, an int or a {members.__name__}")
+    # torch spells HYBRID_SHARD_ZERO2 with a leading underscore, Accelerate without.
+    spellings = {member.name.lstrip("_"): member for member in members}
+    names = list(spellings)
+    spellings |= {str(member.value): member for member in members}
+    member = spellings.get(str(value).upper().lstrip("_"))
+    if member is None:
+        raise wrong_value(field, value, names if allowed is None else allowed)
+    return member
+
+
+def as_names(field: str, value: object) -> list[str]:
+    """Return the class names in a comma-separated string or in an iterable of strings, as a new list.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    names: list[Any] = list(value) if isinstance(value, Iterable) else [value]
+    if not all(isinstance(name, str) for name in names) or not isinstance(value, Iterable):
+        raise wrong_type(field, value, "a list of class names")
+    return names
 
 
 def warn_once(field: str, message: str) -> None:
@@ -107,6 +132,11 @@ def warn_once(field: str, message: str) -> None:
         return
     _warned.add(field)
     depth, frame = 1, sys._getframe()
-    while frame.f_back and (frame.f_code.co_filename == "<string>" or _HERE in Path(frame.f_code.co_filename).parents):
-        depth, frame = depth + 1, frame.f_back  # a dataclass's __init__ lies in the file "<string>"
+    while frame.f_back and _is_ours(frame.f_code.co_filename):
+        depth, frame = depth + 1, frame.f_back
     warnings.warn(message, stacklevel=depth)
+
+
+def _is_ours(file: str) -> bool:
+    """Whether code lies here; a dataclass's ``__init__`` lies in the file "<string>"."""
+    return file == "<string>" or any(folder in Path(file).parents for folder in _OURS)

@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
+from ...state.arguments import named_arguments
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
@@ -46,6 +47,7 @@ from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
 
 
+@named_arguments
 class AccelDeepSpeedStrategy(TrainerHooks):
     """Training with DeepSpeed's ZeRO, on any device that DeepSpeed knows, CPU included.
 

@@ -34,6 +34,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
+from ...state.arguments import named_arguments
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
@@ -58,6 +59,7 @@ from .weights.meta_init import parameters_on_meta
 _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+@named_arguments
 class AccelFSDPStrategy(TrainerHooks):
     """Fully sharded training with FSDP1 or FSDP2, on any device, CPU included.
 

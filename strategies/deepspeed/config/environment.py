@@ -6,7 +6,16 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ...common.spelling import Speller, warn_once
+from ...common.spelling import (
+    FromVariable,
+    as_bool,
+    as_int,
+    as_names,
+    source,
+    warn_once,
+    wrong_type,
+    wrong_value,
+)
 from .hf_config import AUTO, is_auto_value
 
 __all__ = ["PARSERS", "VARIABLES", "as_names", "fields_asked_for", "fields_from_env", "warn_once"]
@@ -28,20 +37,23 @@ VARIABLES: Mapping[str, str] = {
 }
 """The plugin's fields that a variable can fill."""
 
-_speller = Speller(VARIABLES)
-as_names = _speller.as_names
 _ASKED_FOR = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
-def fields_from_env(env: Mapping[str, str]) -> dict[str, str]:
+def fields_from_env(env: Mapping[str, str]) -> dict[str, FromVariable]:
     """Return what ``env`` says about the plugin's fields, unparsed.
 
     An empty variable counts as unset, and so does ``none``, which Accelerate's launcher writes for what was not given.
     """
     values = {field: env.get(variable, "").strip() for field, variable in VARIABLES.items()}
-    found = {field: value for field, value in values.items() if value.lower() not in ("", "none")}
+    found = {
+        field: FromVariable(value, VARIABLES[field])
+        for field, value in values.items()
+        if value.lower() not in ("", "none")
+    }
     if "enable_msamp" in found:  # the variable names one of several FP8 libraries
-        found["enable_msamp"] = str(found["enable_msamp"].upper() == "MSAMP")
+        is_msamp = found["enable_msamp"].upper() == "MSAMP"
+        found["enable_msamp"] = FromVariable(str(is_msamp), VARIABLES["enable_msamp"])
     return found
 
 
@@ -53,9 +65,9 @@ def fields_asked_for(env: Mapping[str, str]) -> set[str]:
 def _micro_batches(field: str, value: object) -> int | str:
     if is_auto_value(value):
         return AUTO
-    number = _speller.as_int(field, value)
+    number = as_int(field, value)
     if number < 1:
-        raise ValueError(f"{_speller.source(field)} must be at least 1 (no accumulation), or 'auto'; got {value!r}.")
+        raise ValueError(f"{source(field, value)} must be at least 1 (no accumulation), or 'auto'; got {value!r}.")
     return number
 
 
@@ -63,20 +75,20 @@ def _norm(field: str, value: object) -> float | str:
     if is_auto_value(value):
         return AUTO
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise _speller.wrong_type(field, value, "a number or 'auto'")
+        raise wrong_type(field, value, "a number or 'auto'")
     try:
         number = float(value)
     except ValueError:
-        raise ValueError(f"{_speller.source(field)} must be a number or 'auto'; got {value!r}.") from None
+        raise ValueError(f"{source(field, value)} must be a number or 'auto'; got {value!r}.") from None
     if not number >= 0:  # NaN, too
-        raise ValueError(f"{_speller.source(field)} must be at least 0 (no clipping), or 'auto'; got {value!r}.")
+        raise ValueError(f"{source(field, value)} must be at least 0 (no clipping), or 'auto'; got {value!r}.")
     return number
 
 
 def _stage(field: str, value: object) -> int:
-    stage = _speller.as_int(field, value)
+    stage = as_int(field, value)
     if stage not in range(4):
-        raise _speller.wrong_value(field, value, range(4))
+        raise wrong_value(field, value, range(4))
     return stage
 
 
@@ -90,15 +102,15 @@ def _level(field: str, value: object) -> str:
 
 def _one_of(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str):
-        raise _speller.wrong_type(field, value, "a str")
+        raise wrong_type(field, value, "a str")
     if value.lower() not in {name.lower() for name in allowed}:
-        raise _speller.wrong_value(field, value, allowed)
+        raise wrong_value(field, value, allowed)
     return value
 
 
 def _path(field: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike):
-        raise _speller.wrong_type(field, value, "a path")
+        raise wrong_type(field, value, "a path")
     return str(os.fspath(value))
 
 
@@ -115,15 +127,15 @@ PARSERS: Mapping[str, Callable[[str, object], Any]] = {
     "gradient_accumulation_steps": _micro_batches,
     "gradient_clipping": _norm,
     "zero_stage": _stage,
-    "is_train_batch_min": _speller.as_bool,
+    "is_train_batch_min": as_bool,
     "offload_optimizer_device": _device,
     "offload_param_device": _device,
     "offload_optimizer_nvme_path": _path,
     "offload_param_nvme_path": _path,
-    "zero3_init_flag": _speller.as_bool,
-    "zero3_save_16bit_model": _speller.as_bool,
+    "zero3_init_flag": as_bool,
+    "zero3_save_16bit_model": as_bool,
     "transformer_moe_cls_names": _names,
-    "enable_msamp": _speller.as_bool,
+    "enable_msamp": as_bool,
     "msamp_opt_level": _level,
 }
 """What turns a given value into the field's own type, or says what is allowed; by field."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...common.spelling import source
+
 AUTO = "auto"
 
 
@@ -148,8 +150,8 @@ def _decoded(text: str) -> str:
         return base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
         raise ValueError(
-            f"hf_ds_config={text!r} is no existing file, no JSON object and no base64 of one. Give the path of a "
-            "DeepSpeed config file, a dict, or its JSON."
+            f"{source('hf_ds_config', text)}={text!r} is no existing file, no JSON object and no base64 of one. "
+            "Give the path of a DeepSpeed config file, a dict, or its JSON."
         ) from None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ....state.arguments import named_arguments
 from . import environment as env
 from .auto_values import TrainingFacts, resolve
 from .config_precision import Precision, PrecisionSections
@@ -47,6 +48,7 @@ _DEFAULTS: dict[str, Any] = {
 _ABSENT = {**_DEFAULTS, "zero_stage": 0}  # what DeepSpeed does where its config lacks the key
 
 
+@named_arguments
 @dataclass
 class DeepSpeedPlugin:
     """How to train with DeepSpeed, in Accelerate's words.
@@ -338,7 +340,8 @@ class DeepSpeedPlugin:
             elif name in explicit and value not in (None, AUTO) and differ(value, there):
                 mismatches.append(f"- {key}: {there!r} in the DeepSpeed config, {name}={value!r} as argument")
             there = self._config.get_value(key)
-            setattr(self, name, _ABSENT[name] if there is None else env.PARSERS[name](name, there))
+            label = f"{key} (DeepSpeed config)"
+            setattr(self, name, _ABSENT[name] if there is None else env.PARSERS[name](label, there))
         if mismatches:
             raise mismatch_error(mismatches)
         for name in ("enable_msamp", "msamp_opt_level"):

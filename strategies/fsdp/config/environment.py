@@ -7,7 +7,17 @@ from collections.abc import Mapping
 
 import torch
 
-from ...common.spelling import Speller, warn_once
+from ...common.spelling import (
+    FromVariable,
+    as_bool,
+    as_int,
+    as_member,
+    as_names,
+    source,
+    warn_once,
+    wrong_type,
+    wrong_value,
+)
 
 __all__ = [
     "VARIABLES",
@@ -19,6 +29,7 @@ __all__ = [
     "disable_fsdp_ram_efficient_loading",
     "enable_fsdp_ram_efficient_loading",
     "fields_from_env",
+    "source",
     "warn_once",
     "wrong_type",
     "wrong_value",
@@ -53,14 +64,12 @@ _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-_speller = Speller(VARIABLES)
-as_bool, as_int, as_member, as_names = _speller.as_bool, _speller.as_int, _speller.as_member, _speller.as_names
-wrong_type, wrong_value = _speller.wrong_type, _speller.wrong_value
 
 
-def fields_from_env(env: Mapping[str, str]) -> dict[str, str]:
+def fields_from_env(env: Mapping[str, str]) -> dict[str, FromVariable]:
     """Return what ``env`` says about the plugin's fields, unparsed. An empty variable counts as unset."""
-    return {field: env[variable].strip() for field, variable in VARIABLES.items() if env.get(variable, "").strip()}
+    texts = {field: env.get(variable, "").strip() for field, variable in VARIABLES.items()}
+    return {field: FromVariable(text, VARIABLES[field]) for field, text in texts.items() if text}
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ....state.arguments import named_arguments
 from . import environment as env
 from .environment import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from .plugin_fields import OBSOLETE_IN_FSDP2, PluginFields, materialize
@@ -43,9 +44,14 @@ _POLICY_DTYPES = {
     1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
     2: ("param_dtype", "reduce_dtype", "output_dtype"),
 }
+_FORMS = {
+    1: ("full_state_dict", "sharded_state_dict", "local_state_dict"),
+    2: ("full_state_dict", "sharded_state_dict"),
+}
 _POLICY_FLAGS = {1: ("cast_forward_inputs", "cast_root_forward_inputs"), 2: ("cast_forward_inputs",)}
 
 
+@named_arguments
 @dataclass
 class FullyShardedDataParallelPlugin(PluginFields):
     """How to shard a model, in Accelerate's words.
@@ -152,10 +158,11 @@ class FullyShardedDataParallelPlugin(PluginFields):
 
         default = fsdp.StateDictType.FULL_STATE_DICT if self._version == 1 else fsdp.StateDictType.SHARDED_STATE_DICT
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
-        kind = default if chosen is None else env.as_member("state_dict_type", chosen, fsdp.StateDictType)
+        name, forms = "state_dict_type", _FORMS[self._version]
+        kind = default if chosen is None else env.as_member(name, chosen, fsdp.StateDictType, forms)
         if self._version == 2 and kind is fsdp.StateDictType.LOCAL_STATE_DICT:
             raise ValueError(
-                "state_dict_type='local_state_dict' is not possible with fsdp_version=2. "
+                f"{env.source(name, chosen)}='local_state_dict' is not possible with fsdp_version=2. "
                 "Use 'sharded_state_dict' or 'full_state_dict', or fsdp_version=1."
             )
         for name, config in fitting_configs(kind).items():

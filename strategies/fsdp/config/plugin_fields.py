@@ -149,7 +149,10 @@ class PluginFields:
         value = self._fill("backward_prefetch", unset)
         if isinstance(value, str) and value.upper() == "NO_PREFETCH":
             value = None
-        self.backward_prefetch = None if value is None else env.as_member("backward_prefetch", value, BackwardPrefetch)
+        allowed = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+        self.backward_prefetch = (
+            None if value is None else env.as_member("backward_prefetch", value, BackwardPrefetch, allowed)
+        )
 
     def _resolve_param_init_fn(self) -> None:
         if self.param_init_fn is None and self.sync_module_states and self._version == 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ....state.truth_values import TRUTH_VALUES
-from .environment import as_bool, as_member, warn_once
+from .environment import as_bool, as_member, source, warn_once
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import ShardingStrategy
@@ -126,8 +126,8 @@ def _as_reshard(value: object) -> bool:
         return as_bool("reshard_after_forward", value)
     except (TypeError, ValueError):
         raise ValueError(
-            f"reshard_after_forward={value!r} is not possible with fsdp_version=2. Use True (frees parameters after "
-            "forward, as FULL_SHARD does) or False (keeps them, as SHARD_GRAD_OP does)."
+            f"{source('reshard_after_forward', value)}={value!r} is not possible with fsdp_version=2. "
+            "Use True (frees parameters after forward, as FULL_SHARD does) or False (keeps them, as SHARD_GRAD_OP)."
         ) from None
 
 

@@ -235,7 +235,7 @@ def test_ignored_modules_is_a_list_of_its_own() -> None:
 
 
 WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
-    (ValueError, {"fsdp_version": 3}, r"fsdp_version .*FSDP_VERSION.* must be one of 1, 2; got 3"),
+    (ValueError, {"fsdp_version": 3}, r"^fsdp_version must be one of 1, 2; got 3"),
     (ValueError, {"fsdp_version": "two"}, r"fsdp_version .*whole number; got 'two'"),
     (TypeError, {"fsdp_version": 2.0}, r"fsdp_version .*must be an int; got 2.0 of type float"),
     (TypeError, {"fsdp_version": True}, r"fsdp_version .*must be an int; got True"),
@@ -278,7 +278,14 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (TypeError, {"ignored_modules": 3}, r"ignored_modules .*a list of modules; got 3"),
     (TypeError, {"ignored_modules": ["head"]}, r"ignored_modules .*a list of modules; got 'head'"),
     (TypeError, {"ignored_modules": nn.Linear(2, 2)}, r"ignored_modules .*a list of modules; got Linear"),
-    (ValueError, {"state_dict_type": "full"}, r"state_dict_type .*one of FULL_STATE_DICT, .*got 'full'"),
+    (ValueError, {"state_dict_type": "full"},
+     r"^state_dict_type must be one of full_state_dict, sharded_state_dict, local_state_dict; got 'full'"),
+    (ValueError, {"fsdp_version": 2, "state_dict_type": "shard"},
+     r"^state_dict_type must be one of full_state_dict, sharded_state_dict; got 'shard'"),
+    (ValueError, {"backward_prefetch": "PRE"}, r"one of BACKWARD_PRE, BACKWARD_POST, NO_PREFETCH; got 'PRE'"),
+    (ValueError, {"sharding_strategy": "ALL"},
+     r"one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2; got 'ALL'"),
+    (TypeError, {"fsdp_versoin": 2}, r"has no argument 'fsdp_versoin'. Did you mean 'fsdp_version'\? It has: fsdp_"),
     (ValueError, {"fsdp_version": 2, "state_dict_type": "local_state_dict"}, r"not possible with fsdp_version=2. Use"),
     (TypeError, {"state_dict_config": fsdp.ShardedStateDictConfig()}, r"state_dict_config must be a FullStateDict"),
     (TypeError, {"optim_state_dict_config": fsdp.ShardedOptimStateDictConfig()}, r"a FullOptimStateDictConfig with"),
@@ -380,7 +387,8 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("variable", "message"),
     [
-        ("FSDP_VERSION", r"fsdp_version \(argument or environment variable FSDP_VERSION\) .*got '?oops"),
+        ("FSDP_VERSION", r"^fsdp_version \(environment variable FSDP_VERSION\) .*got '?oops"),
+        ("FSDP_RESHARD_AFTER_FORWARD", r"\(environment variable FSDP_RESHARD_AFTER_FORWARD\) .*got 'oops'"),
         ("FSDP_SHARDING_STRATEGY", r"FSDP_SHARDING_STRATEGY.*got 'oops'"),
         ("FSDP_STATE_DICT_TYPE", r"FSDP_STATE_DICT_TYPE.*got 'oops'"),
         ("FSDP_OFFLOAD_PARAMS", r"FSDP_OFFLOAD_PARAMS.*got 'oops'"),
