@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
-PACKAGES := state checkpoint strategies callbacks
 
 .PHONY: help setup demo test test-all test-orders check lint mypy format bench clean
 
@@ -38,7 +37,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 mypy: $(STAMP)
-	$(BIN)/mypy $(PACKAGES:%=-p accelight.%)
+	$(BIN)/mypy -p accelight
 	$(BIN)/mypy tests examples benchmarks
 
 format: $(STAMP)  ## Format the code and apply safe lint fixes

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .. import __version__
 from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, add_commands
 from .errors import CheckpointError
 
@@ -65,22 +66,9 @@ def _fail(error: object, status: int) -> int:
     return status
 
 
-class _Version(argparse.Action):
-    """``--version``, looking the version up only when asked."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: object):
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"accelight {version('accelight')}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="accelight", description="Tools for sharded checkpoints.", allow_abbrev=False)
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="version", version=f"accelight {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_commands(commands.add_parser)
     return parser

@@ -1,7 +1,9 @@
-"""What is built and installed: the namespace package `accelight`, and nothing beside it."""
+"""What is built and installed: the package `accelight`, and nothing beside it."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -10,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import accelight
+
 ROOT = Path(__file__).parents[1]
 PARTS = ["state", "checkpoint", "strategies", "callbacks"]
+ITSELF = [path for path in sorted((ROOT / "package").iterdir()) if path.is_file()]
+"""What `accelight` is beside its parts."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_wheel_holds_every_source_and_nothing_else(built: tuple[Path, Path]) -> None:
     names = {name for name in zipfile.ZipFile(built[1]).namelist() if ".dist-info/" not in name}
-    expected = {f"accelight/{part}/py.typed" for part in PARTS}
+    expected = {f"accelight/{part}/py.typed" for part in PARTS} | {f"accelight/{path.name}" for path in ITSELF}
     for part in PARTS:
         expected |= {f"accelight/{path.relative_to(ROOT)}" for path in (ROOT / part).rglob("*.py")}
     assert names == expected
@@ -50,8 +56,42 @@ def test_installed_wheel_imports_and_has_its_command(built: tuple[Path, Path], t
     )
     assert all(line.startswith(str(tmp_path)) for line in found.stdout.split())
     assert (tmp_path / "bin" / "accelight").is_file()
+    assert importlib.metadata.Distribution.at(next(tmp_path.glob("*.dist-info"))).version == accelight.__version__
+
+
+_USED = """
+import site, sys
+site.addsitedir({folder!r})
+import accelight
+assert [name for name in sys.modules if name.startswith("accelight")] == ["accelight"]
+import accelight.checkpoint.cli
+print(accelight.__file__, accelight.checkpoint.cli.__file__)
+"""
+
+
+def test_an_editable_install_is_this_checkout(tmp_path: Path) -> None:
+    """Without any other package: the parts are found in their folders, and merging needs none."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    checkout = tmp_path / "checkout"  # setuptools writes beside the sources
+    for name in ("package", *PARTS, "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, checkout / name)
+    folder = tmp_path / "installed"
+    subprocess.run([*install, "--target", str(folder), "--editable", str(checkout)], check=True)
+    command = [sys.executable, "-S", "-c", _USED.format(folder=str(folder))]
+    found = subprocess.run(command, env={}, capture_output=True, text=True, check=True).stdout.split()
+    assert found == [str(checkout / "package" / "__init__.py"), str(checkout / "checkpoint" / "cli.py")]
+
+
+@pytest.mark.parametrize("module", ["accelight", "accelight.checkpoint"])
+def test_the_package_is_its_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"accelight {accelight.__version__}\n"
 
 
 def test_static_tools_find_every_part() -> None:
     links = {path.name: path.resolve() for path in (ROOT / ".types" / "accelight").iterdir()}
-    assert links == {part: ROOT / part for part in PARTS}
+    assert links == {path.name: path for path in [*(ROOT / part for part in PARTS), *ITSELF]}

@@ -64,4 +64,4 @@ def test_signatures_stay() -> None:
     assert list(inspect.signature(AccelFSDPStrategy).parameters)[:2] == ["fsdp_plugin", "fsdp_version"]
     assert GradientAccumulationPlugin(2).num_steps == 2
     with pytest.raises(TypeError, match="positional argument"):
-        AccelDeepSpeedStrategy(None, 2)  # type: ignore[misc]
+        AccelDeepSpeedStrategy(None, 2)  # type: ignore[arg-type, call-arg]
