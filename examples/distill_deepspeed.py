@@ -12,6 +12,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
+    arguments = parser.parse_args()
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -58,12 +65,7 @@ class Distillation(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
-    arguments = parser.parse_args()
+def main(arguments: argparse.Namespace) -> None:
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     trainer = Trainer(
         strategy=AccelDeepSpeedStrategy(plugins),  # the first trains the module
@@ -98,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments)

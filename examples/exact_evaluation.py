@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import argparse
 
+if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, help="processes (default: all GPUs, else 3)")
+    arguments = parser.parse_args()
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -43,10 +48,7 @@ def make_data() -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, NUM_CLASSES, (NUM_SAMPLES,), generator=generator))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="processes (default: all GPUs, else 3)")
-    devices = parser.parse_args().devices or (torch.accelerator.device_count() or 3)
+def main(devices: int) -> None:
     data = make_data()
     results = {}
     variants: dict[str, list[Callback]] = {"with": [ExactEvaluation()], "without": []}
@@ -71,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments.devices or torch.accelerator.device_count() or 3)

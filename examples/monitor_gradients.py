@@ -11,6 +11,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    arguments = parser.parse_args()
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -41,10 +46,7 @@ class Show(Callback):
             PartialState().print(f"step {trainer.global_step}: {norms}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2)
-    arguments = parser.parse_args()
+def main(arguments: argparse.Namespace) -> None:
     inputs = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         strategy=AccelFSDPStrategy(fsdp_version=2),
@@ -62,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments)

@@ -13,6 +13,12 @@ import argparse
 import signal
 from typing import Any
 
+if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--output", default="demo_output/stop_together")
+    arguments = parser.parse_args()
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -41,11 +47,7 @@ def took_too_long(trainer: Trainer, module: LightningModule, outputs: Any, batch
     return trainer.global_step >= 1000
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--output", default="demo_output/stop_together")
-    arguments = parser.parse_args()
+def main(arguments: argparse.Namespace) -> None:
     inputs = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0))
     targets = inputs.sum(dim=1, keepdim=True)
     targets[1001] = float("inf")
@@ -68,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments)

@@ -16,6 +16,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices = ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2", "accel_deepspeed_stage_3"]
+    parser.add_argument("--strategy", choices=choices, default="accel_fsdp2")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", type=int, help="processes on this machine (default: all GPUs, else 2)")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches for each optimizer step")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--output", type=Path, default=Path("demo_output"))
+    parser.add_argument("--use", type=Path, nargs=2, metavar=("WEIGHTS", "LOGITS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
@@ -175,17 +188,6 @@ def train(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2", "accel_deepspeed_stage_3"]
-    parser.add_argument("--strategy", choices=choices, default="accel_fsdp2")
-    parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--devices", type=int, help="processes on this machine (default: all GPUs, else 2)")
-    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed, 16-mixed, bf16-true, 16-true")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches for each optimizer step")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--output", type=Path, default=Path("demo_output"))
-    parser.add_argument("--use", type=Path, nargs=2, metavar=("WEIGHTS", "LOGITS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
     if arguments.devices is None:
         arguments.devices = max(torch.accelerator.device_count(), 1) if torch.accelerator.is_available() else 2
     if arguments.use:
