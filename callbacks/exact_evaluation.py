@@ -9,9 +9,6 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -22,11 +19,19 @@ from ..state.arguments import named_arguments
 from ..state.gathering import gather_interleaved
 from ..state.nested import tensors_of
 from ..state.process_record import communication_group
-from ..strategies.upstream.lightning import _update_dataloader
+from ..strategies.upstream.lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    _update_dataloader,
+    extract_batch_size,
+    is_param_in_hook_signature,
+)
 from .empty_output import without_samples
 from .logged_values import LoggedValue, Reduction, reduction_named
 from .metric_states import MetricStates, check_exact, gathering_any_number, metrics_of
 from .real_samples import RealSamples, real_samples_of
+from .trainer_package import check_trainer
 
 T = TypeVar("T")
 
@@ -125,6 +130,7 @@ class ExactEvaluation(Callback):
     # ------------------------------------------------------------------ loaders
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer(trainer)
         self._close()
         if trainer.world_size == 1:
             return

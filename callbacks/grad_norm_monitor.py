@@ -8,16 +8,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..state.arguments import named_arguments
 from ..strategies.gradient_norms import Belongs, NamedGradient, named_gradients, norms_by_label
+from ..strategies.upstream.lightning import (
+    Callback,
+    DeepSpeedStrategy,
+    GradClipAlgorithmType,
+    LightningModule,
+    Trainer,
+    is_overridden,
+)
+from .trainer_package import check_trainer
 
 
 @named_arguments
@@ -70,6 +75,10 @@ class GradNormMonitor(Callback):
         self._measured: dict[str, Tensor] = {}
         self._awaited: str | None = None
         self._known = known
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -21,8 +18,10 @@ from ..checkpoint.processes import run_on_main
 from ..checkpoint.writing.shards import parse_size
 from ..state.arguments import named_arguments
 from ..strategies.common.storage_paths import local_path
+from ..strategies.upstream.lightning import AsyncCheckpointIO, Callback, LightningModule, ModelCheckpoint, Trainer
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
 from .pretrained_files import PretrainedFiles, find_pretrained
+from .trainer_package import check_trainer
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +103,7 @@ class MergeShardedCheckpoint(Callback):
     # ------------------------------------------------------------------ following the saves
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer(trainer)
         if stage != "fit":
             return
         self._let_go()

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
+
+from ..strategies.upstream.lightning import DistributedSamplerWrapper
 
 _KNOWN = (DistributedSampler.__iter__, DistributedSamplerWrapper.__iter__)
 

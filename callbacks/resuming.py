@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
-from ..strategies.upstream.lightning import _DataLoaderIterDataFetcher, _set_sampler_epoch, _Stateful
+from ..strategies.upstream.lightning import (
+    Trainer,
+    _DataLoaderIterDataFetcher,
+    _set_sampler_epoch,
+    _Stateful,
+    rank_zero_info,
+    rank_zero_warn,
+)
 
 
 def skip_used_batches(trainer: Trainer) -> None:

@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
 from ..state import check_triggers, gather_object, set_trigger, triggered_by
 from ..state.arguments import named_arguments
 from ..state.triggers import DEFAULT
+from ..strategies.upstream.lightning import (
+    Callback,
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    SIGTERMException,
+    Trainer,
+    rank_zero_info,
+)
 from .resuming import skip_used_batches
 from .signals import SignalNotes
+from .trainer_package import check_trainer
 from .uneven_data import EpochEnd
 
 Condition = Callable[[Trainer, LightningModule, Any, Any, int], bool]
@@ -122,6 +128,7 @@ class TriggerEarlyStopping(Callback):
     # ------------------------------------------------------------------ hooks
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer(trainer)
         if stage == "fit":
             self._forget()
             # Before those that save, which tell of the stop then; after all others, so that a signal's checkpoint

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning.pytorch import Trainer
-
 from ..state import PartialState, check_triggers, gather_object, set_trigger, triggered_by
-from ..strategies.upstream.lightning import _DataLoaderIterDataFetcher
+from ..strategies.upstream.lightning import Trainer, _DataLoaderIterDataFetcher
 
 _EXHAUSTED = "accelight/data exhausted"
 _EMPTY = "accelight/data empty"

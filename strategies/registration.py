@@ -5,28 +5,39 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .upstream.lightning_package import ROOTS, lightning_package, other_package_hint
+
 if TYPE_CHECKING:
     from .deepspeed.strategy import AccelDeepSpeedStrategy
     from .fsdp.strategy import AccelFSDPStrategy
 
-_REGISTRY_MODULE = "lightning.pytorch.strategies"
+_REGISTRIES = {f"{root}.strategies": package for package, root in ROOTS.items()}
+"""Module that has a registry, to its package."""
 
 
-def _make_fsdp(**arguments: Any) -> AccelFSDPStrategy:
+def _make_fsdp(package: str, **arguments: Any) -> AccelFSDPStrategy:
+    _check_package(package)
     from .fsdp.strategy import AccelFSDPStrategy
 
     return AccelFSDPStrategy(**arguments)
 
 
-def _make_deepspeed(**arguments: Any) -> AccelDeepSpeedStrategy:
+def _make_deepspeed(package: str, **arguments: Any) -> AccelDeepSpeedStrategy:
+    _check_package(package)
     from .deepspeed.strategy import AccelDeepSpeedStrategy
 
     return AccelDeepSpeedStrategy(**arguments)
+
+
+def _check_package(package: str) -> None:
+    if package != lightning_package():
+        raise RuntimeError(f"This is the Trainer of {package}. {other_package_hint()}")
 
 
 _FSDP: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,28 +76,36 @@ def register_strategies() -> None:
     ``import accelight.strategies`` must not cost Lightning's import for those who only want a config dataclass, and
     sorted imports put it before Lightning's; hence the hook.
     """
-    if _REGISTRY_MODULE in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _AfterLightning) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterLightning())
+    for name in _REGISTRIES:
+        if name in sys.modules:
+            _register(sys.modules[name])
+        elif not any(isinstance(finder, _AfterLightning) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterLightning(name))
 
 
-def _register() -> None:
-    from lightning.pytorch.strategies import StrategyRegistry
-
+def _register(module: ModuleType) -> None:
+    package = _REGISTRIES[module.__name__]
     # Factories: importing a strategy while Lightning is being imported would be a circle.
     for make, names in ((_make_fsdp, _FSDP), (_make_deepspeed, _DEEPSPEED)):
         for name, (description, arguments) in names.items():
-            StrategyRegistry.register(name, make, description=description, override=True, **arguments)
+            registered = partial(make, package)
+            module.StrategyRegistry.register(name, registered, description=description, override=True, **arguments)
 
 
 class _AfterLightning(MetaPathFinder):
-    """Registers the names when Lightning's registry has been imported, then is gone."""
+    """Registers the names when a registry of Lightning's has been imported, then is gone.
+
+    Args:
+        name: The module that has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY_MODULE:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -96,7 +115,7 @@ class _AfterLightning(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _register()
+            _register(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

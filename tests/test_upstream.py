@@ -65,6 +65,42 @@ def test_private_names_are_imported_in_one_place_each() -> None:
     assert not found, "import these in an upstream module, with the reason, and from there"
 
 
+def test_lightning_is_named_in_one_place() -> None:
+    home = ROOT / "strategies" / "upstream" / "lightning.py"
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in FILES
+        if path != home
+        for node in ast.walk(_tree(path))
+        for name in _modules_imported(node)
+        if name.split(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning")
+    }
+    assert not found, "import it from strategies/upstream/lightning.py, which knows the package that is used"
+
+
+def test_both_packages_of_lightnings_give_the_same_names() -> None:
+    tree = _tree(ROOT / "strategies" / "upstream" / "lightning.py")
+    [choice] = [node for node in tree.body if isinstance(node, ast.If)]
+    found = [
+        sorted(
+            re.sub("^lightning[_.]fabric", "fabric", re.sub("^(pytorch_lightning|lightning.pytorch)", "", name))
+            + f": {alias.name}"
+            for node in branch
+            if isinstance(node, ast.ImportFrom)
+            for name in [node.module or ""]
+            for alias in node.names
+        )
+        for branch in (choice.body, choice.orelse)
+    ]
+    assert found[0] == found[1]
+
+
+def _modules_imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
 def _own_names() -> set[str]:
     """Return what the package itself defines: functions, classes, variables, attributes that it sets."""
     own: set[str] = set()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from ...state import GradientState
+from ..upstream.lightning import Trainer
 
 
 @contextmanager

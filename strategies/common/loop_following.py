@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
+from ..upstream.lightning import ParallelStrategy, Trainer
+from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from .launcher import NotingLauncher, SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
 from .termination import Termination
@@ -21,6 +21,11 @@ class LoopFollowing(ParallelStrategy):
     _tracker: LoopTracker
     _termination: Termination
     _process_group_backend: str | None
+
+    @override
+    def __repr__(self) -> str:
+        # A Trainer of the other package says no more about a strategy than this.
+        return f"<{type(self).__name__}: {other_package_hint()}>" if other_package_is_imported() else super().__repr__()
 
     @property
     def device(self) -> torch.device:

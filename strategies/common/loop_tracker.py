@@ -7,12 +7,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
 from ...state import GradientAccumulationPlugin, GradientState
 from ...state.accumulation import ShortWindows
+from ..upstream.lightning import Trainer, rank_zero_info, sized_len
 from .carried_windows import carried_windows
 from .launcher_variables import ACCUMULATION, warn_if_overruled
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
+
+from ..upstream.lightning import LightningModule, LRSchedulerConfig
 
 _HOOK = "lr_scheduler_step"
 

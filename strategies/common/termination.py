@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ...state.process_group import backends_by_device, group_store, require_group
+from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn
 from .agreed_outcome import run_on_rank_zero
 
 _log = logging.getLogger(__name__)

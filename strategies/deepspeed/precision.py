@@ -7,13 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import LBFGS
 from typing_extensions import override
+
+from ..upstream.lightning import DeepSpeedPrecision, GradClipAlgorithmType, LightningModule, is_overridden
 
 
 class Trained(Protocol):

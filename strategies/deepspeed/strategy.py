@@ -9,9 +9,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -23,6 +20,14 @@ from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
+from ..upstream.lightning import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    _validate_device_index_selection,
+)
 from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
 from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
@@ -41,7 +46,6 @@ from .engines.library import (
 )
 from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
-from .engines.upstream import _validate_device_index_selection
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...state import GradientState
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
+from ..upstream.lightning import DeepSpeedPrecision, DeepSpeedStrategy, Precision
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings

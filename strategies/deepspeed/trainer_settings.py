@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
 from ..common.launcher_variables import CLIPPING, warn_if_overruled
+from ..upstream.lightning import LightningModule, Trainer, is_overridden
 from .config.auto_values import TrainingFacts, resolve
 from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .config.hidden_size import hidden_size_of

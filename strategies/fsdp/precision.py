@@ -7,9 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -17,7 +14,7 @@ from typing_extensions import override
 
 from ..common.gradients import gradients_of, local_tensor, scale_gradients
 from ..common.skipped_steps import SkippedSteps
-from ..upstream.lightning import _DtypeContextManager
+from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
 from .config.settings import PrecisionSettings
 from .engines.base import Engine
 from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit

@@ -11,10 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -39,7 +35,14 @@ from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
-from ..upstream.lightning import _materialize_distributed_module, _optimizers_to_device
+from ..upstream.lightning import (
+    FSDPStrategy,
+    Trainer,
+    TrainerFn,
+    _materialize_distributed_module,
+    _optimizers_to_device,
+    rank_zero_info,
+)
 from .checkpoints.background_saves import BackgroundSaves
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import FullyShardedDataParallelPlugin

@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,7 +17,7 @@ from ...checkpoint.report import MergeReport
 from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
-from ..upstream.lightning import _PATH
+from ..upstream.lightning import _PATH, FSDPPrecision, FSDPStrategy, Precision
 from .checkpoints.checkpointer import Checkpointer
 from .engines.base import Engine
 from .precision import AccelFSDPPrecision

@@ -1,19 +1,115 @@
-"""Private names of Lightning (2.6) and torchmetrics: loops, strategies, optimizers, dataloaders, metrics."""
+"""All that is used of Lightning (2.6), from whichever of its packages, and private names of torchmetrics."""
 
 from __future__ import annotations
 
-from lightning.fabric.plugins.precision.utils import _DtypeContextManager
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH, _Stateful
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.utilities.data import _update_dataloader
+from typing import TYPE_CHECKING
+
+from .lightning_package import lightning_package
+
+if TYPE_CHECKING or lightning_package() == "lightning":
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins.precision.utils import _DtypeContextManager
+    from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
+    from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+    from lightning.fabric.utilities.init import _materialize_distributed_module
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+    from lightning.fabric.utilities.types import _PATH, _Stateful
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+    from lightning.pytorch.core.optimizer import (
+        LightningOptimizer,
+        _configure_optimizers,
+        _configure_schedulers_automatic_opt,
+        _configure_schedulers_manual_opt,
+        _MockOptimizer,
+        _validate_optimizers_attached,
+    )
+    from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from lightning.pytorch.trainer.call import _call_lightning_module_hook
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+    from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+    from lightning.pytorch.utilities.data import _update_dataloader, extract_batch_size
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+else:
+    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.plugins.precision.utils import _DtypeContextManager
+    from lightning_fabric.strategies.deepspeed import _validate_device_index_selection
+    from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
+    from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+    from lightning_fabric.utilities.init import _materialize_distributed_module
+    from lightning_fabric.utilities.optimizer import _optimizers_to_device
+    from lightning_fabric.utilities.types import _PATH, _Stateful
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+    from pytorch_lightning.core.optimizer import (
+        LightningOptimizer,
+        _configure_optimizers,
+        _configure_schedulers_automatic_opt,
+        _configure_schedulers_manual_opt,
+        _MockOptimizer,
+        _validate_optimizers_attached,
+    )
+    from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
+    from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+    from pytorch_lightning.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
+    from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
+    from pytorch_lightning.strategies.launchers.launcher import _Launcher
+    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from pytorch_lightning.trainer.call import _call_lightning_module_hook
+    from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+    from pytorch_lightning.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+    from pytorch_lightning.utilities.data import _update_dataloader, extract_batch_size
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+    from pytorch_lightning.utilities.types import LRSchedulerConfig
 
 __all__ = [
+    "AsyncCheckpointIO",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "DDPStrategy",
+    "DeepSpeedPrecision",
+    "DeepSpeedStrategy",
+    "DistributedSamplerWrapper",
+    "FSDPPrecision",
+    "FSDPStrategy",
+    "GradClipAlgorithmType",
+    "LRSchedulerConfig",
+    "LightningModule",
+    "LightningOptimizer",
+    "ModelCheckpoint",
+    "ParallelStrategy",
+    "Precision",
+    "RunningStage",
+    "SIGTERMException",
+    "TorchCheckpointIO",
+    "Trainer",
+    "TrainerFn",
+    "TrainerState",
+    "TrainerStatus",
+    "extract_batch_size",
+    "is_overridden",
+    "is_param_in_hook_signature",
+    "rank_zero_info",
+    "rank_zero_warn",
+    "sized_len",
+    "_call_lightning_module_hook",  # calls `configure_optimizers` as the Trainer does, with its profiler
+    "_configure_optimizers",  # understands every form that `configure_optimizers` may return
+    "_configure_schedulers_automatic_opt",  # says when each schedule steps, in automatic optimization
+    "_configure_schedulers_manual_opt",  # the same in manual optimization
+    "_validate_device_index_selection",  # refuses a choice of devices that DeepSpeed would number otherwise
+    "_validate_optimizers_attached",  # refuses the schedule of an optimizer that was not returned
     "_PATH",  # the paths that a strategy's methods take
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"

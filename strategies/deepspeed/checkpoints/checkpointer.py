@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
-
 from ....state.same_call import meet
 from ...common.storage_paths import local_path
+from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
 from . import engine_checkpoints

@@ -60,7 +60,7 @@ def _loaded() -> set[str]:
 
 
 def _lock_of(op: str) -> Path:
-    from .upstream import build_directory  # not at the top: it imports Lightning, and tests without it use this file
+    from .upstream import build_directory  # not at the top: it imports torch, and tests without it use this file
 
     return (build_directory(op) / "lock").resolve()
 

@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..config.dummies import DummyOptim, DummyScheduler
-from ..config.hf_config import HfDeepSpeedConfig
-from ..config.optimizer_source import check_optimizer_and_scheduler
-from ..config.settings import DeepSpeedSettings
-from .build_locks import check_build_locks
-from .library import ninja_on_path
-from .upstream import (
+from ...upstream.lightning import (
+    LightningModule,
+    LRSchedulerConfig,
     _call_lightning_module_hook,
     _configure_optimizers,
     _configure_schedulers_automatic_opt,
     _configure_schedulers_manual_opt,
     _validate_optimizers_attached,
 )
+from ..config.dummies import DummyOptim, DummyScheduler
+from ..config.hf_config import HfDeepSpeedConfig
+from ..config.optimizer_source import check_optimizer_and_scheduler
+from ..config.settings import DeepSpeedSettings
+from .build_locks import check_build_locks
+from .library import ninja_on_path
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Every private name of torch, Lightning and DeepSpeed that `strategies/deepspeed` relies on, each with the reason.
+"""Every private name of torch and DeepSpeed that `strategies/deepspeed` relies on, each with the reason.
 
 Private functions are imported here and nowhere else. Attributes of objects cannot be imported: the tables name them,
 and ``tests/strategies/deepspeed/test_upstream.py`` looks for each in the versions that are installed.
@@ -7,18 +7,6 @@ and ``tests/strategies/deepspeed/test_upstream.py`` looks for each in the versio
 from __future__ import annotations
 
 from pathlib import Path
-
-# Refuses a choice of devices that DeepSpeed would number otherwise.
-from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
-from lightning.pytorch.core.optimizer import (
-    _configure_optimizers,  # understands every form that `configure_optimizers` may return
-    _configure_schedulers_automatic_opt,  # says when each schedule steps, in automatic optimization
-    _configure_schedulers_manual_opt,  # the same in manual optimization
-    _validate_optimizers_attached,  # refuses the schedule of an optimizer that was not returned
-)
-
-# Calls `configure_optimizers` as the Trainer does, with its profiler and its current hook.
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 
 # Tells during a backward whether a parameter will get a gradient; DeepSpeed itself relies on both.
 from torch._C import _will_engine_execute_node
@@ -30,14 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_group
 __all__ = [
     "ATTRIBUTES",
     "STAGE_3_ATTRIBUTES",
-    "_call_lightning_module_hook",
-    "_configure_optimizers",
-    "_configure_schedulers_automatic_opt",
-    "_configure_schedulers_manual_opt",
     "_get_default_group",
     "_get_grad_fn_or_grad_acc",
-    "_validate_device_index_selection",
-    "_validate_optimizers_attached",
     "_will_engine_execute_node",
     "build_directory",
 ]

@@ -9,11 +9,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +19,17 @@ from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.new_checkpoints import new_file
 from ...common.storage_paths import is_remote, local_path
-from ...upstream.lightning import _PATH
+from ...upstream.lightning import (
+    _PATH,
+    CheckpointIO,
+    LightningModule,
+    LightningOptimizer,
+    RunningStage,
+    TorchCheckpointIO,
+    TrainerFn,
+    TrainerState,
+    TrainerStatus,
+)
 from ..engines.base import Engine
 from ..steps.outside_calls import is_inside
 from ..units.sharded_root import ShardedForm

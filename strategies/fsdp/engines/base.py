@@ -9,11 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from ...upstream.lightning import rank_zero_info, rank_zero_warn
 from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
 from ..steps.outside_calls import Close

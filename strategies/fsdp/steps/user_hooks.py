@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from ...upstream.lightning import Callback, LightningModule, Trainer, is_overridden
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
 _BETWEEN_BATCHES = (
@@ -23,7 +22,7 @@ _BETWEEN_BATCHES = (
     "on_validation_end",
     "on_save_checkpoint",
 )
-_ONLY_LOOK = ("lightning.pytorch.callbacks.", "accelight.")
+_ONLY_LOOK = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.", "accelight.")
 """Modules whose callbacks change no weights there, but for those that say so by their names."""
 _CHANGE_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")
 

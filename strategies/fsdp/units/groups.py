@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+
+from ...upstream.lightning import rank_zero_warn
 
 _WORTH_A_COLLECTIVE = 2**20
 """Below about a million parameters, starting a collective takes longer than sending them."""

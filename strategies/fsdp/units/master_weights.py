@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from ....checkpoint.names import clean_name
+from ...upstream.lightning import rank_zero_warn
 from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
 from .groups import without_split_ties
