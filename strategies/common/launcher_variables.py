@@ -25,12 +25,14 @@ def warn_of_other_precision(flag: str, mixed_precision: str, environment: Mappin
         environment: The variables.
     """
     wanted = environment.get(PRECISION, "").lower() or "no"  # the launcher exports "no" where nobody asks for any
-    if wanted in ("no", mixed_precision):
+    wanted_flag = _FLAGS.get(wanted)
+    same_dtype = wanted_flag is not None and flag.split("-")[0] == wanted_flag.split("-")[0]  # "bf16-true", say
+    if wanted in ("no", mixed_precision) or same_dtype:
         return
-    advice = f"Give Trainer(precision={_FLAGS[wanted]!r})" if wanted in _FLAGS else "Give the Trainer the precision"
+    advice = "Unset the variable" + (f", or give Trainer(precision={wanted_flag!r})." if wanted_flag else ".")
     rank_zero_warn(
         f"{PRECISION}={environment[PRECISION]} has no effect: under a Trainer its own precision decides, which is "
-        f"{flag!r} here. {advice}, or unset the variable."
+        f"{flag!r} here. {advice}"
     )
 
 

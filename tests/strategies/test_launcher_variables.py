@@ -46,7 +46,7 @@ def test_a_precision_that_the_trainer_does_not_have_is_said_to_be_ignored(kind: 
     assert warning.startswith(
         "ACCELERATE_MIXED_PRECISION=bf16 has no effect: under a Trainer its own precision decides"
     )
-    assert "'32-true' here. Give Trainer(precision='bf16-mixed'), or unset the variable." in warning
+    assert "'32-true' here. Unset the variable, or give Trainer(precision='bf16-mixed')." in warning
     assert second[2] == []
     assert [found[:2] for found in (first, second)] == [("bf16", "no")] * 2
 
@@ -60,6 +60,12 @@ def test_nothing_is_said_where_the_trainer_has_it(kind: str, value: str, precisi
     env = {"ACCELERATE_MIXED_PRECISION": value}
     for before, after, told in run_on_ranks(2, _precision, kind, {}, precision, env=env):
         assert (before, after, told) == (value, expected, [])
+
+
+@STRATEGIES
+def test_nothing_is_said_to_a_trainer_that_is_wholly_in_that_precision(kind: str) -> None:
+    for _, _, told in run_on_ranks(2, _precision, kind, {}, "bf16-true", env={"ACCELERATE_MIXED_PRECISION": "bf16"}):
+        assert told == []
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])

@@ -191,7 +191,7 @@ class PluginFields:
         value = self._fill(name, unset if used else {}, 0 if used else None)
         self.min_num_params = None if value is None else env.as_int(name, value)
         if self.min_num_params is not None and self.min_num_params < 0:
-            raise ValueError(f"{name} must be >= 0; got {value!r}.")
+            raise ValueError(f"{env.source(name, value)} must be >= 0; got {value!r}.")
         if value is not None and not used:
             env.warn_once(name, f"{name}={value!r} has no effect without auto_wrap_policy='size_based_wrap'.")
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ....checkpoint.names import clean_name
 from ...common.classes_by_name import classes_by_name
-from .environment import wrong_type
+from .environment import source, wrong_type
 from .settings import FSDP1Settings, FSDP2Settings, WrapSettings
 
 if TYPE_CHECKING:
@@ -253,16 +253,17 @@ def _submodules(model: nn.Module) -> list[nn.Module]:
 
 
 def _modules_matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+    given = f"{source('ignored_modules', pattern)}={pattern!r}"
     try:
         regex = re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"ignored_modules={pattern!r} is not a valid regular expression: {error}.") from error
+        raise ValueError(f"{given} is not a valid regular expression: {error}.") from error
     named = [(clean_name(name), m) for name, m in model.named_modules(remove_duplicate=False)]
     matching = [module for name, module in named if name and regex.fullmatch(name)]
     if not matching:
         examples = ", ".join(list(dict.fromkeys(name for name, _ in named if name))[:_MAX_CANDIDATES])
         raise ValueError(
-            f"ignored_modules={pattern!r} fully matches no module name of {type(model).__name__}. "
+            f"{given} fully matches no module name of {type(model).__name__}. "
             f"Names look like: {examples or '(there are no submodules)'}."
         )
     return matching

@@ -55,7 +55,11 @@ KINDS = {
     "checkpointing": Kind(options={"activation_checkpointing": True}),
     "offload": Kind(options={"cpu_offload": True}),
     "ignored": Kind(options=_IGNORED),
-    "together": Kind(True, True, {"activation_checkpointing": True, "cpu_offload": True, **_IGNORED}),
+    "together": Kind(
+        True,
+        True,
+        {"activation_checkpointing": True, "activation_checkpointing_offload": True, "cpu_offload": True, **_IGNORED},
+    ),
 }
 
 

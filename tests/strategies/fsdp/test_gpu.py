@@ -22,6 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp1": {"fsdp_version": 1, "use_orig_params": True, **WRAP},
     "fsdp2": {"fsdp_version": 2, **WRAP},
 }
+_RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
 CASE = Case(accumulate=3, clip_norm=0.5)
 RTOL = 1e-4
 """fp32 sums of CUDA kernels have another order than those of the CPU; errors grow over some ten steps."""
@@ -98,8 +99,14 @@ def test_a_resume_goes_on(engine: str, options: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",
-    [{"cpu_ram_efficient_loading": True}, {"pretrained_weights": "model.safetensors"}, {"compile": True}],
-    ids=["from_rank_zero", "from_files", "compiled"],
+    [
+        {"cpu_ram_efficient_loading": True},
+        {"pretrained_weights": "model.safetensors"},
+        {"compile": True},
+        _RECOMPUTED,
+        {"compile": True, **_RECOMPUTED},
+    ],
+    ids=["from_rank_zero", "from_files", "compiled", "recomputed", "compiled_and_recomputed"],
 )
 def test_first_weights_and_compilation(
     engine: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -402,6 +402,14 @@ def test_wrong_expressions(pattern: str, message: str) -> None:
         resolve_ignored(Model(), pattern)
 
 
+def test_a_wrong_expression_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_IGNORED_MODULES", "blocks(")
+    expression = FullyShardedDataParallelPlugin().settings().ignored_modules
+    message = r"ignored_modules \(environment variable FSDP_IGNORED_MODULES\)='blocks\(' is not a valid"
+    with pytest.raises(ValueError, match=message):
+        resolve_ignored(Model(), expression)
+
+
 def test_a_listed_module_has_to_be_a_part_of_the_model() -> None:
     with pytest.raises(ValueError, match="holds a Linear that is not a part of Model"):
         resolve_ignored(Model(), (nn.Linear(1, 1),))
