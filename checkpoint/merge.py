@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .disk_space import telling_full_disk
 from .errors import CheckpointError
 from .formats.dtypes import DType, conversion_target
 from .formats.source import Source, SourceTensor
@@ -171,7 +172,7 @@ def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:
 def _write(request: _Request, plan: Plan, progress: Progress) -> None:
     progress.start(plan.num_bytes * (2 if request.verify else 1))
     try:
-        with AtomicFolder(request.output_path) as folder:
+        with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
             folder.check_space(plan.num_bytes)
             if request.safe:
                 _write_safetensors(request, plan, folder, progress)

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from .own_files import files_of_others, is_checkpoint, remove_own
@@ -34,7 +35,11 @@ def replace(path: Path, finished: Path) -> None:
         old = path.with_name(f".{path.name}.old")
         _remove(old)
         path.rename(old)
-        finished.rename(path)
+        try:
+            finished.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
         _remove(old)
     _sync_entry(path.parent)
 
@@ -48,6 +53,12 @@ def remove_folder(path: Path) -> None:
     _remove(hidden)  # left by a killed run
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def drop_unfinished(path: Path) -> None:
+    """Remove what a failed save has written, as far as possible: the error that it failed with is told, not another."""
+    with suppress(OSError):
+        _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ...checkpoint.disk_space import telling_full_disk
 from .agreed_outcome import run_on_rank_zero
-from .atomic_folders import replace
+from .atomic_folders import drop_unfinished, replace
 from .own_files import check_replaceable, keep_files_of_others
 
 
 @contextmanager
 def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
+
+    The body must fail on every rank if it fails on one. What it has written is removed then: a full disk would stay
+    full.
 
     Args:
         path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
@@ -36,13 +40,19 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        complete(unfinished)
-        keep_files_of_others(path, unfinished)
-        replace(path, unfinished)
+        with telling_full_disk(unfinished):
+            complete(unfinished)
+            keep_files_of_others(path, unfinished)
+            replace(path, unfinished)
 
     run_on_rank_zero(prepare, f"preparing {unfinished}", group)
-    yield unfinished
-    run_on_rank_zero(finish, f"finishing {path}", group)
+    try:
+        yield unfinished
+        run_on_rank_zero(finish, f"finishing {path}", group)
+    except BaseException:
+        if dist.get_rank() == 0:
+            drop_unfinished(unfinished)
+        raise
 
 
 def new_file(
@@ -64,12 +74,22 @@ def new_file(
     def save_one() -> None:
         check_replaceable(path, by_file=True)
         if beside:
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            write(unfinished)
-            replace(path, unfinished)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_beside(path, write)
             return
         if path.is_dir():
             shutil.rmtree(path)
         write(path)
 
     run_on_rank_zero(save_one, f"saving {path}", group)
+
+
+def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with telling_full_disk(unfinished):
+            write(unfinished)
+            replace(path, unfinished)
+    except BaseException:
+        drop_unfinished(unfinished)
+        raise

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "ActivationWrapper",  # what is inside of a unit's wrappers is compiled where they cannot be
@@ -23,7 +23,8 @@ __all__ = [
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
     "offload_wrapper",  # inputs of recomputed units in host memory, as Accelerate has it
-    "tree_map_only",  # tensors inside state dicts
+    "tree_leaves",  # tensors inside state dicts
+    "tree_map_only",  # the same, to change them
 ]
 
 ATTRIBUTES = {

@@ -19,6 +19,7 @@ from ..engines.changed_weights import take_changed_weights
 from ..engines.library import deepspeed_library, quietly
 from ..engines.window import window_of
 from . import sixteen_bit, universal
+from .guarded_files import guarded_files
 from .safe_loading import reading_safely
 
 _OPTIMIZER_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
@@ -43,7 +44,7 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
 
     Raises:
         ValueError: If the state has a key that DeepSpeed uses itself.
-        RuntimeError: On every rank, if rank 0 failed to finish the folder.
+        RuntimeError: On every rank, if any rank failed; it names the rank.
     """
     taken = sorted(_OF_DEEPSPEED & set(trainer_state))
     if taken:
@@ -53,14 +54,15 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
     weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}
 
     def complete(folder: Path) -> None:
+        (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
 
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
-    with new_folder(path, complete) as folder, _told_what_is_trained(engine):
-        engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state)
+    with new_folder(path, complete) as folder, guarded_files(engine, path), _told_what_is_trained(engine):
+        engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state, save_latest=False)
 
 
 def load(

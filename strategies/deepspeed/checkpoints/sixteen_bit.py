@@ -10,6 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ....checkpoint.disk_space import telling_full_disk
+from ...common.torch_files import num_bytes_of
 from ..engines.library import deepspeed_library
 
 FILE = "model.safetensors"
@@ -40,4 +42,6 @@ def gather_16bit(engine: Any) -> dict[str, Tensor]:
 
 def write_16bit(weights: dict[str, Tensor], folder: Path) -> None:
     """Write what `gather_16bit` gave rank 0."""
-    save_file(weights, folder / FILE, metadata={"format": "pt"})
+    path = folder / FILE
+    with telling_full_disk(path, num_bytes_of(weights)):
+        save_file(weights, path, metadata={"format": "pt"})

@@ -52,8 +52,12 @@ def _convert_here(checkpoint: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with reading_safely():
-        ds_to_universal.main(arguments)
+    try:
+        with reading_safely():
+            ds_to_universal.main(arguments)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)  # what fails on a full disk must not keep it full
+        raise
     shutil.rmtree(checkpoint / FOLDER, ignore_errors=True)
     (unfinished / FOLDER).rename(checkpoint / FOLDER)
     (unfinished / LATEST).rename(checkpoint / LATEST)

@@ -45,6 +45,7 @@ _STRATEGY = "lightning.pytorch.strategies.DeepSpeedStrategy"
 
 ATTRIBUTES: dict[str, tuple[str, str]] = {
     # The engine
+    "_copy_recovery_script": (_ENGINE, "writes files between two meetings of the ranks: one that fails still comes"),
     "_running_engine_step": (_ENGINE, "says that gradients are reduced by a step, and not by a backward"),
     "_unmanaged_backward_count": (_ENGINE, "counts the backwards of a window; dropped with the window"),
     "_flush_coalesced_reduction_zero12": (_ENGINE, "reduces the gradients that a backward held back, stages 1 and 2"),

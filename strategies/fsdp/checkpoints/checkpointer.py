@@ -19,6 +19,7 @@ from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.new_checkpoints import new_file
 from ...common.storage_paths import is_remote, local_path
+from ...common.torch_files import save_torch
 from ...upstream.lightning import (
     _PATH,
     CheckpointIO,
@@ -160,8 +161,12 @@ class Checkpointer:
             return lambda group: run_on_rank_zero(partial(write, path), f"saving {path}", group)
         file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
-        beside = type(self._strategy.checkpoint_io) is TorchCheckpointIO
-        return lambda group: new_file(file, write, group, beside=beside)
+        if type(self._strategy.checkpoint_io) is not TorchCheckpointIO:
+            return lambda group: new_file(file, write, group, beside=False)
+        if storage_options is not None:
+            raise TypeError("storage_options is for another CheckpointIO than Lightning's own. Leave it out.")
+        # Lightning's own would make all of the file in memory, and then write it to the system's temporary folder.
+        return lambda group: new_file(file, partial(save_torch, staged), group)
 
     def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         if storage_options is not None:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.new_checkpoints import new_folder
+from ...common.torch_files import save_torch
 from ..units.named_tensors import named_tensors
 from ..units.sharded_root import ShardedForm
 from ..weights.full_state_dict import listed
-from .sharded_checkpoints import METADATA_FILE
+from .sharded_checkpoints import METADATA_FILE, write_metadata
 
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 
@@ -55,10 +56,10 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
     """
 
     def complete(folder: Path) -> None:
-        (folder / METADATA_FILE).write_bytes(metadata)
+        write_metadata(folder, metadata)
 
     with new_folder(path, complete, group) as folder, failing_together(f"saving {path}", group):
-        torch.save(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
+        save_torch(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
 
 
 def local_state(model: dict[str, Tensor], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ....checkpoint.disk_space import telling_full_disk
 from ....checkpoint.errors import CheckpointError
 from ....checkpoint.files import BLOCK_BYTES, write_exactly
 from ....checkpoint.formats.dtypes import DTYPES, conversion_target
@@ -96,7 +97,7 @@ def save_safetensors(
             return _create(stack.enter_context(output), plan)
 
         paths = run_on_rank_zero(begin, what)
-        with failing_together(what):
+        with failing_together(what), telling_full_disk(folder, plan.num_bytes):
             for file, temporary in zip(plan.files, paths, strict=True):
                 _write_parts(temporary, file.tensors, parts)
         stale = [] if is_file else stale_files(folder, plan)

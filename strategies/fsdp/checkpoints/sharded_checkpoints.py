@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from ....checkpoint.disk_space import telling_full_disk
 from ....checkpoint.manifest import Manifest, write_manifest
 from ...common.new_checkpoints import new_folder
 from ..config.settings import FullState
 from ..units.named_tensors import NamedTensor
+from .dcp_writer import FolderWriter
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
 from .saving_plan import FullFromRankZero
@@ -71,13 +73,20 @@ def save_sharded(
     """
 
     def complete(folder: Path) -> None:
-        (folder / METADATA_FILE).write_bytes(metadata)
+        write_metadata(folder, metadata)
         write_manifest(
             folder, ties=manifest.ties, model_prefix=manifest.model_prefix, module_attribute=manifest.module_attribute
         )
 
     with new_folder(path, complete, group) as folder, _naming_ranks(f"saving {path}"):
-        save(state, checkpoint_id=folder, planner=FullFromRankZero(), process_group=group)
+        save(state, storage_writer=FolderWriter(folder), planner=FullFromRankZero(), process_group=group)
+
+
+def write_metadata(folder: Path, metadata: bytes) -> None:
+    """Write the file for everything beside weights and optimizer state."""
+    path = folder / METADATA_FILE
+    with telling_full_disk(path, len(metadata)):
+        path.write_bytes(metadata)
 
 
 @contextmanager
