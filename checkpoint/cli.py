@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from .. import __version__
 from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, add_commands
-from .errors import CheckpointError
+from .errors import CheckpointError, printable_message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.run(arguments))
-    except (CheckpointError, OSError, ModuleNotFoundError) as error:
+    except (CheckpointError, OSError, ModuleNotFoundError, UnicodeError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:
         return _fail(error, EXIT_USAGE)
@@ -61,7 +61,7 @@ def _raising_on_sigterm() -> Iterator[None]:
 
 
 def _fail(error: object, status: int) -> int:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = printable_message(" ".join(str(error).split())) or type(error).__name__
     print(f"accelight: error: {text}", file=sys.stderr)
     return status
 

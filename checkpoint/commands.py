@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from .errors import printable_message
+
 T = TypeVar("T")
 AddParser = Callable[..., argparse.ArgumentParser]
 
@@ -139,7 +141,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         print(report)
         for reason, names in report.skipped_by_reason().items():
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            print(f"  left out, {reason}: {len(names)} ({shown})", file=sys.stderr)
+            print(printable_message(f"  left out, {reason}: {len(names)} ({shown})"), file=sys.stderr)
     return EXIT_OK
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+_MAX_NAME = 160
+_MAX_MESSAGE = 500
+_NAME = re.compile(rf"\S{{{_MAX_NAME + 1},}}")
+_NOT_PLAIN = re.compile(r"[^ -~]")
+
 
 class CheckpointError(ValueError):
     """The checkpoint, or the pair of checkpoint and request, cannot give a right result.
@@ -9,11 +16,34 @@ class CheckpointError(ValueError):
     The message names file, tensor and both values of a mismatch. A ``ValueError``, because that is what Accelerate's
     ``merge_fsdp_weights`` raises for a folder it cannot read. Wrong arguments are plain ``ValueError`` or
     ``TypeError``; a full disk or a missing permission stays the ``OSError`` it is.
+
+    Whatever names the message has, it is one line of at most 500 characters that a terminal can show.
     """
 
     def __init__(self, message: str):
-        # Names come from checkpoints: they may neither break the line nor send commands to the terminal.
-        super().__init__("".join(one if one.isprintable() else ascii(one)[1:-1] for one in message))
+        super().__init__(printable_message(message))
+
+
+def printable(text: str) -> str:
+    """Return text from a checkpoint as a terminal may have it: what is no printable character is written as an escape.
+
+    Names may neither break the line nor send commands to the terminal. A very long one is shortened in the middle.
+    """
+    if not text.isprintable():
+        text = _NOT_PLAIN.sub(lambda found: found[0] if found[0].isprintable() else ascii(found[0])[1:-1], text)
+    return _NAME.sub(lambda found: _shortened(found[0], _MAX_NAME), text) if len(text) > _MAX_NAME else text
+
+
+def printable_message(text: str) -> str:
+    """Return a message that names things from a checkpoint, `printable` and of a length that people read."""
+    return _shortened(printable(text), _MAX_MESSAGE)
+
+
+def _shortened(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def brief(value: object) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import printable
+
 
 @dataclass(frozen=True)
 class MergeReport:
@@ -44,7 +46,7 @@ class MergeReport:
         extras += ["verified"] if self.verified else []
         where = self.destination / self.files[0] if len(self.files) == 1 else self.destination
         what = f"{self.num_tensors} tensors, {human_bytes(self.num_bytes)} in {self.seconds:.2f} s"
-        return ", ".join([f"{what} ({human_bytes(rate)}/s)", *extras]) + f" -> {where}"
+        return ", ".join([f"{what} ({human_bytes(rate)}/s)", *extras]) + f" -> {printable(str(where))}"
 
 
 def human_bytes(num_bytes: float) -> str:

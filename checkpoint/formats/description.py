@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 
+from ..errors import printable
 from ..report import human_bytes
 from .dtypes import DType
 
@@ -145,7 +146,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    lines = list(rows)
+    lines = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines

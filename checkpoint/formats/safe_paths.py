@@ -18,8 +18,15 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
     parts = PurePosixPath(relative).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
         raise CheckpointError(f"{what} names the file {relative!r}, which is not a plain path inside {folder}.")
+    try:
+        os.fsencode(relative)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{what} names the file {relative!r}, a name that no file has here.") from None
     root = folder.resolve()
-    path = root.joinpath(*parts).resolve()
+    try:
+        path = root.joinpath(*parts).resolve()
+    except RuntimeError:  # Python before 3.13 says so of links in a circle
+        raise CheckpointError(f"{what} names the file {relative!r}, which is links in a circle.") from None
     if not path.is_relative_to(root):
         raise CheckpointError(f"{what} names the file {relative!r}, a link out of the checkpoint's folder to {path}.")
     try:
