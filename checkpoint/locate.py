@@ -67,11 +67,15 @@ def _why_none(folder: Path) -> str:
             return f"{folder} {reason}"
     signs = ", nor ".join(sign for one in registry.FORMATS for sign in one.signs)
     hint = next((hint for name in _MERGED_NAMES if (hint := _hint_at_merged(folder, name))), "")
+    names = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(names[:_NUM_LISTED]) + (f" and {len(names) - _NUM_LISTED} more" if names[_NUM_LISTED:] else "")
+    hint = hint or f" It holds {shown or 'nothing'}."
     return f"No checkpoint in {folder}: neither {signs}.{hint}"
 
 
-_MERGED_NAMES = ("model.safetensors", "pytorch_model.bin")
-"""The second is what DeepSpeed's ``save_16bit_model`` writes, too."""
+_MERGED_NAMES = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+"""The second is what DeepSpeed's ``save_16bit_model`` writes, too; the third is Accelerate's FULL_STATE_DICT."""
+_NUM_LISTED = 5
 
 
 def _hint_at_merged(folder: Path, name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .files import is_regular, read_regular
 
 MANIFEST_NAME = "accelight.json"
 FORMAT_VERSION = 1
@@ -90,12 +91,11 @@ def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
         CheckpointError: If it is not what `write_manifest` writes.
     """
     path = Path(checkpoint_dir) / MANIFEST_NAME
-    if not path.is_file():
+    if not is_regular(path):
         return None
-    if path.stat().st_size > _MAX_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than the {_MAX_BYTES} it may have.")
+    text = read_regular(path, _MAX_BYTES, "a manifest")
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
+        return _parse(json.loads(text.decode("utf-8")))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 

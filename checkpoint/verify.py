@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files import BLOCK_BYTES, FilePool
+from .errors import printable_message
+from .files import BLOCK_BYTES, FilePool, open_regular
 from .formats.dtypes import DType, conversion_target, is_floating
 from .formats.source import Piece, SourceTensor
 from .formats.tensor_file import FileTensor, TensorFile
@@ -52,7 +53,9 @@ class VerifyReport:
             size = human_bytes(self.num_bytes)
             return f"{self.num_tensors} tensors, {size} in {self.seconds:.2f} s: equal to the checkpoint"
         name, reason = next(iter(self.differences.items()))
-        return f"{len(self.differences)} of {self.num_tensors} tensors differ. First {name!r}: {reason}"
+        return printable_message(
+            f"{len(self.differences)} of {self.num_tensors} tensors differ. First {name!r}: {reason}"
+        )
 
 
 def verify_merged(
@@ -143,7 +146,7 @@ class _Comparison:
         """Return what is wrong with each tensor of a file that is not as expected."""
         files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
         wrong: dict[str, str] = {}
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(file.path)
         try:
             for name, found in file.tensors.items():
                 why = self._describe(name, found) or self._bytes(name, found, file.path, fd, files, buffer)

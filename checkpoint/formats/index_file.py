@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files import is_regular, read_regular
 
 _MAX_INDEX_BYTES = 256 * 2**20
 
@@ -16,10 +17,11 @@ def read_weight_map(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: If it is not an index.
     """
-    if not path.is_file() or path.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(f"{path} is not a file of at most {_MAX_INDEX_BYTES} bytes.")
+    if not is_regular(path):
+        raise CheckpointError(f"{path} is not there, and an index of files is wanted.")
+    text = read_regular(path, _MAX_INDEX_BYTES, "an index")
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(text.decode("utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(one, str) for one in weight_map.values()):
             raise TypeError("weight_map must map names to files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:

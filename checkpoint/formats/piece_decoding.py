@@ -8,7 +8,7 @@ from math import prod
 from typing import IO, TYPE_CHECKING
 
 from ..errors import CheckpointError
-from ..files import read_exactly
+from ..files import open_regular, read_exactly
 from .source import Piece, SourceTensor
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
     import torch
 
     dtype = getattr(torch, tensor.dtype.name)
-    fd = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(piece.path)
     try:
         if piece.encoding:
             values = _decode_record(tensor, piece, fd)

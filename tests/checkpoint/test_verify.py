@@ -236,7 +236,7 @@ def test_no_index(folder: Path, tmp_path: Path, content: str) -> None:
 
 
 def test_an_index_that_is_missing(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a file of at most"):
+    with pytest.raises(CheckpointError, match="is not there, and an index of files is wanted"):
         verify_merged(folder, tmp_path / "other.index.json")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...errors import CheckpointError
+from ...files import is_regular
 from ...manifest import Manifest, read_manifest
 from ..description import CheckpointInfo
 from ..format import Format
@@ -37,7 +39,18 @@ class DCPFormat(Format):
         return describe_dcp(folder, self.read_metadata(folder), manifest, self.kind)
 
     def why_unreadable(self, folder: Path) -> str | None:
-        """Tell of a folder with a description for each process."""
+        """Tell of folders with a description for each process, with one that is no file, or with files by rank."""
+        try:
+            is_regular(folder / METADATA_NAME)
+        except CheckpointError as error:
+            return f"cannot be read: {error}"
+        by_rank = sorted(path.name for path in folder.glob("pytorch_model_fsdp*_rank*.bin"))
+        if by_rank:
+            return (
+                f"holds {by_rank[0]}, one of {len(by_rank)} files that Accelerate wrote with use_dcp=False or as "
+                "LOCAL_STATE_DICT: they belong to that number of processes, and do not say where their parts lie in "
+                "the whole. Load them there with load_fsdp_model(), and save with use_dcp=True and SHARDED_STATE_DICT."
+            )
         if not any(folder.glob(f"__*{METADATA_NAME}")):
             return None
         return (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, brief
+from ...files import read_regular
 from ..dtypes import DTYPES, DType
 from ..source import MAX_BYTES, TensorInfo
 from ..torch_save.allowed_names import EMPTY_DICT, Allowed, SafeCall, Sealed
@@ -20,7 +21,7 @@ from ..torch_save.pickled_objects import Size
 from ..torch_save.unpickler import load_restricted
 
 METADATA_NAME = ".metadata"
-_MAX_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more
+MAX_METADATA_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,7 @@ def read_dcp_metadata(path: Path) -> DCPMetadata:
     Raises:
         CheckpointError: If it is not one, or its content is impossible.
     """
-    if (size := path.stat().st_size) > _MAX_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes; a description has less than {_MAX_BYTES}.")
-    raw = load_restricted(path.read_bytes(), _ALLOWED, str(path))
+    raw = load_restricted(read_regular(path, MAX_METADATA_BYTES, "a description"), _ALLOWED, str(path))
     try:
         return _Checker(str(path)).metadata(raw)
     except CheckpointError:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files import open_regular
 from ..safe_paths import file_inside
 from ..source import Piece, Source, SourceTensor, check_coverage, is_contiguous
 from ..state_dict_keys import MODEL_KEYS, is_optimizer_key
@@ -134,7 +135,7 @@ class _Locator:
         wanted.sort(key=lambda one: (one.record.offset, one.record.length))
         for first, second in pairwise(wanted):
             _check_records_apart(path, first, second, tensors)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
             reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
             for one in wanted:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, brief
+from ...files import open_regular
 from ..dtypes import DTYPES
 from ..source import MAX_BYTES, MAX_DIMS
 from ..tensor_file import FileTensor, TensorFile
@@ -28,7 +29,7 @@ def read_safetensors(path: Path) -> TensorFile:
     Raises:
         CheckpointError: If it is not one, or its tensors do not fill the file exactly.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         file_bytes = os.fstat(fd).st_size
         size = int.from_bytes(os.pread(fd, 8, 0), "little")

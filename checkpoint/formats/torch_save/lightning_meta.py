@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files import is_regular
 from ..safe_paths import file_inside
 from .allowed_names import Allowed
 from .pickled_objects import DictWithState, InertByDefault
@@ -24,7 +25,7 @@ def read_progress(folder: Path) -> tuple[int | None, int | None]:
         CheckpointError: If the file is not one that ``torch.save`` writes.
     """
     path = folder / META_NAME
-    if not path.is_file():
+    if not is_regular(path):
         return None, None
     path = file_inside(folder, META_NAME, str(folder))
     with open_archive(path, _MAX_PICKLE) as archive:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError
+from ...files import open_regular
 from .allowed_names import Allowed, SafeCall
 from .described_tensors import TENSOR_NAMES, storage_of
 from .pickled_objects import DictWithState, Inert, InertUnlessAttack, Size
@@ -89,7 +90,7 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
     Raises:
         CheckpointError: If it is not one, or is cut off.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
         if os.pread(fd, 2, 0) == b"\x80\x02":

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ...errors import CheckpointError
+from ...files import is_regular, read_regular
 from ..safe_paths import file_inside
 
 LATEST_NAME = "latest"
@@ -52,10 +53,11 @@ def latest_tag(folder: Path) -> Path | None:
     Raises:
         CheckpointError: If it names no folder with DeepSpeed's files, or one that is not inside ``folder``.
     """
-    pointer = next((folder / name for name in (LATEST_NAME, LATEST_UNIVERSAL_NAME) if (folder / name).is_file()), None)
+    pointer = next((folder / name for name in (LATEST_NAME, LATEST_UNIVERSAL_NAME) if is_regular(folder / name)), None)
     if pointer is None:
         return None
-    tag = file_inside(folder, pointer.name, str(folder)).read_bytes()[:_MAX_TAG_BYTES].decode(errors="replace").strip()
+    content = read_regular(file_inside(folder, pointer.name, str(folder)), _MAX_TAG_BYTES, "a folder's name")
+    tag = content.decode(errors="replace").strip()
     parts = PurePosixPath(tag).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in tag or "\0" in tag:
         raise CheckpointError(f"{pointer} names the folder {tag[:200]!r}, which is not a plain path inside {folder}.")

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...common.agreed_outcome import run_on_rank_zero
+from ....checkpoint.files import is_regular
+from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.new_checkpoints import new_folder
 from ..engines import partitions
 from ..engines.changed_weights import take_changed_weights
@@ -84,9 +85,11 @@ def load(
     Raises:
         FileNotFoundError: If there is no checkpoint of DeepSpeed's.
         ValueError: If another number of ranks, or another kind of stage, has written it.
-        RuntimeError: If it holds objects that may run code.
+        RuntimeError: If it holds objects that may run code, or what is no file in the place of one.
     """
     _check_folder(path)
+    with failing_together(f"loading {path}"):
+        _check_files(path)
     universally = with_optimizer and load_universal
     if with_optimizer:
         _check_layout(engine, path / universal.TAG, any_number=load_universal)
@@ -177,6 +180,15 @@ def _check_folder(path: Path) -> None:
             f"{path} {what}: a checkpoint of AccelDeepSpeedStrategy is the folder that trainer.save_checkpoint(path) "
             "writes. Weights alone, from elsewhere, belong into the module before fit()."
         )
+
+
+def _check_files(path: Path) -> None:
+    """Check that what DeepSpeed will open are files: a FIFO would be waited for."""
+    for file in (path / universal.TAG).glob("*_states.pt"):
+        is_regular(file)
+    if dist.get_rank() == 0:  # a few files for each parameter: for one rank to look at
+        for file in (path / universal.FOLDER).rglob("*.pt"):
+            is_regular(file)
 
 
 def _check_layout(engine: Any, folder: Path, *, any_number: bool) -> None:

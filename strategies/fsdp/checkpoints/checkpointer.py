@@ -34,7 +34,8 @@ from ...upstream.lightning import (
 from ..engines.base import Engine
 from ..steps.outside_calls import is_inside
 from ..units.sharded_root import ShardedForm
-from . import local_state, sharded_checkpoints
+from . import local_state, sharded_checkpoints, sharded_loading
+from .accelerate_folders import find_accelerate_folder
 from .background_saves import BackgroundSaves
 from .optimizer_states import optimizer_state
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
@@ -239,16 +240,19 @@ class Checkpointer:
         module, order = self._state_dict_module(), self._strategy.form.order
         if is_remote(path):
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            return sharded_checkpoints.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+            return sharded_loading.load_full(checkpoint, path, module, optimizers, order, strict=strict)
         place = local_path(path, "checkpoints")
         if local_state.is_local(place):
             if self._strategy.engine.version != 1:
                 raise ValueError(f"{place} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
             return local_state.load_local(place, self._strategy.form, optimizers, weights_only=weights_only)
+        if (folder := find_accelerate_folder(place)) is not None:
+            attribute = self._strategy.form.module_attribute
+            return sharded_loading.load_accelerate(folder, module, optimizers, attribute, strict=strict)
         if sharded_checkpoints.is_sharded(place):
-            return sharded_checkpoints.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
-        checkpoint = sharded_checkpoints.read_file(place, weights_only)
-        return sharded_checkpoints.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+            return sharded_loading.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
+        checkpoint = sharded_loading.read_file(place, weights_only)
+        return sharded_loading.load_full(checkpoint, path, module, optimizers, order, strict=strict)
 
     def before_iterating(self) -> None:
         """Bring random states back where an epoch of training begins."""

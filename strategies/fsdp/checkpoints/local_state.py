@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from ....checkpoint.files import is_regular
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.new_checkpoints import new_folder
@@ -19,7 +20,8 @@ from ...common.torch_files import save_torch
 from ..units.named_tensors import named_tensors
 from ..units.sharded_root import ShardedForm
 from ..weights.full_state_dict import listed
-from .sharded_checkpoints import METADATA_FILE, write_metadata
+from .sharded_checkpoints import write_metadata
+from .sharded_loading import read_metadata
 
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 
@@ -91,7 +93,8 @@ def load_local(
     """
     with failing_together(f"Loading {path}"):
         file = path / _file_of(dist.get_rank(), dist.get_world_size())
-        if not file.is_file():
+        metadata = read_metadata(path, weights_only)
+        if not is_regular(file):
             raise ValueError(
                 f"{file.name} is not there, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
                 "local_state_dict comes back on the same number of processes only. Save a sharded_state_dict to resume "
@@ -110,7 +113,7 @@ def load_local(
             tensor.copy_(stored[_MODEL][name])
     for optimizer, state in zip(optimizers, stored[_OPTIMIZERS], strict=False):
         optimizer.load_state_dict(state)
-    return dict(torch.load(path / METADATA_FILE, map_location="cpu", weights_only=weights_only))
+    return metadata
 
 
 def _compare(stored: dict[str, Tensor], present: dict[str, Tensor]) -> None:

@@ -7,18 +7,23 @@ code in every process. Here both go through allow-lists.
 from __future__ import annotations
 
 import io
+import os
 import pathlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from ....checkpoint.errors import CheckpointError
+from ....checkpoint.files import open_regular, read_regular
+from ....checkpoint.formats.dcp.metadata import MAX_METADATA_BYTES
 from ....checkpoint.formats.torch_save.unpickler import load_restricted
 from ...upstream.torch_core import _StorageInfo
 
@@ -55,13 +60,28 @@ def _allowed() -> dict[tuple[str, str], object]:
     return table
 
 
+class _RegularFiles(FileSystem):
+    """Opens regular files alone: a FIFO in the place of a shard would be waited for."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with os.fdopen(open_regular(pathlib.Path(path)), mode) as stream:
+            yield cast("io.IOBase", stream)
+
+
 class SafeReader(FileSystemReader):
     """A ``FileSystemReader`` whose metadata comes through the restricted unpickler."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        self.fs = _RegularFiles()
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = pathlib.Path(self.path) / ".metadata"
-        loaded = load_restricted(path.read_bytes(), _allowed(), str(path))
+        content = read_regular(path, MAX_METADATA_BYTES, "a description")
+        loaded = load_restricted(content, _allowed(), str(path))
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             raise CheckpointError(f"{path}: holds no DCP metadata.")
         for info in loaded.storage_data.values():
