@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import CheckpointError
+from .digests import Digests, FileDigest
+from .disk_space import telling_full_disk
+from .errors import CheckpointError, brief
 from .files import is_regular, read_regular
 
 MANIFEST_NAME = "accelight.json"
-FORMAT_VERSION = 1
-_KEYS = {"format_version", "ties", "model_prefix", "module_attribute"}
-_MAX_BYTES = 16 * 2**20
+FORMAT_VERSION = 2
+_FIRST_VERSION = 1  # without digests
+_KEYS = {"format_version", "ties", "model_prefix", "module_attribute", "digests", "crc32"}
+_MAX_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Manifest:
     """Alias to the fqn whose tensor it shares, both as in the module's ``state_dict()``."""
     module_attribute: str | None = None
     """Attribute under which the LightningModule holds its model, e.g. ``model``; empty if it holds layers itself."""
+    digests: Digests = field(default_factory=dict)
+    """Of the checkpoint's other files; empty where they are not known."""
 
     def __post_init__(self) -> None:
         if self.model_prefix not in ("model", "state_dict", "module"):
@@ -54,6 +60,7 @@ def write_manifest(
     model_prefix: str,
     ties: Mapping[str, str] | None = None,
     module_attribute: str | None = None,
+    digests: Digests | None = None,
 ) -> Path:
     """Write ``accelight.json`` into a checkpoint's folder; one process calls it, after the folder exists.
 
@@ -63,21 +70,27 @@ def write_manifest(
         ties: Alias to the fqn of the tensor it shares, without wrapper names.
         module_attribute: Attribute of the LightningModule that is its model, for ``strip_prefix="auto"``; empty if it
             holds layers itself, None if that is not known.
+        digests: Of the other files, where they are known.
 
     Returns:
         The file's path.
     """
-    manifest = Manifest(model_prefix, dict(ties or {}), module_attribute)
-    content = {
-        "format_version": FORMAT_VERSION,
+    manifest = Manifest(model_prefix, dict(ties or {}), module_attribute, digests or {})
+    content: dict[str, object] = {
+        "format_version": FORMAT_VERSION if digests else _FIRST_VERSION,
         "model_prefix": manifest.model_prefix,
         "ties": dict(sorted(manifest.ties.items())),
         "module_attribute": manifest.module_attribute,
     }
+    if digests:
+        content["digests"] = {name: digests[name].to_json() for name in sorted(digests)}
+        content["crc32"] = _own_crc32(content)
     path = Path(checkpoint_dir) / MANIFEST_NAME
     temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
+    text = json.dumps(content, indent=2) + "\n"
     try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with telling_full_disk(path, len(text)):
+            temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -103,11 +116,29 @@ def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 def _parse(content: Any) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError(f"a JSON object was expected, found {type(content).__name__}.")
-    if content.get("format_version") != FORMAT_VERSION:
+    if content.get("format_version") not in (_FIRST_VERSION, FORMAT_VERSION):
         raise ValueError(
-            f"format_version is {content.get('format_version')!r}, this release reads {FORMAT_VERSION}. "
-            f"Upgrade accelight."
+            f"format_version is {brief(content.get('format_version'))}, this release reads {_FIRST_VERSION} and "
+            f"{FORMAT_VERSION}. Upgrade accelight."
         )
     if unknown := set(content) - _KEYS:
         raise ValueError(f"unknown keys {sorted(unknown)}; known are {sorted(_KEYS)}.")
-    return Manifest(content.get("model_prefix", ""), content.get("ties", {}), content.get("module_attribute"))
+    if "crc32" in content and content["crc32"] != (found := _own_crc32(content)):
+        raise ValueError(
+            f"crc32 is {brief(content['crc32'])}, the rest gives {found!r}: it was damaged. If you have changed it, "
+            f"take 'crc32' out."
+        )
+    digests = content.get("digests", {})
+    if not isinstance(digests, dict):
+        raise ValueError(f"digests must map files to digests, got {brief(digests)}.")
+    return Manifest(
+        content.get("model_prefix", ""),
+        content.get("ties", {}),
+        content.get("module_attribute"),
+        {name: FileDigest.from_json(one) for name, one in digests.items()},
+    )
+
+
+def _own_crc32(content: Mapping[str, object]) -> str:
+    rest = {key: value for key, value in content.items() if key != "crc32"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"

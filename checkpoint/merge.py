@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from .processes import run_on_main
 from .progress import Progress, ProgressCallback
 from .report import MergeReport
 from .writing.atomic_folder import AtomicFolder
-from .writing.copying import compare_tensors, copy_tensors, same_bytes
+from .writing.copying import OnBytes, compare_tensors, copy_tensors, same_bytes
 from .writing.output import check_conflicts, check_destination, stale_files
 from .writing.plan import Plan, PlannedFile, make_plan
 from .writing.shards import parse_size
@@ -85,7 +86,8 @@ def merge_fsdp_weights(
         exclude: Patterns over the output's names; names that match one are left out.
         threads: How many copy; None takes what was measured to be best.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
-        verify: Read the output back and compare every byte with its source before it gets its name.
+        verify: Read the output back and compare every byte with its source before it gets its name, and the source
+            with the checksums that torch wrote when it was saved.
 
     Returns:
         What was written, tied and left out.
@@ -137,7 +139,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         safe=request.safe,
     )
     check_conflicts(request.output_path, plan)
-    _write(request, plan, progress)
+    _write(request, plan, progress, partial(source.check, set(selection.names.values())))
     if request.remove:
         found.format.remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
@@ -169,8 +171,8 @@ def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:
     return located
 
 
-def _write(request: _Request, plan: Plan, progress: Progress) -> None:
-    progress.start(plan.num_bytes * (2 if request.verify else 1))
+def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> None:
+    progress.start(plan.num_bytes * (3 if request.verify else 1))
     try:
         with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
             folder.check_space(plan.num_bytes)
@@ -179,6 +181,8 @@ def _write(request: _Request, plan: Plan, progress: Progress) -> None:
             else:
                 for file in plan.files:
                     _write_bin(request, file, folder, progress)
+            if request.verify:
+                check(progress.add)
             if plan.index_name is not None:
                 os.write(folder.create(plan.index_name, None), plan.index)
             folder.commit(plan.index_name, stale_files(request.output_path, plan))

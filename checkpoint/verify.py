@@ -83,7 +83,8 @@ def verify_merged(
         progress: See there.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or the result is no file of tensors or is cut off.
+        CheckpointError: If the checkpoint is damaged (the checksums that torch wrote in it are compared, too), or the
+            result is no file of tensors or is cut off.
         ValueError: If an argument is wrong.
     """
     started = time.monotonic()
@@ -101,8 +102,9 @@ def verify_merged(
     expected = _expected(selection, files)
     located = source.locate(set(expected.values()))
     comparison = _Comparison({name: located[one] for name, one in expected.items()}, target or source.dtype, shown.add)
-    shown.start(sum(tensor.num_bytes for file in files for tensor in file.tensors.values()))
+    shown.start(2 * sum(tensor.num_bytes for file in files for tensor in file.tensors.values()))
     try:
+        source.check(set(expected.values()), shown.add)
         for file in files:
             differences |= {name: why for name, why in comparison.compare(file).items() if name not in differences}
         shown.finish()

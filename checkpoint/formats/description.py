@@ -65,6 +65,8 @@ class CheckpointInfo:
     """From ``meta.pt`` or DeepSpeed's model states; None where they do not say."""
     skipped: dict[str, str] = field(default_factory=dict)
     """What is not the model's, with the reason."""
+    has_digests: bool = False
+    """Whether ``accelight.json`` says how the files were written. They were looked at, but for the tensors' bytes."""
     notes: tuple[str, ...] = ()
     """What could not be read and is not needed for a merge."""
     kind_in_words: str = ""
@@ -134,6 +136,8 @@ def _rows(info: CheckpointInfo) -> list[tuple[str, str]]:
     rows += [
         ("file", f"{one.name}  {human_bytes(one.num_bytes)}  {_count(one.num_chunks, 'chunk')}") for one in info.files
     ]
+    as_written = "the files are as they were written; the tensors' bytes were not read"
+    rows.append(("digests", as_written if info.has_digests else "none: changes since the save cannot all be told"))
     reasons: dict[str, int] = {}
     for reason in info.skipped.values():
         reasons[reason] = reasons.get(reason, 0) + 1

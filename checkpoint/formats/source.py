@@ -78,6 +78,9 @@ class Source:
     """Entry, by its full name, to the reason why it is not among the tensors."""
     locate: Callable[[Iterable[str]], dict[str, SourceTensor]]
     """Finds the bytes of the tensors with these names; raises CheckpointError where they are not as described."""
+    check: Callable[[Iterable[str], Callable[[int], object]], None] = lambda wanted, on_bytes: None
+    """Compares the stored bytes of the tensors with these names with the checksums beside them, tells how many it has
+    compared, and raises CheckpointError where they are not as they were written. Without checksums: does nothing."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Alias to the name of the tensor it shares, where the checkpoint itself says so."""
     dtype: DType | None = None

@@ -120,7 +120,7 @@ def test_a_new_format_is_removed_in_its_own_way(folder: Path, tmp_path: Path) ->
 
 def test_a_new_format_says_what_was_looked_for(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"neither \.metadata .*, nor files called N\.part\.$"):
+    with pytest.raises(CheckpointError, match=r"neither \.metadata .*, nor files called N\.part\. It holds nothing\.$"):
         find_checkpoint(tmp_path / "empty")
     (folder / "0.part").unlink()
     with pytest.raises(CheckpointError, match=r"in has the first part missing\.$"):

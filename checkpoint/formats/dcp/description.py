@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...digests import Digests
 from ...errors import CheckpointError
+from ...files import read_regular
 from ...manifest import Manifest
 from ..description import CheckpointInfo, ShardFile, StoredTensorInfo
 from ..safe_paths import file_inside
@@ -14,6 +16,7 @@ from ..torch_save.lightning_meta import META_NAME, read_progress
 from .metadata import METADATA_NAME, DCPMetadata, StoredRecord
 from .reader import select_model
 
+_MAX_META_BYTES = 2**31
 _KINDS = {
     "accelight": "accelight (torch.distributed.checkpoint with accelight.json)",
     "accelerate": "Accelerate, FSDP",
@@ -35,6 +38,9 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
         unknown_kind: The kind where nothing tells who saved the folder.
     """
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
+    digests = {} if manifest is None else manifest.digests
+    if META_NAME in digests:
+        digests[META_NAME].check(folder / META_NAME, read_regular(folder / META_NAME, _MAX_META_BYTES, META_NAME))
     notes: tuple[str, ...] = ()
     epoch = step = None
     try:
@@ -52,13 +58,14 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
             StoredTensorInfo.of(name, tensor.dtype, tensor.shape, len(tensor.chunks))
             for name, tensor in described.items()
         ),
-        files=_files(folder, metadata),
+        files=_files(folder, metadata, digests),
         has_optimizer=_has_optimizer(folder, metadata),
         ties={} if manifest is None else dict(manifest.ties),
         module_attribute=None if manifest is None else manifest.module_attribute,
         epoch=epoch,
         global_step=step,
         skipped=skipped | dict.fromkeys(metadata.not_tensors, "not a tensor"),
+        has_digests=bool(digests),
         notes=notes,
         kind_in_words=_KINDS[kind],
     )
@@ -87,7 +94,7 @@ def _has_optimizer(folder: Path, metadata: DCPMetadata) -> bool:
     return any(is_optimizer_key(path.parent.name) for path in beside)
 
 
-def _files(folder: Path, metadata: DCPMetadata) -> tuple[ShardFile, ...]:
+def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[ShardFile, ...]:
     by_file: dict[str, list[tuple[str, StoredRecord]]] = {}
     for fqn, tensor in metadata.tensors.items():
         for _, _, record in tensor.chunks:
@@ -101,5 +108,7 @@ def _files(folder: Path, metadata: DCPMetadata) -> tuple[ShardFile, ...]:
                 f"{folder / name}: tensor {fqn!r}: the record should end at byte {last.offset + last.length}, the file "
                 f"has {size}. It was cut off, or belongs to another save."
             )
+        if name in digests:
+            digests[name].check_size(folder / name, size)
         files.append(ShardFile(name, size, len(by_file[name])))
     return tuple(files)

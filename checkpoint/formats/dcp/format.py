@@ -30,13 +30,12 @@ class DCPFormat(Format):
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
         """Read the metadata, of which ``accelight.json`` may say where the model is."""
         manifest = read_manifest(folder)
-        prefix = None if manifest is None else manifest.model_prefix
-        return dcp_source(folder, self.read_metadata(folder), prefix), manifest
+        return dcp_source(folder, self.read_metadata(folder, manifest), manifest), manifest
 
     def describe(self, folder: Path) -> CheckpointInfo:
         """Describe it from its metadata, ``accelight.json`` and ``meta.pt``."""
         manifest = read_manifest(folder)
-        return describe_dcp(folder, self.read_metadata(folder), manifest, self.kind)
+        return describe_dcp(folder, self.read_metadata(folder, manifest), manifest, self.kind)
 
     def why_unreadable(self, folder: Path) -> str | None:
         """Tell of folders with a description for each process, with one that is no file, or with files by rank."""
@@ -58,9 +57,10 @@ class DCPFormat(Format):
             f"Save it with use_collectives=True to merge it."
         )
 
-    def read_metadata(self, folder: Path) -> DCPMetadata:
+    def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
         """Read where the tensors of a folder lie."""
-        return read_dcp_metadata(folder / METADATA_NAME)
+        digest = None if manifest is None else manifest.digests.get(METADATA_NAME)
+        return read_dcp_metadata(folder / METADATA_NAME, digest)
 
 
 class DCPSafetensorsFormat(DCPFormat):
@@ -80,6 +80,6 @@ class DCPSafetensorsFormat(DCPFormat):
         """Nothing: `DCPFormat` has told."""
         return None
 
-    def read_metadata(self, folder: Path) -> DCPMetadata:
+    def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
         """Read the headers of the shards."""
         return read_safetensors_shards(folder)

@@ -7,11 +7,12 @@ names are torch 2.0's.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...digests import FileDigest
 from ...errors import CheckpointError, brief
 from ...files import read_regular
 from ..dtypes import DTYPES, DType
@@ -51,6 +52,8 @@ class DCPMetadata:
     not_tensors: tuple[str, ...]
     paths: Mapping[str, tuple[str, ...]]
     """Keys of the saved (nested) state dict that lead to each entry; empty if it was saved unflattened."""
+    offsets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Where in each file its records begin, in order: tensors' and others."""
 
 
 class _Raw(metaclass=Sealed):
@@ -164,13 +167,20 @@ _ALLOWED: Allowed = {
 }
 
 
-def read_dcp_metadata(path: Path) -> DCPMetadata:
+def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetadata:
     """Read and check a ``.metadata`` file.
 
+    Args:
+        path: The file.
+        digest: Of the file when it was written, where that is known.
+
     Raises:
-        CheckpointError: If it is not one, or its content is impossible.
+        CheckpointError: If it is not one, or not as it was written, or its content is impossible.
     """
-    raw = load_restricted(read_regular(path, MAX_METADATA_BYTES, "a description"), _ALLOWED, str(path))
+    content = read_regular(path, MAX_METADATA_BYTES, "a description")
+    if digest is not None:
+        digest.check(path, content)
+    raw = load_restricted(content, _ALLOWED, str(path))
     try:
         return _Checker(str(path)).metadata(raw)
     except CheckpointError:
@@ -195,6 +205,9 @@ class _Checker:
         entries = self._typed(content.state_dict_metadata, dict, "state_dict_metadata")
         storage = self._typed(content.storage_data, dict, "storage_data")
         records = self._records(storage)
+        offsets: dict[str, set[int]] = {}
+        for record in records.values():
+            offsets.setdefault(record.relative_path, set()).add(record.offset)
         tensors: dict[str, StoredTensor] = {}
         not_tensors: list[str] = []
         for fqn in list(entries):
@@ -204,7 +217,8 @@ class _Checker:
                 not_tensors.append(fqn)
             else:
                 tensors[fqn] = self._tensor(fqn, entry, records)
-        return DCPMetadata(tensors, tuple(not_tensors), self._paths(content.planner_data))
+        places = {name: sorted(places) for name, places in offsets.items()}
+        return DCPMetadata(tensors, tuple(not_tensors), self._paths(content.planner_data), places)
 
     def _tensor(self, fqn: str, raw: object, records: _Records) -> StoredTensor:
         entry = self._typed(raw, _TensorStorage, f"entry {fqn!r}")

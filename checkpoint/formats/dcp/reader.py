@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ...digests import RecordDigests
 from ...errors import CheckpointError
 from ...files import open_regular
+from ...manifest import Manifest
 from ..safe_paths import file_inside
 from ..source import Piece, Source, SourceTensor, check_coverage, is_contiguous
 from ..state_dict_keys import MODEL_KEYS, is_optimizer_key
@@ -18,25 +20,29 @@ from .metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
 from .records import RecordReader
 
 
-def dcp_source(folder: Path, metadata: DCPMetadata, model_prefix: str | None = None) -> Source:
+def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = None) -> Source:
     """Return the model of a DCP folder.
 
     Args:
         folder: Holds the files.
         metadata: Says what is in them.
-        model_prefix: Key of the saved state dict that holds the model, where it is known; None finds it.
+        manifest: Says under which key of the saved state dict the model is, and how the files were written.
 
     Raises:
-        CheckpointError: If the model cannot be told.
+        CheckpointError: If the model cannot be told, or the records are others than were written.
     """
-    names, skipped = select_model(metadata, model_prefix, str(folder))
+    names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
+    digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
     tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
 
     def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
-        return _Locator(folder).locate({name: tensors[name] for name in wanted})
+        return _Locator(folder, digests).locate({name: tensors[name] for name in wanted})
 
-    return Source(folder, tensors, skipped, locate)
+    def check(wanted: Iterable[str], on_bytes: Callable[[int], object]) -> None:
+        _check_records(folder, [tensors[name] for name in wanted], digests, on_bytes)
+
+    return Source(folder, tensors, skipped, locate, check)
 
 
 def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -103,8 +109,9 @@ class _Wanted:
 class _Locator:
     """Goes through the files one by one, in the order of their records."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, digests: RecordDigests):
         self._folder = folder
+        self._digests = digests
         self._paths: dict[str, Path] = {}
 
     def locate(self, tensors: Mapping[str, StoredTensor]) -> dict[str, SourceTensor]:
@@ -151,10 +158,32 @@ class _Locator:
         if record.is_raw:
             reader.check_range(tensor.fqn, record.offset, record.length)
             return Piece(path, record.offset, offsets, sizes)
-        found = reader.locate(tensor.fqn, record.offset, record.length)
+        digest = self._digests.of(record.relative_path, record.offset)
+        found = reader.locate(tensor.fqn, record.offset, record.length, digest)
         _check_as_described(path, tensor, sizes, found)
         strides = None if is_contiguous(found.shape, found.strides) else found.strides
         return Piece(path, found.start, offsets, sizes, strides)
+
+
+def _check_records(
+    folder: Path, tensors: Iterable[StoredTensor], digests: RecordDigests, on_bytes: Callable[[int], object]
+) -> None:
+    """Compare the bytes of tensors with the checksums in their records; raw and transformed ones have none."""
+    by_file: dict[str, dict[StoredRecord, str]] = {}
+    for tensor in tensors:
+        for _, _, record in tensor.chunks:
+            if not record.is_raw and not record.transforms:
+                by_file.setdefault(record.relative_path, {}).setdefault(record, tensor.fqn)
+    for relative, records in by_file.items():
+        path = file_inside(folder, relative, str(folder))
+        fd = open_regular(path)
+        try:
+            reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+            for record in sorted(records, key=lambda one: one.offset):
+                digest = digests.of(relative, record.offset)
+                on_bytes(reader.check(records[record], record.offset, record.length, digest))
+        finally:
+            os.close(fd)
 
 
 def _check_records_apart(path: Path, first: _Wanted, second: _Wanted, tensors: Mapping[str, StoredTensor]) -> None:

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...digests import HINT, FileDigest
 from ...errors import CheckpointError
 from ...files import open_regular
 from .allowed_names import Allowed, SafeCall
 from .described_tensors import TENSOR_NAMES, storage_of
 from .pickled_objects import DictWithState, Inert, InertUnlessAttack, Size
-from .zip_file import TorchArchive, Window
+from .zip_file import TorchArchive, Window, directory_digest
 
 MAX_DESCRIPTION_BYTES = 256 * 2**20
 """Of one file's pickle: a hundred thousand tensors need 20 MB; the rest is for what users keep in checkpoints."""
@@ -104,6 +105,52 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
             raise CheckpointError(f"{path}: not a zip of torch.save, or cut off: {error}.") from error
     finally:
         os.close(fd)
+
+
+def digest_of_file(path: Path) -> FileDigest:
+    """Return the digest of a file of ``torch.save``, from its end alone.
+
+    Raises:
+        CheckpointError: If it is not one.
+    """
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        return FileDigest.of_records(size, [directory_digest(fd, 0, size, str(path))])
+    finally:
+        os.close(fd)
+
+
+def check_written(path: Path, digest: FileDigest) -> None:
+    """Check that a file of ``torch.save`` is the one that was written; its tensors are not looked at.
+
+    Raises:
+        CheckpointError: If it is another one.
+    """
+    digest.check_size(path, path.stat().st_size)
+    found = digest_of_file(path)
+    if found != digest:
+        raise CheckpointError(
+            f"{path} is not the file that was written: its digest is {found.records.hex()}, accelight.json says "
+            f"{digest.records.hex()}. It was damaged, or belongs to another save. {HINT}"
+        )
+
+
+def check_bytes(path: Path, share: tuple[int, int] = (0, 1)) -> None:
+    """Compare all bytes in a file of ``torch.save`` with the checksums beside them; its old format has none.
+
+    Args:
+        path: The file.
+        share: Which of how many shares to look at, where several processes look.
+
+    Raises:
+        CheckpointError: If they are not as they were written.
+    """
+    with os.fdopen(open_regular(path), "rb") as stream:
+        is_zip = stream.read(2) == b"PK"
+    if is_zip:
+        with open_archive(path) as archive:
+            archive.check(share=share)
 
 
 def read_torch_file(path: Path) -> object:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
+from ...digests import HINT
 from ...errors import CheckpointError
 from .allowed_names import Allowed
 from .unpickler import load_restricted
@@ -24,7 +26,9 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 _HAS_DESCRIPTOR = 8
 _SIZES, _SIZE64 = struct.Struct("<2L"), struct.Struct("<Q")
 _NEXT = (b"PK\3\4", b"PK\1\2")
-_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where a member's two headers have its checksum, which is not looked at
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where a member's two headers have its checksum
+_BLOCK = 512 * 1024
+_DIRECTORY = 1024  # that of one tensor fits
 Fixed = tuple[tuple[slice, bytes], ...]
 """Places in a zip, and the bytes there."""
 
@@ -47,7 +51,7 @@ class TorchArchive:
         self._what = what
         self._max_bytes = max_bytes
         self._window = window
-        self._members = _central_directory(self._window, max_bytes, what)
+        self._members, self.directory_start = _central_directory(self._window, max_bytes, what)
         prefix = next((name[: -len("data.pkl")] for name in self._members if name.endswith("/data.pkl")), None)
         if prefix is None:
             raise CheckpointError(f"{what}: the record has no data.pkl; it holds {sorted(self._members)[:8]}.")
@@ -59,7 +63,7 @@ class TorchArchive:
         return self._window.offset + start, size
 
     def pickle(self) -> bytes:
-        """Return the bytes of ``data.pkl``, after a check of the byte order."""
+        """Return the bytes of ``data.pkl``, after a check of its checksum and of the byte order."""
         if f"{self._prefix}byteorder" in self._members:
             start, size = self._range("byteorder")
             if (found := self._window.read(start, start + min(size, 16), self._what)) != b"little":
@@ -71,7 +75,45 @@ class TorchArchive:
             raise CheckpointError(
                 f"{self._what}: a data.pkl of {size} bytes; what is read here has less than {self._max_bytes}."
             )
-        return self._window.read(start, start + size, self._what)
+        data = self._window.read(start, start + size, self._what)
+        self._check_crc("data.pkl", self._members[self._prefix + "data.pkl"], zlib.crc32(data))
+        return data
+
+    @property
+    def digest(self) -> int:
+        """The CRC-32 of the zip's end, from its directory on: it has the checksums of all members."""
+        return zlib.crc32(self._window.read(self.directory_start, self._window.length, self._what))
+
+    def check(self, keys: Iterable[str] | None = None, share: tuple[int, int] = (0, 1)) -> int:
+        """Compare the bytes of members with their checksums; where torch was told not to make any, nothing is compared.
+
+        Args:
+            keys: Of the storages to look at; None for everything in the zip.
+            share: Which of how many shares to look at, where several processes look.
+
+        Returns:
+            The number of bytes that were compared.
+
+        Raises:
+            CheckpointError: If a member is not as it was written.
+        """
+        own = [name for name in self._members if name.startswith(self._prefix)]
+        names = own if keys is None else [f"{self._prefix}data/{key}" for key in keys]
+        num_bytes = 0
+        for name in names[share[0] :: share[1]]:
+            short = name.removeprefix(self._prefix)
+            start, size = self._range(short)
+            if self._members[name].crc32:
+                self._check_crc(short, self._members[name], self._window.crc32(start, size))
+                num_bytes += size
+        return num_bytes
+
+    def _check_crc(self, name: str, member: _Member, found: int) -> None:
+        if member.crc32 not in (0, found):
+            raise CheckpointError(
+                f"{self._what}: the bytes of {name} are damaged: their CRC-32 is {found:08x}, torch wrote "
+                f"{member.crc32:08x} beside them. {HINT}"
+            )
 
     def content(self, allowed: Allowed, storage: Callable[[object], object]) -> object:
         """Return what the pickle describes, made of what a table allows.
@@ -90,8 +132,8 @@ class TorchArchive:
         holes = []
         for name in (f"{self._prefix}data/{key}", f"{self._prefix}.data/serialization_id"):
             if name in self._members:
-                local, _, entry = self._members[name]
-                holes += [local + _LOCAL_CRC, entry + _CENTRAL_CRC]
+                member = self._members[name]
+                holes += [member.local + _LOCAL_CRC, member.entry + _CENTRAL_CRC]
         fixed = []
         for start, stop in set(self._window.reads):
             for hole in sorted(holes):
@@ -150,12 +192,45 @@ class Window:
             raise CheckpointError(f"{what}: the file ends inside the record, at {len(data)} of {stop - start} bytes.")
         return data
 
+    def crc32(self, start: int, size: int) -> int:
+        """Return the CRC-32 of bytes that may be many; those that are not there do not count."""
+        found = 0
+        for position in range(start, start + size, _BLOCK):
+            block = os.pread(self._fd, min(_BLOCK, start + size - position), self.offset + position)
+            found = zlib.crc32(block, found)
+        return found
 
-_Member = tuple[int, int, int]
-"""Position of the local header, size in bytes, position of its entry in the central directory."""
+
+class _Member(NamedTuple):
+    """One file in the zip."""
+
+    local: int
+    """Position of its local header."""
+    size: int
+    entry: int
+    """Position of its entry in the central directory."""
+    crc32: int
+    """0 where torch was told to make none (``torch.serialization.set_crc32_options``)."""
 
 
-def _central_directory(window: Window, max_bytes: int, what: str) -> dict[str, _Member]:
+def directory_digest(fd: int, offset: int, length: int, what: str) -> int:
+    """Return the digest of a zip, see `TorchArchive.digest`, without looking further into it.
+
+    Raises:
+        CheckpointError: If it does not end as a zip.
+    """
+    size = min(length, _DIRECTORY)
+    end = os.pread(fd, size, offset + length - size)
+    start = _EOCD.unpack_from(end, size - _EOCD.size)[6] if end[-_EOCD.size :].startswith(b"PK\5\6") else 0xFFFFFFFF
+    if start == 0xFFFFFFFF:  # a large one, or none
+        _, start = _central_directory(Window(fd, offset, length), length, what)
+    if start >= length - size:
+        return zlib.crc32(end[start - length + size :])
+    return zlib.crc32(os.pread(fd, length - start, offset + start))
+
+
+def _central_directory(window: Window, max_bytes: int, what: str) -> tuple[dict[str, _Member], int]:
+    """Return the members, and where the directory begins."""
     end = window.length - _EOCD.size  # torch.save writes no comment: the last record stands at the very end
     if end < 0:
         raise CheckpointError(
@@ -181,9 +256,9 @@ def _central_directory(window: Window, max_bytes: int, what: str) -> dict[str, _
             plain, stored, local = _zip64_extra(data[extras : extras + entry[11]], plain, stored, local, what)
         if entry[0] != b"PK\1\2" or entry[4] or entry[3] & 1 or stored != plain or name in members:
             raise CheckpointError(f"{what}: zip member {name!r} is compressed, encrypted or double; torch.save stores.")
-        members[name] = (local, plain, start + position)
+        members[name] = _Member(local, plain, start + position, entry[7])
         position = extras + entry[11] + entry[12]
-    return members
+    return members, start
 
 
 def _zip64_end(window: Window, end: int, what: str) -> tuple[int, int, int]:
@@ -212,7 +287,7 @@ def _zip64_extra(extra: bytes, plain: int, stored: int, local: int, what: str) -
 
 def _member_range(window: Window, member: _Member, name: str, what: str) -> tuple[int, int]:
     """Return where a member's bytes start in the record, and how many there are."""
-    local, size, limit = member  # the directory comes last: no data may reach to the member's entry in it
+    local, size, limit, _ = member  # the directory comes last: no data may reach to the member's entry in it
     header = _LOCAL.unpack(window.read(local, local + _LOCAL.size, what))
     names = local + _LOCAL.size
     if header[0] != b"PK\3\4" or window.read(names, names + header[9], what) != name.encode():

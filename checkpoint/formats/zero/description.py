@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...manifest import Manifest
 from ..description import CheckpointInfo, ShardFile, StoredTensorInfo
 from .reader import ZeroCheckpoint
 
@@ -14,12 +15,12 @@ _KINDS = {
 }
 
 
-def describe_zero(checkpoint: ZeroCheckpoint, module_attribute: str | None) -> CheckpointInfo:
+def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointInfo:
     """Say what a tag folder holds.
 
     Args:
         checkpoint: Its description.
-        module_attribute: Attribute under which the LightningModule holds its model, where that is known.
+        manifest: What ``accelight.json`` says, checked.
     """
     states, files = checkpoint.states, checkpoint.files
     chunks: dict[Path, int] = {}
@@ -43,7 +44,8 @@ def describe_zero(checkpoint: ZeroCheckpoint, module_attribute: str | None) -> C
         files=tuple(_shard_file(files.folder, path, chunks.get(path, 0)) for path in paths),
         has_optimizer=checkpoint.has_optimizer,
         ties=dict(checkpoint.ties),
-        module_attribute=module_attribute,
+        module_attribute=manifest.module_attribute,
+        has_digests=bool(manifest.digests),
         epoch=states.steps["epoch"],
         global_step=states.steps["global_step" if states.is_lightning else "global_steps"],
         skipped=dict(checkpoint.skipped),

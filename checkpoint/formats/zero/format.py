@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from ...manifest import Manifest, read_manifest
+from ...manifest import MANIFEST_NAME, Manifest, read_manifest
 from ..description import CheckpointInfo
 from ..format import Format
+from ..safe_paths import file_inside
 from ..source import Source
+from ..torch_save.torch_file import check_written
 from .description import describe_zero
 from .files import LATEST_NAME, has_zero_files, latest_tag, remove_pointers
 from .reader import read_zero
@@ -25,13 +27,14 @@ class ZeROFormat(Format):
 
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
         """Read all ranks' states; DeepSpeed says itself what is tied."""
+        manifest = _manifest(folder)
         source = read_zero(folder).source()
-        return source, _manifest(folder, source.ties)
+        return source, replace(manifest, ties=source.ties)
 
     def describe(self, folder: Path) -> CheckpointInfo:
         """Describe it from its states, and from ``accelight.json`` in or above the folder."""
-        checkpoint = read_zero(folder)
-        return describe_zero(checkpoint, _manifest(folder, checkpoint.ties).module_attribute)
+        manifest = _manifest(folder)
+        return describe_zero(read_zero(folder), manifest)
 
     def remove(self, folder: Path) -> None:
         """Remove it; ``latest`` goes with the folder that it names."""
@@ -43,9 +46,19 @@ class ZeROFormat(Format):
         return latest_tag(folder)
 
 
-def _manifest(folder: Path, ties: Mapping[str, str]) -> Manifest:
-    """Return DeepSpeed's own ties, and the module's attribute of ``accelight.json`` in or above its tag folder."""
-    found = read_manifest(folder)
+def _manifest(folder: Path) -> Manifest:
+    """Return the module's attribute and the digests of ``accelight.json``, in a tag folder or above it.
+
+    Raises:
+        CheckpointError: If a file is not the one that was written; its tensors are not looked at.
+    """
+    found, place = read_manifest(folder), folder
     if found is None and (folder.parent / LATEST_NAME).is_file():
-        found = read_manifest(folder.parent)
-    return Manifest("module", ties, None if found is None else found.module_attribute)
+        found, place = read_manifest(folder.parent), folder.parent
+    if found is None:
+        return Manifest("module")
+    for name, digest in found.digests.items():
+        path = place / name
+        if path.parent == folder:
+            check_written(file_inside(folder, path.name, str(place / MANIFEST_NAME)), digest)
+    return Manifest("module", {}, found.module_attribute, found.digests)

@@ -8,7 +8,7 @@ Source: deepspeed 0.19.8 ``utils/zero_to_fp32.py``, whose result this equals bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from .states import (
     read_optimizer_states,
     read_universal_tensor,
 )
-from .tensor_ranges import Flat, Part, ZeroTensor, joined_shares, share_of, stored_in_full
+from .tensor_ranges import Flat, Part, ZeroTensor, check_parts, joined_shares, share_of, stored_in_full
 from .tensor_ranges import locate as locate_parts
 
 UNIVERSAL_FOLDER = "zero"
@@ -66,8 +66,12 @@ class ZeroCheckpoint:
         def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
             return locate_parts({name: self.tensors[name] for name in wanted})
 
+        def check(wanted: Iterable[str], on_bytes: Callable[[int], object]) -> None:
+            check_parts([self.tensors[name] for name in wanted], on_bytes)
+
         return Source(
             folder=self.files.folder,
+            check=check,
             tensors={name: TensorInfo(name, one.dtype, one.shape) for name, one in self.tensors.items()},
             skipped=self.skipped,
             locate=locate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -100,6 +100,22 @@ def locate(tensors: Mapping[str, ZeroTensor]) -> dict[str, SourceTensor]:
         check_coverage(name, found.cut_shape, pieces)
         located[name] = found
     return located
+
+
+def check_parts(tensors: Iterable[ZeroTensor], on_bytes: Callable[[int], object]) -> None:
+    """Compare the bytes of what holds these tensors with the checksums that torch wrote beside them.
+
+    Raises:
+        CheckpointError: If they are not as they were written.
+    """
+    keys: dict[Path, dict[str, None]] = {}
+    for tensor in tensors:
+        for part in tensor.parts:
+            keys.setdefault(part.path, {})[part.stored.storage.key] = None
+    for path, own in keys.items():
+        with open_archive(path) as archive:
+            for key in own:
+                on_bytes(archive.check([key]))
 
 
 def _piece(part: Part, tensor: ZeroTensor, start: int) -> Piece:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....checkpoint.files import is_regular
+from ....checkpoint.manifest import write_manifest
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.new_checkpoints import new_folder
 from ..engines import partitions
@@ -20,6 +20,7 @@ from ..engines.changed_weights import take_changed_weights
 from ..engines.library import deepspeed_library, quietly
 from ..engines.window import window_of
 from . import sixteen_bit, universal
+from .checked_files import check_files, digests_of
 from .guarded_files import guarded_files
 from .safe_loading import reading_safely
 
@@ -58,6 +59,7 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
         (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
+        write_manifest(folder, model_prefix="module", digests=digests_of(folder))
 
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
@@ -85,11 +87,11 @@ def load(
     Raises:
         FileNotFoundError: If there is no checkpoint of DeepSpeed's.
         ValueError: If another number of ranks, or another kind of stage, has written it.
-        RuntimeError: If it holds objects that may run code, or what is no file in the place of one.
+        RuntimeError: If it holds objects that may run code, or if a file is damaged or none; on every rank.
     """
     _check_folder(path)
     with failing_together(f"loading {path}"):
-        _check_files(path)
+        check_files(path, all_of_them=with_optimizer or engine.zero_optimization_partition_weights())
     universally = with_optimizer and load_universal
     if with_optimizer:
         _check_layout(engine, path / universal.TAG, any_number=load_universal)
@@ -180,15 +182,6 @@ def _check_folder(path: Path) -> None:
             f"{path} {what}: a checkpoint of AccelDeepSpeedStrategy is the folder that trainer.save_checkpoint(path) "
             "writes. Weights alone, from elsewhere, belong into the module before fit()."
         )
-
-
-def _check_files(path: Path) -> None:
-    """Check that what DeepSpeed will open are files: a FIFO would be waited for."""
-    for file in (path / universal.TAG).glob("*_states.pt"):
-        is_regular(file)
-    if dist.get_rank() == 0:  # a few files for each parameter: for one rank to look at
-        for file in (path / universal.FOLDER).rglob("*.pt"):
-            is_regular(file)
 
 
 def _check_layout(engine: Any, folder: Path, *, any_number: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writing DCP folders through torch, with errors that say what the disk lacks."""
+"""Writing DCP folders through torch: with digests of what was written, and errors that say what the disk lacks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from ....checkpoint.digests import FileDigest
 from ....checkpoint.disk_space import telling_full_disk
+from ....checkpoint.formats.dcp.metadata import METADATA_NAME
+from ....checkpoint.formats.torch_save.zip_file import directory_digest
 
 
 class _TellingFileSystem(FileSystem):
@@ -30,20 +36,62 @@ class _TellingFileSystem(FileSystem):
             yield stream
 
 
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What torch tells rank 0 of a record, with its digest."""
+
+    digest: int
+
+
 class FolderWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that tells of a full disk."""
+    """A ``FileSystemWriter`` that tells of a full disk, and knows afterwards what it has written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = self._files = _TellingFileSystem()
+        self.digests: dict[str, FileDigest] = {}
+        """On rank 0, of all ranks' files, when they are written; of ``.metadata``, too."""
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._files.num_bytes = sum(map(_num_bytes, plan.items))
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
         finally:
             self._files.num_bytes = None
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(self._with_digests(results))
+        return written
+
+    def _with_digests(self, results: list[WriteResult]) -> list[WriteResult]:
+        """Look at the ends of the records, which the system has in memory still."""
+        by_file: dict[str, list[WriteResult]] = {}
+        for one in results:
+            by_file.setdefault(one.storage_data.relative_path, []).append(one)
+        written: list[WriteResult] = []
+        for name, own in by_file.items():
+            path = Path(self.path) / name
+            with path.open("rb") as stream:
+                fd, what = stream.fileno(), str(path)
+                for one in own:
+                    place = one.storage_data
+                    digest = directory_digest(fd, place.offset, place.length, what)
+                    written.append(_Written(one.index, one.size_in_bytes, place, digest))
+        return written
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        records: dict[str, list[tuple[int, int, int]]] = {}
+        for one in chain.from_iterable(results):
+            if isinstance(one, _Written):
+                place = one.storage_data
+                records.setdefault(place.relative_path, []).append((place.offset, place.length, one.digest))
+        for name, own in records.items():
+            own.sort()
+            end = own[-1][0] + own[-1][1]
+            self.digests[name] = FileDigest.of_records(end, [digest for _, _, digest in own])
+        self.digests[METADATA_NAME] = FileDigest.of((Path(self.path) / METADATA_NAME).read_bytes())
 
 
 _RECORD_BYTES = 1200  # what torch puts around a tensor, about

@@ -13,8 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ....checkpoint.files import is_regular
+from ....checkpoint.formats.torch_save.torch_file import check_bytes
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
+from ...common.checked_bytes import bytes_are_checked
 from ...common.new_checkpoints import new_folder
 from ...common.torch_files import save_torch
 from ..units.named_tensors import named_tensors
@@ -100,6 +102,8 @@ def load_local(
                 "local_state_dict comes back on the same number of processes only. Save a sharded_state_dict to resume "
                 "on another."
             )
+        if bytes_are_checked():
+            check_bytes(file)
         stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         present = local_model_state(form)
         _compare(stored[_MODEL], present)

@@ -18,13 +18,17 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 from typing_extensions import override
 
+from ....checkpoint.digests import Digests, RecordDigests
 from ....checkpoint.errors import CheckpointError
 from ....checkpoint.files import open_regular, read_regular
-from ....checkpoint.formats.dcp.metadata import MAX_METADATA_BYTES
+from ....checkpoint.formats.dcp.metadata import MAX_METADATA_BYTES, METADATA_NAME
+from ....checkpoint.formats.dcp.records import RecordReader
 from ....checkpoint.formats.torch_save.unpickler import load_restricted
+from ...common.checked_bytes import bytes_are_checked
 from ...upstream.torch_core import _StorageInfo
 
 _DTYPES = tuple(value for value in vars(torch).values() if isinstance(value, torch.dtype))
@@ -71,16 +75,50 @@ class _RegularFiles(FileSystem):
 
 
 class SafeReader(FileSystemReader):
-    """A ``FileSystemReader`` whose metadata comes through the restricted unpickler."""
+    """A ``FileSystemReader`` whose metadata comes through the restricted unpickler, and whose bytes are checked.
 
-    def __init__(self, path: pathlib.Path) -> None:
+    Args:
+        path: The folder.
+        digests: Of its files, where they are known.
+    """
+
+    def __init__(self, path: pathlib.Path, digests: Digests | None = None) -> None:
         super().__init__(path)
         self.fs = _RegularFiles()
+        self._digests = digests or {}
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._check(plan)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Compare the records that are about to be read with the checksums in them."""
+        offsets: dict[str, set[int]] = {}
+        for info in self.storage_data.values():
+            offsets.setdefault(info.relative_path, set()).add(info.offset)
+        places = {name: sorted(own) for name, own in offsets.items()}
+        digests = RecordDigests(self._digests, places, f"{self.path}/{METADATA_NAME}")
+        bytes_too = bytes_are_checked()
+        wanted: dict[str, dict[tuple[int, int], str]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if not info.transform_descriptors:
+                name = item.storage_index.fqn
+                wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), name)
+        for relative, records in wanted.items():
+            path = pathlib.Path(self.path) / relative
+            with os.fdopen(open_regular(path), "rb") as stream:
+                reader = RecordReader(stream.fileno(), str(path), os.fstat(stream.fileno()).st_size)
+                for (offset, length), name in sorted(records.items()):
+                    reader.check(name, offset, length, digests.of(relative, offset), bytes_too=bytes_too)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = pathlib.Path(self.path) / ".metadata"
+        path = pathlib.Path(self.path) / METADATA_NAME
         content = read_regular(path, MAX_METADATA_BYTES, "a description")
+        if METADATA_NAME in self._digests:
+            self._digests[METADATA_NAME].check(path, content)
         loaded = load_restricted(content, _allowed(), str(path))
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             raise CheckpointError(f"{path}: holds no DCP metadata.")

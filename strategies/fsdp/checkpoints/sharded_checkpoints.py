@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ....checkpoint.digests import FileDigest
 from ....checkpoint.disk_space import telling_full_disk
 from ....checkpoint.formats.dcp.metadata import METADATA_NAME
 from ....checkpoint.manifest import Manifest, write_manifest
@@ -66,15 +67,22 @@ def save_sharded(
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
+    digests = {METADATA_FILE: FileDigest.of(metadata)}
 
     def complete(folder: Path) -> None:
         write_metadata(folder, metadata)
         write_manifest(
-            folder, ties=manifest.ties, model_prefix=manifest.model_prefix, module_attribute=manifest.module_attribute
+            folder,
+            ties=manifest.ties,
+            model_prefix=manifest.model_prefix,
+            module_attribute=manifest.module_attribute,
+            digests=digests,
         )
 
     with new_folder(path, complete, group) as folder, naming_ranks(f"saving {path}"):
-        save(state, storage_writer=FolderWriter(folder), planner=FullFromRankZero(), process_group=group)
+        writer = FolderWriter(folder)
+        save(state, storage_writer=writer, planner=FullFromRankZero(), process_group=group)
+        digests |= writer.digests
 
 
 def write_metadata(folder: Path, metadata: bytes) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from ....checkpoint.digests import Digests, FileDigest
 from ....checkpoint.files import is_regular, open_regular
+from ....checkpoint.formats.torch_save.torch_file import check_bytes
+from ....checkpoint.manifest import read_manifest
 from ...common.agreed_outcome import failing_together
+from ...common.checked_bytes import bytes_are_checked
 from ..units.named_tensors import NamedTensor
 from .accelerate_folders import OPTIMIZER_KEY, AccelerateFolder, missing_prefix, trainer_state
 from .optimizer_states import restore_full_optimizer, restore_optimizer
@@ -41,12 +45,16 @@ def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         FileNotFoundError: If there is nothing.
         ValueError: If it is a folder, or no regular file.
+        RuntimeError: On every rank, if it is damaged.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint.")
     if path.is_dir():
         raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
     is_regular(path)  # else an error
+    with failing_together(f"loading {path}"):
+        if bytes_are_checked():
+            check_bytes(path, (dist.get_rank(), dist.get_world_size()))
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
@@ -76,16 +84,18 @@ def load_sharded(
         ValueError: If the folder holds no model weights, or another number of optimizers.
     """
     with failing_together(f"loading {path}"):
-        names = _names(path)
-        metadata = read_metadata(path, weights_only)
+        manifest = read_manifest(path)
+        digests = {} if manifest is None else manifest.digests
+        names = _names(path, digests)
+        metadata = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
-    _load_weights(_Part(path, model_key, names), module, strict=strict)
+    _load_weights(_Part(path, model_key, names, digests=digests), module, strict=strict)
     num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
     if optimizers and num_stored:
         _check_num_optimizers(num_stored, len(optimizers))
         for index, optimizer in enumerate(optimizers):
             if _has_parameters(optimizer):
-                part = _Part(path, f"optimizer_{index}", names)
+                part = _Part(path, f"optimizer_{index}", names, digests=digests)
                 _load_optimizer(part, module, optimizer, num_steps=metadata.get("global_step"))
     return metadata
 
@@ -136,6 +146,8 @@ class _Part:
     """What DCP's metadata says of each entry of the folder."""
     prefix: str = ""
     """What the names of parameters lack in front."""
+    digests: Digests = field(default_factory=dict)
+    """Of the folder's files, where they are known."""
 
     def own(self) -> dict[str, Any]:
         """Return the part's entries, without its key."""
@@ -143,12 +155,12 @@ class _Part:
         return {name.removeprefix(start): entry for name, entry in self.names.items() if name.startswith(start)}
 
 
-def _names(path: Path) -> Mapping[str, Any]:
-    names: Mapping[str, Any] = SafeReader(path).read_metadata().state_dict_metadata
+def _names(path: Path, digests: Digests | None = None) -> Mapping[str, Any]:
+    names: Mapping[str, Any] = SafeReader(path, digests).read_metadata().state_dict_metadata
     return names
 
 
-def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | None = None) -> dict[str, Any]:
     """Return what the file for everything beside weights and optimizer state holds.
 
     Raises:
@@ -162,6 +174,9 @@ def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
             "merge-weights), and give the result as pretrained_weights, or load it into the module before fit()."
         )
     with os.fdopen(open_regular(file), "rb") as stream:
+        if digest is not None:
+            digest.check(file, stream.read())
+            stream.seek(0)
         return dict(torch.load(stream, map_location="cpu", weights_only=weights_only))
 
 
@@ -169,7 +184,7 @@ def _load_weights(part: _Part, module: nn.Module, *, strict: bool) -> None:
     stored = {f"{part.prefix}{name}" for name in part.own()}
     weights = _common_names(get_model_state_dict(module), stored, strict, part.path)
     held = {name.removeprefix(part.prefix): value for name, value in weights.items()}
-    _load(part.path, {part.key: held})
+    _load(part, {part.key: held})
     loaded = {f"{part.prefix}{name}": value for name, value in held.items()}
     set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
 
@@ -180,16 +195,17 @@ def _load_optimizer(part: _Part, module: nn.Module, optimizer: Optimizer, *, num
 
     def fill(template: dict[str, Any]) -> None:
         states = {name.removeprefix(prefix): state for name, state in template["state"].items()}
-        _load(part.path, {part.key: {**template, "state": states}}, partial=True)
+        _load(part, {part.key: {**template, "state": states}}, partial=True)
         for group in template["param_groups"]:
             group["params"] = [f"{prefix}{name}" for name in group["params"]]
 
     restore_optimizer(module, optimizer, held, fill, num_steps=num_steps)
 
 
-def _load(path: Path, state: dict[str, Any], *, partial: bool = False) -> None:
-    with naming_ranks(f"loading {path}"):
-        load(state, storage_reader=SafeReader(path), planner=SafePlanner(allow_partial_load=partial))
+def _load(part: _Part, state: dict[str, Any], *, partial: bool = False) -> None:
+    reader = SafeReader(part.path, part.digests)
+    with naming_ranks(f"loading {part.path}"):
+        load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=partial))
 
 
 def _model_key(names: Iterable[str], path: Path) -> str:
