@@ -20,8 +20,10 @@ from .engines.base import Engine
 from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit
 from .units.sharded_root import recall_form
 
-PrecisionFlag = Literal["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
-_HALF = {"16": torch.float16, "bf16": torch.bfloat16}
+PrecisionFlag = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+_SCALER_DEFAULTS = (65536.0, 2.0, 0.5, 2000)
+"""Of torch's ``GradScaler``, in the order of its arguments."""
 
 
 class Trained(Protocol):
@@ -59,7 +61,8 @@ class AccelFSDPPrecision(FSDPPrecision):
 
     Args:
         precision: ``"32-true"``; ``"bf16-mixed"`` or ``"16-mixed"`` (fp32 weights, half computation and reduction);
-            ``"bf16-true"`` or ``"16-true"`` (everything in half precision).
+            ``"bf16-true"`` or ``"16-true"`` (everything in half precision); ``"64-true"`` by
+            ``plugins=[DoublePrecision()]``, since the Trainer does not know it with FSDP.
         strategy: The strategy it works for.
 
     Raises:
@@ -77,15 +80,15 @@ class AccelFSDPPrecision(FSDPPrecision):
         self.scaler: torch.amp.GradScaler | None = None  # type: ignore[assignment]
         self._strategy = strategy
         self._is_mixed = precision.endswith("-mixed")
-        self._half_dtype = _HALF.get(precision.split("-")[0])
-        self._desired_input_dtype = torch.float32 if self._is_mixed else self._half_dtype or torch.float32
+        self._dtype = _DTYPES[precision.split("-")[0]]
+        self._desired_input_dtype = torch.float32 if self._is_mixed else self._dtype
 
     @property
     def settings(self) -> PrecisionSettings:
         """What the engines are told: half computation and reduction under mixed precision, else nothing."""
         if not self._is_mixed:
             return PrecisionSettings()
-        dtype = self._half_dtype
+        dtype = self._dtype
         return PrecisionSettings(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
 
     @property
@@ -111,7 +114,7 @@ class AccelFSDPPrecision(FSDPPrecision):
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._is_mixed:
-            return torch.autocast(self._strategy.root_device.type, dtype=self._half_dtype)
+            return torch.autocast(self._strategy.root_device.type, dtype=self._dtype)
         return _DtypeContextManager(self._desired_input_dtype)
 
     @override
@@ -188,6 +191,24 @@ class AccelFSDPPrecision(FSDPPrecision):
         self._strategy.prepare_to_clip(optimizer)
         for gradient in gradients_of(self.main_params(optimizer)):
             local_tensor(gradient).clamp_(-clip_val, clip_val)
+
+
+def check_scaler(plugin: object) -> None:
+    """Check that a precision plugin of Lightning's has no gradient scaler that the user has chosen.
+
+    Raises:
+        ValueError: If it has: a sharded model needs one of its own.
+    """
+    scaler: Any = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return
+    found = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+    if found != _SCALER_DEFAULTS:
+        raise ValueError(
+            f"{type(plugin).__name__} has a scaler with (init_scale, growth_factor, backoff_factor, growth_interval) "
+            f"= {found}; FSDP scales by one of its own with {_SCALER_DEFAULTS}. Leave the scaler out, and set these in "
+            "on_train_start: trainer.strategy.precision_plugin.scaler.set_growth_interval(...), for example."
+        )
 
 
 @contextmanager

@@ -46,6 +46,8 @@ from ..upstream.lightning import (
 from .checkpoints.background_saves import BackgroundSaves
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import FullyShardedDataParallelPlugin
+from .config.settings import WrapSettings
+from .config.wrapping import as_policy
 from .engines.choice import build_engine
 from .running import Running
 from .steps.outside_calls import OutsideCalls
@@ -78,11 +80,13 @@ class AccelFSDPStrategy(TrainerHooks):
             FSDP1: another name of ``sharding_strategy``.
         backward_prefetch: FSDP1: ``BACKWARD_PRE``, ``BACKWARD_POST`` or ``NO_PREFETCH`` (default).
         mixed_precision_policy: Dtypes as torch's policy or a dict; wins over ``Trainer(precision=...)``.
-        auto_wrap_policy: ``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap`` (default) or a callable.
+        auto_wrap_policy: ``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap`` (default), a set of module
+            classes, or a callable.
         cpu_offload: Keep shards, gradients and optimizer state in host memory. Default False.
         ignored_modules: Modules left unsharded, or a regular expression matched on their names.
-        state_dict_type: ``full_state_dict`` (default of FSDP1), ``sharded_state_dict`` (default of FSDP2) or
-            ``local_state_dict`` (FSDP1: flat shards as they are, for the same number of processes only).
+        state_dict_type: ``full_state_dict`` (default of FSDP1), ``sharded_state_dict`` (default of FSDP2), or
+            ``full`` and ``sharded`` for short, or ``local_state_dict`` (FSDP1: flat shards as they are, for the same
+            number of processes only).
         state_dict_config: torch's config: where a full state dict of the weights is. Default: rank 0, in host memory.
         optim_state_dict_config: The same for the optimizer's state.
         limit_all_gathers: FSDP1: hold back the host so that not too many gathers are in flight. Default True.
@@ -92,6 +96,8 @@ class AccelFSDPStrategy(TrainerHooks):
         sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
+        activation_checkpointing_policy: Recompute other modules than the units: a set of module classes, or a policy
+            as torch has them for wrapping.
         activation_checkpointing_offload: Keep what recomputing starts from, each unit's inputs, in host memory until
             backward. Default False.
         cpu_ram_efficient_loading: Only rank 0 needs weights: built in ``configure_model`` or ``trainer.init_module()``,
@@ -138,6 +144,7 @@ class AccelFSDPStrategy(TrainerHooks):
         mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None,
         # The names first: jsonargparse takes the first that fits, and a name passes as a callable that it cannot write.
         auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"]
+        | set[type[nn.Module]]
         | Callable[..., bool]
         | None = None,
         cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = None,
@@ -152,6 +159,7 @@ class AccelFSDPStrategy(TrainerHooks):
         forward_prefetch: bool | None = None,
         activation_checkpointing: bool | None = None,
         activation_checkpointing_offload: bool | None = None,
+        activation_checkpointing_policy: set[type[nn.Module]] | Callable[..., bool] | None = None,
         cpu_ram_efficient_loading: bool | None = None,
         transformer_cls_names_to_wrap: list[str] | None = None,
         min_num_params: int | None = None,
@@ -179,6 +187,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(**fields)
         self.last_grad_norm = None
         self.skipped_steps = SkippedSteps()
+        self._recomputed = _recomputed(self.fsdp_plugin, activation_checkpointing_policy)
         self._given_mesh = device_mesh
         self._compile_options = compile if isinstance(compile, dict) else {} if compile else None
         self._pretrained_weights = pretrained_weights
@@ -211,6 +220,7 @@ class AccelFSDPStrategy(TrainerHooks):
             reshard_during_accumulation=self._reshard_during_accumulation,
             find_unused_parameters=self._find_unused_parameters,
             compile_options=self._compile_options,
+            recomputed=self._recomputed,
         )
         self._checkpointer.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
@@ -306,3 +316,14 @@ class AccelFSDPStrategy(TrainerHooks):
                 )
         if self.precision_plugin.scaler is not None and self.lightning_module is not None:
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
+
+
+def _recomputed(plugin: FullyShardedDataParallelPlugin, policy: Any) -> WrapSettings | None:
+    if policy is None:
+        return None
+    if plugin.activation_checkpointing:
+        raise ValueError(
+            "activation_checkpointing=True recomputes the units, activation_checkpointing_policy other modules. Give "
+            "one of them."
+        )
+    return WrapSettings(kind="callable", policy=as_policy("activation_checkpointing_policy", policy))

@@ -17,16 +17,26 @@ from ...checkpoint.report import MergeReport
 from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
-from ..upstream.lightning import _PATH, FSDPPrecision, FSDPStrategy, Precision
+from ..upstream.lightning import (
+    _PATH,
+    DoublePrecision,
+    FSDPPrecision,
+    FSDPStrategy,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from .checkpoints.checkpointer import Checkpointer
 from .engines.base import Engine
-from .precision import AccelFSDPPrecision
+from .precision import AccelFSDPPrecision, check_scaler
 from .running import Running
 from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
 from .units.sharded_root import ShardedForm
 
 _log = logging.getLogger(__name__)
+_SAY_A_FLAG = (FSDPPrecision, MixedPrecision, HalfPrecision, DoublePrecision, Precision)
+"""Precision plugins of Lightning's that are no more than a value of ``Trainer(precision=...)``."""
 
 
 class TrainerHooks(LoopFollowing, FSDPStrategy):
@@ -79,12 +89,14 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         if precision_plugin is None or isinstance(precision_plugin, AccelFSDPPrecision):
             self._precision_plugin = precision_plugin
-        elif isinstance(precision_plugin, FSDPPrecision):  # made by the Trainer from its `precision` argument
-            self._precision_plugin = AccelFSDPPrecision(precision_plugin.precision, self)
+        elif type(precision_plugin) in _SAY_A_FLAG:  # made by the Trainer from its `precision`, or given in `plugins`
+            check_scaler(precision_plugin)
+            self._precision_plugin = AccelFSDPPrecision(str(precision_plugin.precision), self)
         else:
             raise TypeError(
-                f"AccelFSDPStrategy cannot work with {type(precision_plugin).__name__}. "
-                "Use Trainer(precision=...) and leave plugins=... out."
+                f"AccelFSDPStrategy cannot work with {type(precision_plugin).__name__}, only with "
+                f"{', '.join(cls.__name__ for cls in _SAY_A_FLAG)}. Use Trainer(precision=...), and leave it out of "
+                "plugins=[...]."
             )
 
     @property
@@ -272,7 +284,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        pass  # load_checkpoint() has done it
+        self._checkpointer.load_weights(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

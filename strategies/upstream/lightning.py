@@ -27,7 +27,14 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     )
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-    from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
+    from lightning.pytorch.plugins.precision import (
+        DeepSpeedPrecision,
+        DoublePrecision,
+        FSDPPrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
     from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -60,7 +67,14 @@ else:
     )
     from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-    from pytorch_lightning.plugins.precision import DeepSpeedPrecision, FSDPPrecision, Precision
+    from pytorch_lightning.plugins.precision import (
+        DeepSpeedPrecision,
+        DoublePrecision,
+        FSDPPrecision,
+        HalfPrecision,
+        MixedPrecision,
+        Precision,
+    )
     from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
     from pytorch_lightning.strategies.launchers.launcher import _Launcher
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -82,7 +96,10 @@ __all__ = [
     "DeepSpeedPrecision",
     "DeepSpeedStrategy",
     "DistributedSamplerWrapper",
+    "DoublePrecision",
     "FSDPPrecision",
+    "HalfPrecision",
+    "MixedPrecision",
     "FSDPStrategy",
     "GradClipAlgorithmType",
     "LRSchedulerConfig",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,6 +96,8 @@ class Checkpointer:
         self.saves = saves
         """Where saves go on while training does; None where it waits for them."""
         self._random_state = ResumedRandomState()
+        self._path = ""
+        """Of the checkpoint that was loaded last."""
 
     @property
     def _full(self) -> bool:
@@ -219,6 +221,9 @@ class Checkpointer:
     def load(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer states from any kind of checkpoint, and return the rest of it.
 
+        Weights of a full one come last, by `load_weights`: they are in what is returned, for the user's
+        ``on_load_checkpoint`` to look at and rename.
+
         Raises:
             RuntimeError: Without a module connected to the Trainer.
         """
@@ -233,14 +238,20 @@ class Checkpointer:
             self._random_state.load(checkpoint[CHECKPOINT_KEY], self._strategy.root_device)
         return checkpoint
 
+    def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the weights of a full checkpoint, as `load` has returned it; of another kind they are loaded already."""
+        if "state_dict" in checkpoint:
+            module = self._state_dict_module()
+            sharded_loading.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict)
+
     def _read_checkpoint(
         self, path: str, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
-        """Load weights and optimizer states, and return the rest."""
         module, order = self._state_dict_module(), self._strategy.form.order
+        self._path = path
         if is_remote(path):
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            return sharded_loading.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+            return sharded_loading.load_full(checkpoint, path, module, optimizers, order)
         place = local_path(path, "checkpoints")
         if local_state.is_local(place):
             if self._strategy.engine.version != 1:
@@ -252,7 +263,7 @@ class Checkpointer:
         if sharded_checkpoints.is_sharded(place):
             return sharded_loading.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
         checkpoint = sharded_loading.read_file(place, weights_only)
-        return sharded_loading.load_full(checkpoint, path, module, optimizers, order, strict=strict)
+        return sharded_loading.load_full(checkpoint, path, module, optimizers, order)
 
     def before_iterating(self) -> None:
         """Bring random states back where an epoch of training begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,7 @@ def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: If there is nothing.
-        ValueError: If it is a folder, or no regular file.
+        ValueError: If it is a folder, no regular file, or not what torch writes.
         RuntimeError: On every rank, if it is damaged.
     """
     if not path.exists():
@@ -52,6 +53,11 @@ def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if path.is_dir():
         raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
     is_regular(path)  # else an error
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path} is no checkpoint: what torch.save() writes is a zip file. Give ckpt_path what "
+            "trainer.save_checkpoint() wrote; a file of torch before 1.6 becomes one by torch.save(torch.load(file))."
+        )
     with failing_together(f"loading {path}"):
         if bytes_are_checked():
             check_bytes(path, (dist.get_rank(), dist.get_world_size()))
@@ -235,7 +241,10 @@ def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path:
     if missing or unexpected:
         report = f"{path}: missing in the checkpoint: {missing}; unexpected in the checkpoint: {unexpected}."
         if strict:
-            raise RuntimeError(f"{report} Set `strict_loading=False` on the LightningModule to load the rest.")
+            raise RuntimeError(
+                f"{report} Set `strict_loading=False` on the LightningModule to load the rest. (on_load_checkpoint() "
+                "can change the names of full checkpoints, and not of sharded ones.)"
+            )
         if dist.get_rank() == 0:
             _log.warning(report)
     return {name: value for name, value in weights.items() if name in stored}
@@ -255,18 +264,33 @@ def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
 
 
 @without_torch_noise()
+def load_full_weights(stored: Mapping[str, Tensor], path: Path | str, module: nn.Module, *, strict: bool) -> None:
+    """Load a full state dict into a sharded model; each rank copies its own shards out of it.
+
+    Args:
+        stored: Full tensors by name; they may lie in a file that is mapped into memory.
+        path: The file, for errors.
+        module: What ``Engine.state_dict_module`` returns.
+        strict: Whether every name must be on both sides.
+
+    Raises:
+        RuntimeError: If ``strict`` and names are missing or unexpected.
+    """
+    present = _common_names(get_model_state_dict(module), set(stored), strict, path)
+    for name, target in present.items():
+        _copy_own_part(name, stored[name], target)
+    set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
+
+
+@without_torch_noise()
 def load_full(
     checkpoint: Mapping[str, Any],
     path: Path | str,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     order: Mapping[str, int],
-    *,
-    strict: bool,
 ) -> dict[str, Any]:
-    """Load a single-file checkpoint (ours or any plain Lightning one) into a sharded model.
-
-    Each rank copies its own shards out of it.
+    """Load all but the weights of a single-file checkpoint (ours or any plain Lightning one).
 
     Args:
         checkpoint: What the file holds.
@@ -274,23 +298,16 @@ def load_full(
         module: What ``Engine.state_dict_module`` returns.
         optimizers: The optimizers to restore; none leaves optimizer state alone.
         order: Each parameter's place before sharding: a plain optimizer's state has no names, only numbers.
-        strict: Whether every name must be on both sides.
 
     Returns:
-        Everything but weights and optimizer state.
+        Everything but optimizer state.
 
     Raises:
-        RuntimeError: If ``strict`` and names are missing or unexpected.
-        ValueError: If the optimizers do not fit.
+        ValueError: If it is no checkpoint of Lightning's, or the optimizers do not fit.
     """
     checkpoint = dict(checkpoint)
     if "state_dict" not in checkpoint:
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
-    stored = checkpoint.pop("state_dict")
-    present = _common_names(get_model_state_dict(module), set(stored), strict, path)
-    for name, target in present.items():
-        _copy_own_part(name, stored[name], target)
-    set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
     optimizer_states = checkpoint.pop("optimizer_states", None)
     if optimizers and optimizer_states:
         _check_num_optimizers(len(optimizer_states), len(optimizers))

@@ -159,6 +159,8 @@ class FullyShardedDataParallelPlugin(PluginFields):
         default = fsdp.StateDictType.FULL_STATE_DICT if self._version == 1 else fsdp.StateDictType.SHARDED_STATE_DICT
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
         name, forms = "state_dict_type", _FORMS[self._version]
+        if isinstance(chosen, str) and f"{chosen.lower()}_state_dict" in forms:  # Lightning's "full" and "sharded"
+            chosen = f"{chosen}_state_dict"
         kind = default if chosen is None else env.as_member(name, chosen, fsdp.StateDictType, forms)
         if self._version == 2 and kind is fsdp.StateDictType.LOCAL_STATE_DICT:
             raise ValueError(

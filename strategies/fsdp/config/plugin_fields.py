@@ -11,7 +11,7 @@ from torch import nn
 
 from . import environment as env
 from .sharding_strategies import reshard_for_fsdp2, strategy_for_fsdp1
-from .wrapping import check_policy
+from .wrapping import as_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
@@ -63,9 +63,12 @@ class PluginFields:
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """Dtypes: torch's policy for this version, a dict of its fields, or ``"bf16"``, ``"fp16"``, ``"fp32"`` for all.
     It wins over the Trainer's precision."""
-    auto_wrap_policy: Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | Callable[..., bool] | None = (
-        None
-    )
+    auto_wrap_policy: (
+        Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"]
+        | set[type[nn.Module]]
+        | Callable[..., bool]
+        | None
+    ) = None
     """Which submodules become units: a policy of torch, or a name; ``"no_wrap"`` (the default, held as None)."""
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | OffloadPolicy | None = None
     """Keep shards in host memory. False by default. Memory is pinned where there is an accelerator, unless a
@@ -174,7 +177,7 @@ class PluginFields:
                 raise env.wrong_value("auto_wrap_policy", policy, named)
             policy = self.auto_wrap_policy = named[policy.lower()]
         elif policy not in (transformer_auto_wrap_policy, size_based_auto_wrap_policy):
-            check_policy(policy)
+            policy = self.auto_wrap_policy = as_policy("auto_wrap_policy", policy)
         base = getattr(policy, "func", policy)
         self._resolve_cls_names(unset, used=base is transformer_auto_wrap_policy)
         self._resolve_min_num_params(unset, used=base is size_based_auto_wrap_policy)

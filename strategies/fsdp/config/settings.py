@@ -86,6 +86,8 @@ class EngineSettings:
     """Recompute the wrapped units' activations in backward instead of keeping them."""
     activation_checkpointing_offload: bool = False
     """Keep the inputs of recomputed units in host memory until backward."""
+    recomputed: WrapSettings | None = None
+    """Which modules are recomputed where it is not the units."""
     compile_options: Mapping[str, Any] | None = None
     """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False

@@ -145,29 +145,41 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: WithSettings, model: nn.Module)
     return lambda module: module in units
 
 
-def check_policy(policy: object) -> None:
-    """Check that ``policy`` can be called as torch calls wrap policies.
+def as_policy(field: str, policy: Any) -> Any:
+    """Return a wrap policy of torch: a set of module classes becomes one, as in Lightning, a policy stays.
+
+    Args:
+        field: What errors call it.
+        policy: Classes, a policy object, or a function that is called as torch calls wrap policies.
 
     Raises:
-        TypeError: If it cannot.
+        TypeError: If it is something else.
     """
     from ...upstream.torch_fsdp1 import _Policy
 
+    if isinstance(policy, set | frozenset | list | tuple):
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        others = [each for each in policy if not (isinstance(each, type) and issubclass(each, nn.Module))]
+        if others or not policy:
+            raise wrong_type(field, others[0] if others else policy, "a set of module classes")
+        return ModuleWrapPolicy(policy)
     if policy is None or isinstance(policy, _Policy):
-        return
+        return policy
     if not callable(policy):
-        raise wrong_type("auto_wrap_policy", policy, "a str or a wrap policy of torch")
+        raise wrong_type(field, policy, "a str, a set of module classes or a wrap policy of torch")
     try:
         signature = inspect.signature(policy)
     except ValueError:  # a builtin has none
-        return
+        return policy
     try:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         raise TypeError(
-            f"auto_wrap_policy is called as policy(module=..., recurse=..., nonwrapped_numel=...), which {policy!r} "
+            f"{field} is called as policy(module=..., recurse=..., nonwrapped_numel=...), which {policy!r} "
             f"does not take: {error}. For a function of the module alone use torch.distributed.fsdp.wrap.CustomPolicy."
         ) from error
+    return policy
 
 
 def _inside(module: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from ..units.original_model import find_ties, module_attribute_of, parameter_ord
 from ..units.plan import Plan, left_over, parts_called_alone
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form
-from ..units.unit_wrappers import checkpoint_units, compile_units
+from ..units.unit_wrappers import checkpoint_modules, checkpoint_units, compile_units
 from .optimizer_checks import check_kinds
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class Engine(ABC, Generic[SettingsT]):
             ignored = resolve_ignored(model, self.settings.ignored_modules)
             ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
-            if self.settings.activation_checkpointing:
-                offload = self.settings.activation_checkpointing_offload
-                units = checkpoint_units(model, units, offload=offload)
+            units = self._checkpoint(model, units, ignored)
             if (options := self.settings.compile_options) is not None:
                 compile_units(units, options)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
@@ -106,6 +104,15 @@ class Engine(ABC, Generic[SettingsT]):
             form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
             remember_form(model, form)
         return form
+
+    def _checkpoint(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
+        recomputed, offload = self.settings.recomputed, self.settings.activation_checkpointing_offload
+        if recomputed is not None:
+            modules = [module for _, module in units_to_wrap(model, recomputed, ignored)]
+            return checkpoint_modules(model, modules, units, offload=offload)
+        if self.settings.activation_checkpointing:
+            return checkpoint_units(model, units, offload=offload)
+        return units
 
     @abstractmethod
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:

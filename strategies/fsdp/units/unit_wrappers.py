@@ -27,14 +27,37 @@ def checkpoint_units(model: nn.Module, units: list[nn.Module], *, offload: bool 
 
     Source: accelerate 1.15 ``utils/fsdp_utils.py`` (``fsdp2_apply_ac``), which offloads with FSDP2 alone.
     """
+    _require_units(units, "activation_checkpointing=True recomputes")
+    return checkpoint_modules(model, units, units, offload=offload)
+
+
+def checkpoint_modules(
+    model: nn.Module, modules: list[nn.Module], units: list[nn.Module], *, offload: bool = False
+) -> list[nn.Module]:
+    """Put a checkpoint wrapper around any modules inside ``model``; return the units, some of them in wrappers now.
+
+    Args:
+        model: The root.
+        modules: What is recomputed, children before parents.
+        units: Children before parents.
+        offload: As for units.
+
+    Raises:
+        ValueError: If there is no module to recompute.
+    """
     from ...upstream.torch_core import CheckpointWrapper, checkpoint_wrapper, offload_wrapper
 
     def wrapper(unit: nn.Module) -> nn.Module:
         checkpointed = unit if isinstance(unit, CheckpointWrapper) else checkpoint_wrapper(unit)
         return offload_wrapper(checkpointed) if offload else checkpointed
 
-    _require_units(units, "activation_checkpointing=True recomputes")
-    return _wrap(model, units, wrapper)
+    if not modules:
+        raise ValueError(
+            f"activation_checkpointing_policy chooses no module of {type(model).__name__}. Give classes of modules "
+            "that are in it, or a policy that is true of some."
+        )
+    wrappers = _wrap(model, modules, wrapper)
+    return [wrappers.get(unit, unit) for unit in units]
 
 
 def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
@@ -76,8 +99,10 @@ def _require_units(units: list[nn.Module], doing: str) -> None:
         )
 
 
-def _wrap(model: nn.Module, units: list[nn.Module], wrapper: Callable[[nn.Module], nn.Module]) -> list[nn.Module]:
-    wrappers = {unit: wrapper(unit) for unit in units}
+def _wrap(
+    model: nn.Module, modules: list[nn.Module], wrapper: Callable[[nn.Module], nn.Module]
+) -> dict[nn.Module, nn.Module]:
+    wrappers = {module: wrapper(module) for module in modules}
     made = set(wrappers.values())
     for parent in list(model.modules()):
         if parent in made:
@@ -85,4 +110,4 @@ def _wrap(model: nn.Module, units: list[nn.Module], wrapper: Callable[[nn.Module
         for name, child in list(parent._modules.items()):  # named_children() shows a child under two names once
             if child is not None and child in wrappers:
                 parent._modules[name] = wrappers[child]
-    return [wrappers[unit] for unit in units]
+    return wrappers

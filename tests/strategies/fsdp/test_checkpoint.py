@@ -379,3 +379,47 @@ def test_the_gradient_scaler_is_saved_and_restored(tmp_path: Path) -> None:
     assert run_on_ranks(2, _scale, 1, path, None) == [128.0] * 2
     for version in (1, 2):
         assert run_on_ranks(2, _scale, version, None, path) == [128.0] * 2
+
+
+class Renamed(TinyModule):
+    """Has the model under another name, and says so to checkpoints of before."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(CASE, outcome)
+        self.inner = self.model
+        del self.model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {
+            name.replace("model.", "inner."): tensor for name, tensor in checkpoint["state_dict"].items()
+        }
+
+
+def _resume_renamed(engine: str, path: str) -> bool:
+    torch.manual_seed(0)
+    trainer = _trainer(engine, "full_state_dict", 1)
+    trainer.fit(TinyModule(CASE, Outcome()), _loader())
+    trainer.save_checkpoint(path)
+    saved = {name: tensor.clone() for name, tensor in _weights(trainer).items()}
+    trainer = _trainer(engine, "full_state_dict", 1)
+    module = Renamed(Outcome())
+    trainer.fit(module, _loader(), ckpt_path=path)  # is at its end already: it only loads
+    loaded = _weights(trainer)
+    return all(torch.equal(loaded[name.replace("model.", "inner.")], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("engine", ["fsdp1_orig_params", "fsdp2"])
+def test_names_can_be_changed_in_on_load_checkpoint(engine: str, tmp_path: Path) -> None:
+    assert run_on_ranks(2, _resume_renamed, engine, str(tmp_path / "last")) == [True] * 2
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(AssertionError, match=r"text is no checkpoint: what torch.save\(\) writes is a zip file"):
+        run_on_ranks(1, _train, "fsdp2", "full_state_dict", 1, None, str(tmp_path / "text"))

@@ -840,3 +840,16 @@ assert "torch.distributed.fsdp" not in sys.modules
 FullyShardedDataParallelPlugin(fsdp_version=2).settings()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "sharded", "FULL"])
+def test_lightnings_short_names_of_state_dict_types(version: int, kind: str) -> None:
+    plugin = Plugin(fsdp_version=version, state_dict_type=kind)
+    assert plugin.settings().state_dict_type == f"{kind.lower()}_state_dict"
+
+
+@pytest.mark.parametrize("policy", [set(), {"Block"}, [torch.nn.Linear(1, 1)]])
+def test_sets_of_anything_but_classes_are_refused(policy: Any) -> None:
+    with pytest.raises(TypeError, match="auto_wrap_policy must be a set of module classes"):
+        Plugin(auto_wrap_policy=policy)

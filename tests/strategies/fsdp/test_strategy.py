@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -25,6 +25,7 @@ from tests.strategies.fsdp.engines import BLOCKS, ENGINES
 from tests.strategies.oracle import (
     BATCH_SIZE,
     NUM_MICRO_BATCHES,
+    Block,
     Case,
     Outcome,
     TinyModule,
@@ -253,8 +254,12 @@ def test_a_plugin_serves_as_well_as_its_fields() -> None:
         {"forward_prefetch": True, **BLOCKS},
         {"auto_wrap_policy": "size_based_wrap", "min_num_params": 50},
         {"reshard_during_accumulation": False, **BLOCKS},
+        {"auto_wrap_policy": {Block}},
+        {"activation_checkpointing_policy": {Block}, **BLOCKS},
+        {"activation_checkpointing_policy": {nn.Linear, nn.LayerNorm}, **BLOCKS},
+        {"activation_checkpointing_policy": [Block, nn.Linear]},
     ],
-    ids=["forward_prefetch", "size_based_wrap", "kept_gathered"],
+    ids=["forward_prefetch", "size_based_wrap", "kept_gathered", "classes", "units", "within_units", "without_units"],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_options_train_the_same(version: int, options: dict[str, Any]) -> None:
@@ -349,11 +354,51 @@ def test_a_wrong_field_is_the_plugins_error() -> None:
         AccelFSDPStrategy(fsdp_version=3)
 
 
+def test_two_ways_of_recomputing_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing=True recomputes the units"):
+        AccelFSDPStrategy(activation_checkpointing=True, activation_checkpointing_policy={nn.Linear})
+
+
 def test_another_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="64-true"):
         quiet_trainer(AccelFSDPStrategy(), 1, precision="64-true")
-    with pytest.raises(TypeError, match=r"cannot work with MixedPrecision.*precision="):
-        quiet_trainer(AccelFSDPStrategy(), 1, plugins=[MixedPrecision("bf16-mixed", "cpu")])
+    with pytest.raises(TypeError, match=r"cannot work with MyPrecision, only with FSDPPrecision, Mixed"):
+        quiet_trainer(AccelFSDPStrategy(), 1, plugins=[MyPrecision()])
+    chosen = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=3))
+    with pytest.raises(ValueError, match=r"65536.0, 2.0, 0.5, 3\).*set_growth_interval"):
+        quiet_trainer(AccelFSDPStrategy(), 1, plugins=[chosen])
+
+
+class MyPrecision(Precision):
+    """Of a user's own."""
+
+
+@pytest.mark.parametrize("plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), Precision()])
+def test_plugins_of_lightnings_say_a_precision(plugin: Precision) -> None:
+    trainer = quiet_trainer(AccelFSDPStrategy(), 1, plugins=[plugin])
+    assert trainer.precision == trainer.strategy.precision_plugin.precision == plugin.precision
+
+
+class InDouble(TinyModule):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.model(batch[0]).dtype == torch.float64
+        return super().training_step([batch[0], batch[1].float()], batch_idx)
+
+
+def _train_in_double_precision(version: int) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type="full", **BLOCKS)
+    trainer = quiet_trainer(strategy, 2, plugins=[DoublePrecision()], max_epochs=1)
+    trainer.fit(InDouble(Case(), Outcome()), rank_loader(2))
+    return dict(trainer.strategy.lightning_module_state_dict())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_double_precision(version: int) -> None:
+    found = run_on_ranks(2, _train_in_double_precision, version)[0]
+    expected = train_plain(Case(epochs=1), 2).weights
+    for name, weight in found.items():
+        assert weight.dtype == torch.float64
+        torch.testing.assert_close(weight.float(), expected[name.removeprefix("model.")])  # that is in fp32
 
 
 def test_what_needs_the_trainer_says_so() -> None:
