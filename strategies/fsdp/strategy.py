@@ -55,6 +55,7 @@ from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
 from .steps.user_hooks import looks_before_backward, looks_between_batches
 from .trainer_hooks import TrainerHooks
+from .units.marked_units import marking_units
 from .units.mesh import build_mesh
 from .units.refused_models import check_callbacks
 from .units.sharded_root import inside_root
@@ -255,7 +256,8 @@ class AccelFSDPStrategy(TrainerHooks):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        yield  # the engine wraps when the module is complete, both versions alike
+        with marking_units():  # the engine wraps when the module is complete, both versions alike
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -32,7 +32,13 @@ class WithSettings(Protocol):
         """Return what the engines are told."""
 
 
-def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+def units_to_wrap(
+    model: nn.Module,
+    wrap: WrapSettings,
+    ignored: set[nn.Module],
+    *,
+    also: Callable[[nn.Module], bool] = lambda module: False,
+) -> list[tuple[str, nn.Module]]:
     """Return the submodules of ``model`` that are gathered and freed on their own.
 
     A module inside an activation-checkpoint or ``torch.compile`` wrapper is judged by what it is itself, and its
@@ -42,6 +48,7 @@ def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module])
         model: The root, which is never part of the answer.
         wrap: The policy.
         ignored: Modules that are left alone, with everything in them.
+        also: What is a unit whatever the policy says.
 
     Returns:
         Name and module, children before parents, otherwise in the order of registration; a module that is reachable
@@ -53,12 +60,21 @@ def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module])
 
     Source: torch 2.13 ``distributed/fsdp/wrap.py`` (``_recursive_wrap``); accelerate 1.15 ``utils/fsdp_utils.py``.
     """
-    if wrap.kind == "no_wrap":
-        return []
     ignored = {submodule for module in ignored for submodule in module.modules()}
+    is_chosen = _choice(model, wrap, ignored)
+    return [
+        (name, module)
+        for name, module in _bottom_up(model, ignored)
+        if is_chosen(module) or is_chosen(_inside(module)) or also(_inside(module))
+    ]
+
+
+def _choice(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module]) -> Callable[[nn.Module], bool]:
+    if wrap.kind == "no_wrap":
+        return lambda module: False
     if wrap.kind == "transformer_based_wrap":
         classes = layer_classes(model, wrap.transformer_cls_names)
-        return [(name, module) for name, module in _bottom_up(model, ignored) if isinstance(_inside(module), classes)]
+        return lambda module: isinstance(module, classes)
     if wrap.kind == "size_based_wrap":
         from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -69,7 +85,7 @@ def units_to_wrap(model: nn.Module, wrap: WrapSettings, ignored: set[nn.Module])
         chosen = _chosen_by_object(policy, model, ignored)
     else:
         chosen = _chosen_by_call(policy, model, ignored)
-    return [(name, module) for name, module in _bottom_up(model, ignored) if chosen & {module, _inside(module)}]
+    return chosen.__contains__
 
 
 def resolve_ignored(model: nn.Module, ignored_modules: tuple[nn.Module, ...] | str | None) -> set[nn.Module]:

@@ -19,6 +19,7 @@ from ..config.wrapping import resolve_ignored, units_to_wrap
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import without_split_ties
+from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
 from ..units.original_model import find_ties, module_attribute_of, parameter_order
@@ -77,7 +78,9 @@ class Engine(ABC, Generic[SettingsT]):
         if form is None:
             ignored = resolve_ignored(model, self.settings.ignored_modules)
             ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
-            units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored)]
+            units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored, also=is_marked)]
+            if not units and not self.settings.find_unused_parameters:
+                rank_zero_info(_one_unit(model, self.version))
             units = self._checkpoint(model, units, ignored)
             if (options := self.settings.compile_options) is not None:
                 compile_units(units, options)
@@ -223,6 +226,14 @@ def _memory_estimate(model: nn.Module) -> str:
     return (
         "reshard_during_accumulation=False: the unsharded parameters and gradients take up to "
         f"{num_bytes / 1e9:.2f} GB on each process while gradients accumulate."
+    )
+
+
+def _one_unit(model: nn.Module, version: int) -> str:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"FSDP{version} shards {type(model).__name__} as one unit: all its {numel:,} parameters are gathered at once. "
+        "To gather layer by layer, give auto_wrap_policy, such as {Layer} or 'transformer_based_wrap'."
     )
 
 

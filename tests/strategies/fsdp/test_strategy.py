@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import wrap
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -504,3 +507,64 @@ def _state_in_hooks() -> list[int]:
 
 def test_partial_state_tells_the_truth_in_hooks() -> None:
     assert run_on_ranks(2, _state_in_hooks, init_group=False) == [[2, 0], [2, 1]]
+
+
+class WrapsItself(TinyModule):
+    """As Lightning's documentation of FSDP1 has it."""
+
+    def configure_model(self) -> None:
+        self.model.blocks = nn.Sequential(*(wrap(block) for block in self.model.blocks))
+
+
+def _units_by_wrap(version: int) -> tuple[int, Outcome]:
+    outcome = Outcome()
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=version, state_dict_type="full"), 2, max_epochs=2)
+    trainer.fit(WrapsItself(Case(), outcome), rank_loader(2))
+    outcome.global_step = trainer.global_step
+    weights = trainer.strategy.lightning_module_state_dict()
+    outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
+    root = cast("AccelFSDPStrategy", trainer.strategy).form.root
+    return sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules()), outcome
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_wrap_in_configure_model_makes_units(version: int) -> None:
+    num_units, outcome = run_on_ranks(2, _units_by_wrap, version)[0]
+    assert num_units == 3  # the blocks and the root
+    assert_same(outcome, train_plain(Case(), 2))
+
+
+class WrapsWithOptions(TinyModule):
+    def configure_model(self) -> None:
+        wrap(self.model.head, cpu_offload=True)
+
+
+def _wrap_with_options() -> None:
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2), 1, max_epochs=1)
+    with pytest.raises(TypeError, match=r"wrap\(Linear\(...\), cpu_offload=...\).*chooses units, and takes no options"):
+        trainer.fit(WrapsWithOptions(Case(), Outcome()), rank_loader(1))
+
+
+def test_options_of_wrap_are_refused() -> None:
+    run_on_ranks(1, _wrap_with_options)
+
+
+def _told(options: dict[str, Any]) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **options), 2, max_epochs=1)
+        trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    finally:
+        logger.removeHandler(handler)
+    return [line for line in records if "as one unit" in line]
+
+
+def test_one_unit_of_the_whole_model_is_told_once() -> None:
+    told, silent = run_on_ranks(2, _told, {})
+    assert [line[: line.index(":")] for line in told] == ["FSDP2 shards TinyModule as one unit"]
+    assert not silent
+    assert run_on_ranks(2, _told, BLOCKS) == [[], []]
