@@ -38,7 +38,7 @@ class Progress:
 
     def add(self, num_bytes: int) -> None:
         """Count bytes; the listener is called at most ten times a second."""
-        self._done += num_bytes
+        self._done = min(self._done + num_bytes, self._total)  # what is looked at beside the tensors was not foreseen
         if self._listener is None:
             return
         now = time.monotonic()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .errors import printable_message
 from .files import BLOCK_BYTES, FilePool, open_regular
 from .formats.dtypes import DType, conversion_target, is_floating
-from .formats.source import Piece, SourceTensor
+from .formats.source import Piece, SourceTensor, check_expansion
 from .formats.tensor_file import FileTensor, TensorFile
 from .locate import find_checkpoint
 from .merged_result import read_result
@@ -191,6 +191,7 @@ class _Comparison:
         """Compare a tensor that the result holds with strides: all of it in memory, through torch."""
         from .formats.piece_decoding import decode_piece
 
+        check_expansion(f"{path}: tensor {planned.name!r}", found.shape, found.strides or (), found.dtype.itemsize)
         piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)
         data = decode_piece(SourceTensor(planned.name, found.dtype, found.shape, (piece,)), piece)
         for position, block in blocks_of(planned, files, buffer):

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_RECORD_BYTES = 64 * 1024  # around a tensor
+
+
 def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
     """Return the bytes of a piece in row-major order; all of the piece is in memory."""
     import torch
@@ -53,7 +56,10 @@ def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
             if not isinstance(extension, StreamTransformExtension):
                 raise ValueError(f"{extension} does not transform streams")
             stream = extension.transform_from(stream)
-        values = torch.load(io.BytesIO(stream.read(-1)), map_location="cpu", weights_only=True)
+        most = prod(piece.sizes) * tensor.dtype.itemsize + _RECORD_BYTES
+        if len(content := stream.read(most + 1)) > most:
+            raise ValueError(f"it has more than the {most} bytes that a record of this tensor may have")
+        values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{what}: the record is transformed by {list(piece.encoding)}: {error}") from error
     expected = (tensor.dtype.name, piece.sizes)

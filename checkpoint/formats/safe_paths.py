@@ -16,7 +16,8 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
         CheckpointError: If the name or a link leads out of the folder, or there is no regular file.
     """
     parts = PurePosixPath(relative).parts
-    if not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
+    plain = relative == "/".join(parts)  # each file has one name, and is looked for once
+    if not plain or not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
         raise CheckpointError(f"{what} names the file {relative!r}, which is not a plain path inside {folder}.")
     try:
         os.fsencode(relative)

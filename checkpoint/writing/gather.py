@@ -7,12 +7,10 @@ one after the other in its file. A tensor cut along dimension 0 is a single row,
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -37,10 +35,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A piece as rows: (first row, number of rows, first of the piece's own rows), in order."""
+    """A piece as rows."""
 
     piece: Piece
-    segments: list[tuple[int, int, int]]
+    segments: _Segments
     run_start: int
     run_bytes: int
 
@@ -62,7 +60,7 @@ class TensorReader:
         self._rows = [
             _Rows(
                 piece,
-                _segments(shape[:cut], piece.offsets[:cut], piece.sizes[:cut]),
+                _Segments(shape[:cut], piece.offsets[:cut], piece.sizes[:cut]),
                 piece.offsets[cut] * inner if shape else 0,
                 piece.sizes[cut] * inner if shape else itemsize,
             )
@@ -81,7 +79,8 @@ class TensorReader:
     def _iter_runs(self) -> Iterator[Run]:
         for rows in self._rows:
             piece, size = rows.piece, rows.run_bytes
-            for first, count, own in rows.segments:
+            for first, own in rows.segments:
+                count = rows.segments.num_rows
                 if size == self._row_bytes:
                     yield Run(piece.path, piece.start + own * size, first * size, count * size)
                     continue
@@ -112,15 +111,21 @@ class TensorReader:
         """Fill ``count`` complete rows from row ``first`` on; for 0, a part of that row from byte ``inside`` on."""
         last = first + max(count, 1)
         for rows in self._rows:
-            at = max(bisect_right(rows.segments, first, key=itemgetter(0)) - 1, 0)
-            for row, num_rows, own in _from(rows.segments, at, last):
-                begin, end = max(row, first), min(row + num_rows, last)
-                if begin >= end:
+            num_rows = rows.segments.num_rows
+            for row, step, num, own in rows.segments.touching(first, last):
+                if count and num > 2 and num_rows * rows.run_bytes < _SHORT_RUN:
+                    self._fill_apart(rows, row - first, step, num, own, view)
                     continue
-                if count:
-                    self._fill_rows(rows, own + begin - row, end - begin, view[(begin - first) * self._row_bytes :])
-                else:
-                    self._fill_part(rows, own + begin - row, inside, view)
+                for number in range(num):
+                    start = row + number * step
+                    begin, end = max(start, first), min(start + num_rows, last)
+                    if begin >= end:
+                        continue
+                    mine = own + number * num_rows + begin - start
+                    if count:
+                        self._fill_rows(rows, mine, end - begin, view[(begin - first) * self._row_bytes :])
+                    else:
+                        self._fill_part(rows, mine, inside, view)
 
     def _fill_part(self, rows: _Rows, own: int, start: int, view: memoryview) -> None:
         begin = max(start, rows.run_start)
@@ -141,6 +146,18 @@ class TensorReader:
                 begins = range(row * width + rows.run_start, min(count, row + _MAX_VECTORS) * width, width)
                 vectors = [view[begin : begin + size] for begin in begins]
                 self._read(rows.piece, position + row * size, vectors, size * len(vectors))
+
+    def _fill_apart(self, rows: _Rows, row: int, step: int, num: int, own: int, view: memoryview) -> None:
+        """Fill many short segments, one every ``step`` rows: read at once, one strided copy for each element."""
+        num_rows, itemsize = rows.segments.num_rows, min(self._tensor.dtype.itemsize, 8)
+        together = memoryview(bytearray(num * num_rows * rows.run_bytes))
+        self._read(rows.piece, own * rows.run_bytes, [together], len(together))
+        source, target = together.cast(_FORMATS[itemsize]), view.cast(_FORMATS[itemsize])
+        width, run, start = self._row_bytes // itemsize, rows.run_bytes // itemsize, rows.run_start // itemsize
+        begin, end = row * width, (row + (num - 1) * step + num_rows) * width
+        for index in range(num_rows * run):
+            place = begin + index // run * width + start + index % run
+            target[place : end : step * width] = source[index :: num_rows * run]
 
     def _scatter(self, rows: _Rows, position: int, count: int, view: memoryview) -> None:
         """Fill many short runs, one strided copy for each of their elements."""
@@ -172,25 +189,64 @@ class TensorReader:
         return data
 
 
-def _from(segments: list[tuple[int, int, int]], at: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the segments from position ``at`` on that begin before row ``last``."""
-    while at < len(segments) and segments[at][0] < last:
-        yield segments[at]
-        at += 1
+class _Segments:
+    """The rows that a box of the leading dimensions touches: as many consecutive ones again and again.
 
+    There can be a million; none is kept.
+    """
 
-def _segments(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Return the rows that a box of the leading dimensions touches, consecutive ones together."""
-    if not shape:
-        return [(0, 1, 0)]
-    while len(shape) > 1 and sizes[-1] == shape[-1]:  # an uncut last dimension: merged with the one before it
-        last = shape[-1]
-        shape = (*shape[:-2], shape[-2] * last)
-        offsets = (*offsets[:-2], offsets[-2] * last)
-        sizes = (*sizes[:-2], sizes[-2] * last)
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    segments = []
-    for number, index in enumerate(product(*map(range, sizes[:-1]))):
-        row = sum((offset + one) * stride for offset, one, stride in zip(offsets, index, strides, strict=False))
-        segments.append((row + offsets[-1], sizes[-1], number * sizes[-1]))
-    return segments
+    def __init__(self, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]):
+        if not shape:
+            shape, offsets, sizes = (1,), (0,), (1,)
+        while len(shape) > 1 and sizes[-1] == shape[-1]:  # an uncut last dimension: merged with the one before it
+            last = shape[-1]
+            shape = (*shape[:-2], shape[-2] * last)
+            offsets = (*offsets[:-2], offsets[-2] * last)
+            sizes = (*sizes[:-2], sizes[-2] * last)
+        self.num_rows = sizes[-1]
+        """In each segment."""
+        self._offset = offsets[-1]
+        self._outer = tuple(
+            zip(offsets[:-1], sizes[:-1], (prod(shape[dim + 1 :]) for dim in range(len(shape) - 1)), strict=True)
+        )
+        self._count = prod(sizes[:-1])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield each segment's first row, and the first of the piece's own rows, in order."""
+        for number, index in enumerate(product(*(range(size) for _, size, _ in self._outer))):
+            row = sum((offset + one) * stride for (offset, _, stride), one in zip(self._outer, index, strict=True))
+            yield row + self._offset, number * self.num_rows
+
+    def touching(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (first row, rows from one to the next, how many, first own row) of segments that may touch some rows.
+
+        Those that are yielded together and are more than two lie within the rows.
+        """
+        number = self._find(first)
+        inner, step = (self._outer[-1][1], self._outer[-1][2]) if self._outer else (1, 1)
+        while number < self._count and (row := self._row(number)) < last:
+            num = min(inner - number % inner, -(-(last - row) // step))
+            if num > 2 and (row < first or row + (num - 1) * step + self.num_rows > last):
+                num = 1 if row < first else num - 1
+            yield row, step, num, number * self.num_rows
+            number += num
+
+    def _row(self, number: int) -> int:
+        row = self._offset
+        for offset, size, stride in reversed(self._outer):
+            number, index = divmod(number, size)
+            row += (offset + index) * stride
+        return row
+
+    def _find(self, row: int) -> int:
+        """Return the number of the last segment that does not begin behind a row; 0 if all do."""
+        number, below = 0, self._count
+        for offset, size, stride in self._outer:
+            below //= size
+            index, row = divmod(row, stride)
+            if index < offset:
+                return max(number * below * size - 1, 0)
+            if index >= offset + size:
+                return (number + 1) * below * size - 1
+            number = number * size + index - offset
+        return max(number - (row < self._offset), 0)

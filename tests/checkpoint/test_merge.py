@@ -378,7 +378,7 @@ def test_progress_is_told_from_start_to_end(tmp_path: Path, threads: int, safe: 
     assert len(totals) == 1
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1]
-    assert not safe or told[-1][1] == report.num_bytes * (2 if verify else 1)
+    assert not safe or told[-1][1] == report.num_bytes * (3 if verify else 1)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

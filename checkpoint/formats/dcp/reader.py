@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from ...files import open_regular
 from ...manifest import Manifest
 from ..safe_paths import file_inside
-from ..source import Piece, Source, SourceTensor, check_coverage, is_contiguous
+from ..source import Piece, Source, SourceTensor, check_coverage, check_expansion, is_contiguous
 from ..state_dict_keys import MODEL_KEYS, is_optimizer_key
 from ..torch_save.described_tensors import PlacedTensor
 from .metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
@@ -162,6 +162,8 @@ class _Locator:
         found = reader.locate(tensor.fqn, record.offset, record.length, digest)
         _check_as_described(path, tensor, sizes, found)
         strides = None if is_contiguous(found.shape, found.strides) else found.strides
+        if strides is not None:
+            check_expansion(f"{path}: tensor {tensor.fqn!r}", sizes, strides, tensor.dtype.itemsize)
         return Piece(path, found.start, offsets, sizes, strides)
 
 

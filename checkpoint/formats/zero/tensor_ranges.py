@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from ..dtypes import DType
-from ..source import Piece, SourceTensor, check_coverage, is_contiguous
+from ..source import Piece, SourceTensor, check_coverage, check_expansion, is_contiguous
 from ..torch_save.described_tensors import DescribedTensor, PlacedTensor, place
 from ..torch_save.torch_file import open_archive
 
@@ -122,4 +122,8 @@ def _piece(part: Part, tensor: ZeroTensor, start: int) -> Piece:
     if tensor.is_flat:
         return Piece(part.path, start + part.first * tensor.dtype.itemsize, (part.target,), (part.count,))
     strides = None if is_contiguous(tensor.shape, part.stored.strides) else part.stored.strides
+    if strides is not None:
+        check_expansion(
+            f"{part.path}: a tensor of shape {list(tensor.shape)}", tensor.shape, strides, tensor.dtype.itemsize
+        )
     return Piece(part.path, start, (0,) * len(tensor.shape), tensor.shape, strides)
