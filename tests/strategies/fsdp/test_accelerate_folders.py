@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
 
+from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
@@ -96,6 +97,26 @@ def test_the_next_losses_are_those_that_accelerate_would_have_had(
     expected = train_plain(CASE, 2).losses[7:]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert step == 7
+
+
+def _save_with_accelight(path: str) -> dict[str, torch.Tensor]:
+    strategy = AccelFSDPStrategy(**ENGINES["fsdp2"], state_dict_type="sharded_state_dict")
+    trainer = quiet_trainer(strategy, 2, max_steps=2)
+    trainer.fit(TinyModule(CASE, Outcome()), rank_loader(2))
+    trainer.save_checkpoint(path)
+    return {name: tensor.full_tensor() for name, tensor in strategy.lightning_module_state_dict().items()}
+
+
+def test_weights_cross_to_accelerate_as_safetensors(tmp_path: Path) -> None:
+    from accelerate import load_checkpoint_in_model
+
+    weights = run_on_ranks(2, _save_with_accelight, str(tmp_path / "saved"))[0]
+    merge_fsdp_weights(tmp_path / "saved", tmp_path / "out", strip_prefix="auto")
+    model = build_model()
+    load_checkpoint_in_model(model, tmp_path / "out", strict=True)
+    assert len(weights) == len(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[f"model.{name}"])
 
 
 def _tell(path: str) -> str:
