@@ -126,3 +126,12 @@ def test_a_protocol_of_the_future_is_refused() -> None:
     """As CPython and torch refuse it: what its opcodes mean is not known."""
     with pytest.raises(CheckpointError, match="is of protocol 16, which it may not"):
         load_restricted(b"\x80\x10N.", {}, "it")
+
+
+def test_a_frame_that_is_longer_than_the_pickle() -> None:
+    frame = b"\x80\x04\x95" + (2).to_bytes(8, "little")
+    assert load_restricted(frame + b"N.", {}, "it") is None
+    with pytest.raises(CheckpointError, match="it: the pickle is cut off after 12 bytes, or damaged"):
+        load_restricted(frame + b".", {}, "it")
+    with pytest.raises(pickle.UnpicklingError, match="truncated"):
+        pickle.loads(frame + b".")

@@ -350,6 +350,9 @@ def _proto(machine: Machine, position: int) -> int:
 
 @_handles(pickle.FRAME)
 def _frame(machine: Machine, position: int) -> int:
+    size = int.from_bytes(machine.take(position, 8), "little")
+    if position + 8 + size > len(machine.data):  # Python reads frames as a whole, and refuses such a one
+        raise IndexError
     return position + 8
 
 
