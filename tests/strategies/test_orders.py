@@ -123,6 +123,12 @@ FOUND: dict[str, Script] = {
     "the gradient of a frozen layer's input": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "freeze"), Event("on_train_epoch_start", 0, "adversary"))),)
     ),
+    "the gradient of a toggled layer's input": Script(
+        (Fit(batches=2, events=(Event("on_after_backward", 1, "adversary"),)),), manual="tzbs"
+    ),
+    "the gradient of an input between backward and step": Script(
+        (Fit(batches=2, events=(Event("on_after_backward", 0, "adversary"),)),), manual="zbs"
+    ),
 }
 """What random orders, or outsiders, have found wrong."""
 

@@ -116,7 +116,8 @@ class BackwardWatch:
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
             unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
-            unit._handle.prepare_gradient_for_backward = partial(_first_derivatives_only, unit._handle)
+            unit._handle.prepare_gradient_for_backward = partial(_prepare_gradient, unit._handle)
+            unit._handle.prepare_gradient_for_optim = partial(_give_gradient_back, unit._handle)
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:
         use_views = type(handle)._use_unsharded_views
@@ -198,6 +199,24 @@ def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwa
     return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
 
 
-def _first_derivatives_only(handle: Any) -> None:
+def _prepare_gradient(handle: Any) -> None:
+    """Move the gradient that a unit has aside, for the one that comes: a frozen unit gets none.
+
+    torch 2.13 moves a frozen one's, too, and adds it to the first gradient that the unit gets when it is thawed.
+    """
     refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
-    type(handle).prepare_gradient_for_backward(handle)
+    flat_param = handle.flat_param
+    if any(parameter.requires_grad for parameter in flat_param._params or [flat_param]):
+        type(handle).prepare_gradient_for_backward(handle)
+
+
+def _give_gradient_back(handle: Any) -> None:
+    """Let a unit have the gradient that was moved aside where none has come: its input's was wanted alone, say.
+
+    torch 2.13 drops it then.
+    """
+    flat_param = handle.flat_param
+    before = getattr(flat_param, "_saved_grad_shard", None)
+    type(handle).prepare_gradient_for_optim(handle)
+    if before is not None and flat_param.grad is None:
+        flat_param.grad = before
