@@ -20,6 +20,7 @@ from ..state.arguments import named_arguments
 from ..strategies.common.storage_paths import local_path
 from ..strategies.upstream.lightning import AsyncCheckpointIO, Callback, LightningModule, ModelCheckpoint, Trainer
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
+from .pretrained_check import check_loadable
 from .pretrained_files import PretrainedFiles, find_pretrained
 from .trainer_package import check_trainer
 
@@ -38,7 +39,9 @@ class MergeShardedCheckpoint(Callback):
     raised on all processes when ``fit`` ends; an exception in training ends the merges, and nothing half-done stays.
 
     For a Hugging Face model, its configuration and the tokenizer or processor (attributes ``tokenizer``, ``processor``,
-    ``image_processor``, ``feature_extractor`` of the module or the datamodule) are saved beside the weights.
+    ``image_processor``, ``feature_extractor`` of the module or the datamodule) are saved beside the weights. A model
+    that ``from_pretrained`` would not build in this way (adapters of PEFT, layers added or replaced) is refused when
+    fit starts; see ``pretrained_files``.
 
     Args:
         output_dir: Folder for ``model.safetensors``; with ``when="every_save"``, for one such folder for each
@@ -54,6 +57,8 @@ class MergeShardedCheckpoint(Callback):
         background: False lets training wait for each merge, and raises at once if it fails.
         which: At the end of fit, the checkpoint saved last or the best one of the first `ModelCheckpoint` with a
             ``monitor``. If none was saved, the weights are saved for this alone.
+        pretrained_files: False writes the weights alone, also of a Hugging Face model, under the LightningModule's
+            names or without ``strip_prefix``.
 
     Raises:
         ValueError: If an argument is wrong.
@@ -71,6 +76,7 @@ class MergeShardedCheckpoint(Callback):
         background: bool = True,
         *,
         which: Literal["last", "best"] = "last",
+        pretrained_files: bool = True,
     ) -> None:
         if when not in ("fit_end", "every_save"):
             raise ValueError(f"when must be 'fit_end' or 'every_save', got {when!r}.")
@@ -82,6 +88,7 @@ class MergeShardedCheckpoint(Callback):
         self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
+        self.pretrained_files = pretrained_files
         self.max_shard_size, self.strip_prefix = max_shard_size, checked_prefix(strip_prefix)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         self.merged: dict[str, str] = {}
@@ -122,7 +129,9 @@ class MergeShardedCheckpoint(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         others = (trainer.datamodule,) if trainer.datamodule is not None else ()  # type: ignore[attr-defined]
-        self._files = find_pretrained(pl_module, self.strip_prefix, others)
+        self._files = find_pretrained(pl_module, self.strip_prefix, others) if self.pretrained_files else None
+        if self._files is not None:
+            check_loadable(self._files, pl_module, trainer.strategy.model)  # each process by itself, to the same end
         if trainer.is_global_zero:
             self._queue = MergeQueue(MergeOptions(self._arguments(), self.remove_checkpoint_dir))
 

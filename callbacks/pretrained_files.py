@@ -33,7 +33,7 @@ class PretrainedFiles:
             dtype: What the weights are converted to, if they are.
         """
         config = copy.deepcopy(self.model.config)
-        config.architectures = [_class_name(self.model)]
+        config.architectures = [own_class(self.model).__name__]
         if dtype is not None:
             setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
         config.save_pretrained(folder)
@@ -76,6 +76,6 @@ def find_pretrained(
     return PretrainedFiles(prefix, model, tuple(companions.values()))
 
 
-def _class_name(model: nn.Module) -> str:
-    """Return the class's name before FSDP2 made a class of its own of it."""
-    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+def own_class(model: nn.Module) -> Any:
+    """Return the model's class before FSDP2 made a class of its own of it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
