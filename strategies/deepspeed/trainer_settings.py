@@ -56,6 +56,7 @@ def settings_for_training(
         scheduler=chosen.scheduler,
         estimated_steps=_estimated_steps(trainer, config),
         hidden_size=hidden_size_of(module),
+        num_elements=_num_elements(module),
     )
     settings = resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
     if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is not None:
@@ -77,6 +78,7 @@ def settings_by_hand(
         mixed_precision=precision,
         optimizer=optimizer,
         hidden_size=hidden_size_of(module),
+        num_elements=_num_elements(module),
     )
     return resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
 
@@ -92,6 +94,11 @@ def settings_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precisio
     resolved = HfDeepSpeedConfig(resolve(config, facts).config)
     resolved.del_config_sub_tree(_TOTAL)  # of one rank alone, and unused
     return DeepSpeedSettings.of(resolved)
+
+
+def _num_elements(module: nn.Module) -> int:
+    """Return the elements of all parameters, frozen ones too, since they may be thawed; partitioned or not."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:

@@ -17,6 +17,7 @@ from .settings import DeepSpeedSettings
 
 _SET_IT = "set it in the config"
 _UNDERSTOOD_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
+_LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's default
 _ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults, and those of DeepSpeed's Adam
 
 
@@ -42,6 +43,8 @@ class TrainingFacts:
     """Optimizer steps of the whole training, if they are known and finite."""
     hidden_size: int | None = None
     """Of the model; see `hidden_size.hidden_size_of`."""
+    num_elements: int | None = None
+    """Of all parameters together."""
 
 
 def resolve(config: HfDeepSpeedConfig, facts: TrainingFacts) -> DeepSpeedSettings:
@@ -209,6 +212,11 @@ class _Filling:
             if self.config.is_auto(key) and value is None and not used:
                 self.config.del_config_sub_tree(key)
             self.fill(key, value, advice)
+        # DeepSpeed holds a bucket of gradients for the whole fit, of 2 GB by default however small the model is; and
+        # Trainer(deterministic=True) lets torch fill it at every step.
+        bucket, elements = "zero_optimization.reduce_bucket_size", self.facts.num_elements
+        if stage > 0 and elements and self.config.get_value(bucket) is None:
+            self.config.set_value(bucket, min(elements, _LARGEST_BUCKET))
 
     def finish(self) -> None:
         """Raise what was found, and what is still open."""

@@ -314,6 +314,23 @@ def test_bucket_sizes(stage: int, size: int | None, expected: dict[str, int]) ->
     assert filled(config, hidden_size=size)["zero_optimization"] == {"stage": stage, **expected}
 
 
+@pytest.mark.parametrize(
+    ("zero", "num_elements", "expected"),
+    [
+        ({"stage": 2}, 77, 77),
+        ({"stage": 3}, 7 * 10**9, 5 * 10**8),
+        ({"stage": 1, "reduce_bucket_size": 64}, 77, 64),
+        ({"stage": 2}, 0, None),
+        ({"stage": 0}, 77, None),
+    ],
+)
+def test_a_bucket_that_nobody_sized_is_as_large_as_the_model(
+    zero: dict[str, int], num_elements: int, expected: int | None
+) -> None:
+    config = filled({"zero_optimization": zero}, num_elements=num_elements)
+    assert config["zero_optimization"].get("reduce_bucket_size") == expected
+
+
 def test_everything_that_stays_open_is_listed_with_what_to_do() -> None:
     config = {
         **EVERYTHING_AUTO,
