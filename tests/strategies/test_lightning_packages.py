@@ -67,6 +67,7 @@ def test_the_package_is_followed(first: str, strategy: str, trainer: str, variab
     assert result.lines.count(f"4 steps with {trainer.split('.')[0]}") == 2
 
 
+@pytest.mark.core("callbacks")
 @pytest.mark.parametrize("strategy", ["fsdp", "accel_fsdp2", "callbacks"])
 def test_the_wrong_trainer_says_how_to_switch(strategy: str, tmp_path: Path) -> None:
     result = run_script(SCRIPT, "lightning.pytorch", strategy, "pytorch_lightning", str(tmp_path), check=False)
@@ -93,6 +94,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_the_other_packages_command_line_builds_strategies(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

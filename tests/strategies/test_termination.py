@@ -83,7 +83,14 @@ def _leave(engine: str, ranks: list[int], run: str, hook: str, batch: int, folde
         ("predict", "predict_end", NUM_MICRO_BATCHES - 1, NUM_MICRO_BATCHES),
     ],
 )
-@pytest.mark.core("fsdp2", "zero2-fit-train_start", "fsdp1-fit-validation_start", "zero3-validate", "zero2-predict")
+@pytest.mark.core(
+    "fsdp2-fit",
+    "fsdp2-test-test_start-0-1-one",
+    "fsdp1-fit-validation_start-2-3-main",
+    "zero2-fit-train_start-1-2-all",
+    "zero2-predict-predict_end-6-7-one",
+    "zero3-validate-validation_end-1-3-main",
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_all_processes_leave_together(
     engine: str, run: str, hook: str, batch: int, num_batches: int, ranks: list[int], tmp_path: Path
