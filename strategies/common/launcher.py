@@ -55,5 +55,6 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher, NotingLauncher):
 
     @override
     def _call_children_scripts(self) -> None:
-        os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
+        if self.num_processes * self.num_nodes > 1:  # a process that is alone leaves nothing behind for later ones
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
         super()._call_children_scripts()

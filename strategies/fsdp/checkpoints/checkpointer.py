@@ -135,6 +135,7 @@ class Checkpointer:
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
         """Write what the Trainer gathered, or begin to; all processes must call it with the same path."""
         self.wait()
+        checkpoint = dict(checkpoint)  # callbacks and the module were shown the Trainer's, and may have kept it
         if "optimizer_states" in checkpoint:  # not one of weights alone
             checkpoint[CHECKPOINT_KEY] = gather_random_states(self._strategy.root_device)
         share_scaler_state(checkpoint)

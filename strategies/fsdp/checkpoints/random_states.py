@@ -18,6 +18,8 @@ CHECKPOINT_KEY = "accelight_random_states"
 
 def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
     """Return the states of all ranks on rank 0, and nothing elsewhere; every rank calls it."""
+    if dist.get_world_size() == 1:
+        return [_collect(device)]
     is_zero = dist.get_rank() == 0
     states: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(_collect(device), states if is_zero else None, dst=0)
