@@ -38,7 +38,7 @@ lint: $(STAMP)
 
 mypy: $(STAMP)
 	$(BIN)/mypy -p accelight
-	$(BIN)/mypy tests examples benchmarks
+	$(BIN)/mypy tests examples benchmarks tools
 
 format: $(STAMP)  ## Format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,1 @@
+"""The parts of ``python -m tools.lightning_conformance``."""
