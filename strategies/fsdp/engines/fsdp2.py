@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from ....checkpoint.names import clean_name
 from ...common.gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
+from ...upstream.lightning import rank_zero_info
 from ..config.settings import FSDP2Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
@@ -30,6 +31,7 @@ from ..units.sharded_root import ShardedForm, ShardedRoot, inside_root
 from .base import Engine
 from .fsdp2_units import (
     BackwardWatch,
+    can_be_unit,
     drop_unreduced,
     give_frozen_groups_dtypes,
     groups_of,
@@ -47,6 +49,17 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     renews_parameters = True
 
     @override
+    def _possible_units(self, model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        impossible = [unit for unit in units if not can_be_unit(unit)]
+        if impossible:
+            names = {module: clean_name(name) for name, module in model.named_modules()}
+            rank_zero_info(
+                "FSDP2 gathers these with what is around them instead of on their own, since their classes cannot take "
+                f"FSDP2's as another base: {', '.join(f'{names[one]} ({type(one).__name__})' for one in impossible)}."
+            )
+        return [unit for unit in units if unit not in impossible]
+
+    @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
@@ -56,6 +69,12 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         # What stays gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
         policy = self._mp_policy(is_root=False)
+        for module in [*plan.parts, *([] if plan.parts else [root])]:
+            if not can_be_unit(module):
+                raise ValueError(
+                    f"FSDP2 cannot shard this {type(module).__name__}: its class cannot take FSDP2's as another base. "
+                    "Put it into a plain nn.Module as an attribute, and train that, or use FSDP1."
+                )
         for unit in [*plan.units, *plan.parts]:
             if not isinstance(unit, FSDPModule):
                 fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)

@@ -152,3 +152,20 @@ def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args
 
 def _has_gradient(param: Any) -> bool:
     return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Return whether torch can put FSDP2's class before the module's own, as `fully_shard` does.
+
+    A class of several bases whose objects Python lays out in another way cannot take it; `fully_shard` finds that out
+    when the module is half sharded.
+    """
+    own: Any = type(module)
+    if isinstance(module, FSDPModule):
+        return True
+    try:
+        module.__class__ = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
+    except TypeError:
+        return False
+    module.__class__ = own
+    return True
