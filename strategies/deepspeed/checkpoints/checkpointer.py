@@ -11,6 +11,7 @@ from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
 from . import engine_checkpoints
+from .plain_modules import plain_modules
 
 _WHAT = "sharded checkpoints"
 
@@ -61,7 +62,8 @@ class Checkpointer:
 
         Raises:
             TypeError: If there are storage options.
-            ValueError: If the path is a URL, or the checkpoint has a key that DeepSpeed uses itself.
+            ValueError: If the path is a URL, the checkpoint has a key that DeepSpeed uses itself, or a module in it
+                has parameters that ZeRO-3 has partitioned.
         """
         if storage_options is not None:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
@@ -70,7 +72,8 @@ class Checkpointer:
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine, plugin = self._strategy.deepspeed_engine, self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
-        engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
+        with plain_modules(state):
+            engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
 
     def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a folder into the engine, with the optimizer's state when fitting.

@@ -13,6 +13,7 @@ from torch import nn
 from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
 from .engine_registry import remember
+from .layer_outputs import OpaqueOutputs
 from .library import deepspeed_library, ninja_on_path
 from .window import Window
 
@@ -39,6 +40,7 @@ def start_engine(
     # The engine compares the rank of its device with 0, where Lightning has None for the CPU.
     arguments = argparse.Namespace(device_rank=0 if device.index is None else device.index)
     check_build_locks(*ops_of_optimizer(settings))
+    outputs = OpaqueOutputs(module) if settings.zero_stage == 3 else None
     with ninja_on_path():
         engine, *_ = deepspeed_library().initialize(
             args=arguments,
@@ -49,6 +51,8 @@ def start_engine(
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )
+    if outputs is not None:
+        outputs.follow(engine)
     remember(engine, settings)
     return engine
 
