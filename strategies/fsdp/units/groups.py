@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from torch import nn
@@ -18,6 +18,8 @@ def without_split_ties(
 ) -> list[nn.Module]:
     """Return ``units`` without those that hold one use of a tied parameter while another use is outside of them.
 
+    A module that several others hold is such a use for each of them, unless it is in a unit of its own.
+
     Their parameters then belong to the unit around all uses, at last to the root's. Two groups must not manage one
     parameter: FSDP1 would train two copies, and FSDP2 fails at the first forward since torch 2.13
     (huggingface/accelerate#4171).
@@ -28,9 +30,8 @@ def without_split_ties(
         unsharded: Modules that nobody shards.
     """
     ties = [users for users in _users(model, unsharded).values() if len(users) > 1]
-    if not ties:
-        return units
     kept = [unit for unit in units if not any(_splits(unit, users) for users in ties)]
+    kept = _without_shared_modules(model, kept, unsharded)
     if len(kept) < len(units):
         names = {module: name for name, module in model.named_modules()}
         rank_zero_warn(
@@ -76,6 +77,36 @@ def _users(model: nn.Module, unsharded: Collection[nn.Module]) -> dict[nn.Parame
             if parameter not in unmanaged:
                 users[parameter].append(module)
     return users
+
+
+def _without_shared_modules(
+    model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module]
+) -> list[nn.Module]:
+    """Leave out units that would gather a module which is called from outside of them, too."""
+    holders = Counter(child for module in model.modules() for child in module.children())
+    if max(holders.values(), default=0) < 2:
+        return units
+    kept: list[nn.Module] = []
+    for unit in units:
+        inside = set(unit.modules())
+        on_their_own = {module for other in kept if other in inside for module in other.modules()}
+        gathered = {
+            module
+            for module in inside - on_their_own - set(unsharded)
+            if next(module.parameters(recurse=False), None) is not None
+        }
+        if gathered.isdisjoint(_reachable_without(model, unit)):
+            kept.append(unit)
+    return kept
+
+
+def _reachable_without(model: nn.Module, unit: nn.Module) -> set[nn.Module]:
+    found, waiting = {model}, [model]
+    while waiting:
+        new = {child for child in waiting.pop().children() if child is not unit} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _splits(unit: nn.Module, users: list[nn.Module]) -> bool:
