@@ -1,4 +1,4 @@
-"""Modules among the hyperparameters, a loss for instance, saved as they were before stage 3 put its hooks on them."""
+"""Modules among the hyperparameters, a loss for instance, saved as they were before DeepSpeed put its hooks on them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -59,6 +60,8 @@ def _strip(attributes: dict[str, Any]) -> None:
     for name, value in list(attributes.items()):
         if name.startswith("ds_") or name in _ADDED or (callable(value) and _is_foreign(value)):
             del attributes[name]
+        elif isinstance(value, torch.Tensor) and not value.is_leaf:  # a metric keeps the loss, with the engine's hooks
+            attributes[name] = value.detach()
     foreign = {key for name in _HOOKS for key, hook in attributes[name].items() if _is_foreign(hook)}
     for name, found in attributes.items():
         if "_hooks" in name and isinstance(found, dict):

@@ -138,6 +138,28 @@ def test_a_loss_among_the_hyperparameters_is_saved_as_it_was(tmp_path: Path) -> 
         assert found == {"loss": "MSELoss", "hooks": ["hook"], "added": [], "value": 1.0}
 
 
+class Remembering(nn.MSELoss):
+    """As metrics do, keeps the last loss, with its graph and the hooks that are put on it."""
+
+    def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
+        self.last = super().forward(found, wanted)
+        return self.last
+
+
+def save_what_a_loss_remembers(folder: str, stage: int) -> bool:
+    loss = Remembering()
+    trainer = quiet_trainer(AccelDeepSpeedStrategy(zero_stage=stage), 2, max_epochs=1, limit_train_batches=1)
+    trainer.fit(WithLoss(loss, []), rank_loader(2))
+    trainer.save_checkpoint(Path(folder, "saved"))
+    file = min(Path(folder, "saved").rglob("*mp_rank_00_model_states.pt"))
+    saved = torch.load(file, weights_only=False)["hyper_parameters"]["loss"].last
+    return bool(saved.isfinite()) and not saved.requires_grad and loss.last.requires_grad
+
+
+def test_a_loss_that_remembers_what_it_returned(tmp_path: Path) -> None:
+    assert all(run_on_ranks(2, save_what_a_loss_remembers, str(tmp_path), 2))
+
+
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
