@@ -46,6 +46,7 @@ from .engines.library import (
 )
 from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
+from .engines.upstream import forget_lost_groups
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
@@ -176,6 +177,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         super(DeepSpeedStrategy, self).setup_distributed()
         if self.cluster_environment is not None:
             self._set_node_environment_variables()
+        forget_lost_groups()
         if self.root_device.type == "cpu":
             check_build_locks("deepspeed_shm_comm")
         with quietly(), ninja_on_path():  # on the CPU it compiles that op, and prints it

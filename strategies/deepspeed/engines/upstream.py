@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch.distributed as dist
+
 # Tells during a backward whether a parameter will get a gradient; DeepSpeed itself relies on both.
 from torch._C import _will_engine_execute_node
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
@@ -22,6 +24,7 @@ __all__ = [
     "_get_grad_fn_or_grad_acc",
     "_will_engine_execute_node",
     "build_directory",
+    "forget_lost_groups",
 ]
 
 
@@ -31,6 +34,26 @@ def build_directory(op: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     return Path(_get_build_directory(op, False))
+
+
+def forget_lost_groups() -> None:
+    """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
+
+    It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
+    ``torch.distributed.destroy_process_group()``.
+    """
+    # Not at the top: DeepSpeed decides for a device when it is imported.
+    from deepspeed.utils import groups
+
+    if groups._WORLD_GROUP is None:
+        return
+    try:
+        dist.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch does not know it any more
+        if hasattr(groups, "_release_process_group_references"):
+            groups._release_process_group_references()
+        else:  # older than 0.19
+            groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
