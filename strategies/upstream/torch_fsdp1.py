@@ -73,6 +73,7 @@ ATTRIBUTES = {
     "_training_state": (_HANDLE, "an exception leaves it set"),
     "_unpadded_unsharded_size": (_FLAT, "size of the full flat parameter"),
     "_use_orig_params": (_HANDLE, "whether users see flat parameters"),
+    "_use_sharded_views": (_HANDLE, "lets modules have parameters again where no backward did"),
     "_use_sharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
     "_use_unsharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
     "_use_unsharded_views": (_HANDLE, "which parameters a backward reaches"),

@@ -85,8 +85,21 @@ def make_idle(root: nn.Module) -> None:
 def reshard(root: nn.Module) -> None:
     """Free what is gathered, and let parameters be the sharded ones."""
     for unit in units_of(root):
-        if unit._handle.uses_sharded_strategy and is_gathered(unit._handle):
-            _reshard(unit, unit._handle, True)
+        handle = unit._handle
+        if not handle.uses_sharded_strategy:
+            _show_parameters(handle)
+        elif is_gathered(handle):
+            _reshard(unit, handle, True)
+
+
+def _show_parameters(handle: Any) -> None:
+    """Let modules of a unit that is not sharded have their parameters again, and not views of the flat one.
+
+    torch 2.13 does it in the unit's backward alone, which a forward need not have; a state dict has no views.
+    """
+    name, module, _ = handle.flat_param._param_infos[0]
+    if handle.flat_param._params is not None and not isinstance(getattr(module, name), nn.Parameter):
+        handle._use_sharded_views()
 
 
 def is_gathered(handle: Any) -> bool:
