@@ -40,13 +40,13 @@ from .engines.library import (
     check_async_io,
     choose_accelerator,
     deepspeed_library,
+    forget_lost_groups,
     ninja_on_path,
     quietly,
     require_deepspeed,
 )
 from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
-from .engines.upstream import forget_lost_groups
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training

@@ -69,6 +69,24 @@ def deepspeed_library() -> Any:
     return library
 
 
+def forget_lost_groups() -> None:
+    """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
+
+    It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
+    ``torch.distributed.destroy_process_group()``.
+    """
+    groups = importlib.import_module("deepspeed.utils.groups")
+    if groups._WORLD_GROUP is None:
+        return
+    try:
+        torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch does not know it any more
+        if hasattr(groups, "_release_process_group_references"):
+            groups._release_process_group_references()
+        else:  # older than 0.19
+            groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
 @functools.cache
 def _silence() -> None:
     warnings.filterwarnings("ignore", r".*`torch\.distributed\.\w+_tensor` is deprecated.*", FutureWarning)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 # Tells during a backward whether a parameter will get a gradient; DeepSpeed itself relies on both.
 from torch._C import _will_engine_execute_node
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
@@ -24,7 +22,6 @@ __all__ = [
     "_get_grad_fn_or_grad_acc",
     "_will_engine_execute_node",
     "build_directory",
-    "forget_lost_groups",
 ]
 
 
@@ -36,26 +33,6 @@ def build_directory(op: str) -> Path:
     return Path(_get_build_directory(op, False))
 
 
-def forget_lost_groups() -> None:
-    """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
-
-    It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
-    ``torch.distributed.destroy_process_group()``.
-    """
-    # Not at the top: DeepSpeed decides for a device when it is imported.
-    from deepspeed.utils import groups
-
-    if groups._WORLD_GROUP is None:
-        return
-    try:
-        dist.get_global_rank(groups._WORLD_GROUP, 0)
-    except ValueError:  # torch does not know it any more
-        if hasattr(groups, "_release_process_group_references"):
-            groups._release_process_group_references()
-        else:  # older than 0.19
-            groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
@@ -65,8 +42,13 @@ _PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _STRATEGY = "lightning.pytorch.strategies.DeepSpeedStrategy"
+_GROUPS = "deepspeed.utils.groups"
 
 ATTRIBUTES: dict[str, tuple[str, str]] = {
+    # Its process groups
+    "_WORLD_GROUP": (_GROUPS, "the group of all processes, beside the default one"),
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": (_GROUPS, "a group within nodes; forgotten with the one of all processes"),
+    "_release_process_group_references": (_GROUPS, "forgets groups that are gone"),
     # The engine
     "_copy_recovery_script": (_ENGINE, "writes files between two meetings of the ranks: one that fails still comes"),
     "_running_engine_step": (_ENGINE, "says that gradients are reduced by a step, and not by a backward"),
