@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +256,16 @@ class Saver(Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
 
 
-def test_failures_are_raised_at_the_end_on_all_processes_with_their_cause(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with a name that an error of at most 500 characters can hold several times."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_failures_are_raised_at_the_end_on_all_processes_with_their_cause(short_path: Path) -> None:
     """In the foreground at once: the first of the two saves fails, so there is one merge; else the second succeeds."""
+    tmp_path = short_path
     for rank, (missing, background, foreground) in enumerate(run_on_ranks(2, fail, str(tmp_path))):
         assert f"{tmp_path}/0/1.ckpt -> {tmp_path}/merged0: " in missing
         assert "No checkpoint in" in missing

@@ -131,7 +131,7 @@ def test_a_class_that_cannot_be_built_is_said_to_be_unchecked() -> None:
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp1": lambda: AccelFSDPStrategy(fsdp_version=1, state_dict_type="sharded_state_dict"),
-    "fsdp1-flat": lambda: AccelFSDPStrategy(fsdp_version=1, use_orig_params=False),
+    "fsdp1-flat": lambda: AccelFSDPStrategy(fsdp_version=1, use_orig_params=False, state_dict_type="sharded"),
     "fsdp2": lambda: AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100),
     "zero3": lambda: AccelDeepSpeedStrategy(zero_stage=3),
 }

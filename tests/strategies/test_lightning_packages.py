@@ -102,4 +102,4 @@ def test_the_other_packages_command_line_builds_strategies(tmp_path: Path) -> No
         "  strategy: {class_path: accelight.strategies.AccelFSDPStrategy, init_args: {fsdp_version: 2}}}\n"
     )
     result = run_script(CLI, "fit", "--config", str(config), cwd=tmp_path)
-    assert result.lines.count("AccelFSDPStrategy 2") == 2
+    assert result.output.count("AccelFSDPStrategy 2") == 2

@@ -75,7 +75,7 @@ def forget_lost_groups() -> None:
     It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
     ``torch.distributed.destroy_process_group()``.
     """
-    groups = importlib.import_module("deepspeed.utils.groups")
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
     if groups._WORLD_GROUP is None:
         return
     try:
