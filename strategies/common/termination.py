@@ -101,7 +101,8 @@ class Termination:
         """Leave at the batch after the one at whose start a rank knew of the signal.
 
         No rank can be through with that batch before this one has begun it: where a forward gathers, all see what was
-        said when they come to the next.
+        said when they come to the next. Where it does not (ZeRO up to stage 2), each leaves at its own next batch, and
+        one that has none left may end with an error of its collectives, when the processes of the others are gone.
 
         Raises:
             SIGTERMException: On every rank that has another batch.
