@@ -204,8 +204,11 @@ def test_ctrl_c_ends_the_waiting() -> None:
 
 def die_first() -> None:
     state = PartialState()
+    store = group_store("test")
+    store.set(f"started {state.process_index}", "")
     with state.main_process_first():
         if state.is_main_process:
+            store.wait(["started 1"])  # else the other one fails where it is starting
             os._exit(7)  # as if killed for its memory
 
 
