@@ -15,10 +15,10 @@ def named_arguments(cls: type[T]) -> type[T]:
     Python's own ``TypeError`` says that one is unexpected, and nothing of the others.
     """
     initialize: Any = cls.__init__
+    known = list(inspect.signature(initialize).parameters)[1:]
 
     @functools.wraps(initialize)
     def check_and_initialize(self: T, *args: Any, **kwargs: Any) -> None:
-        known = list(inspect.signature(initialize).parameters)[1:]
         for name in kwargs:
             if name not in known:
                 import difflib

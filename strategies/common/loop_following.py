@@ -90,7 +90,7 @@ class LoopFollowing(ParallelStrategy):
     def on_train_end(self) -> None:
         self._tracker.close()
         super().on_train_end()
-        self._termination.end_loop()
+        self._termination.agree()  # for what came during the last batch
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

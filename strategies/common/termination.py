@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...state.process_group import backends_by_device, group_store, require_group
+from ...state.agreement import sending_device
+from ...state.process_group import group_store, require_group
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn
 from .agreed_outcome import run_on_rank_zero
 
@@ -30,21 +31,22 @@ class Termination:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
-        self._said = False
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
         self._prefix = ""
+        self._device = torch.device("cpu")
+        """What ranks reduce the number on."""
 
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
         self.let_go()
         self._trainer = trainer
-        self._is_noted = self._said = False
-        self._count = 0
+        self._is_noted, self._count = False, 0
         _connector(trainer)._sigterm_notifier_fn = self._note
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self._prefix = f"accelight/sigterm/{number}"
+            self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
 
     def let_go(self) -> None:
@@ -72,29 +74,20 @@ class Termination:
         Raises:
             SIGTERMException: On every rank.
         """
-        if self._trainer is None or self._trainer.world_size == 1:
+        if self._trainer is None:
             return
-        group = require_group("SIGTERM")
-        device = "cpu" if "cpu" in backends_by_device(group) else self._trainer.strategy.root_device
-        noted = torch.tensor([self._is_noted], dtype=torch.int32, device=device)
-        dist.all_reduce(noted, dist.ReduceOp.MAX, group)
-        if noted.item():
+        is_noted = self._is_noted
+        if self._trainer.world_size > 1:
+            noted = torch.tensor([is_noted], dtype=torch.int32, device=self._device)
+            dist.all_reduce(noted, dist.ReduceOp.MAX, require_group("SIGTERM"))
+            is_noted = bool(noted.item())
+        if is_noted:
             self._leave()
-
-    def end_loop(self) -> None:
-        """Leave where a run ends, for what came during its last batch; all ranks must call it.
-
-        Raises:
-            SIGTERMException: On every rank, if any was told to; or without others, on this one.
-        """
-        if self._trainer is not None and self._trainer.world_size == 1 and self._is_noted:
-            self._leave()
-        self.agree()
 
     def end_evaluation(self) -> None:
-        """The same where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
+        """Agree where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
-            self.end_loop()
+            self.agree()
 
     # ------------------------------------------------------------------ where each rank comes by itself
     def before_evaluation_batch(self) -> None:
@@ -114,8 +107,7 @@ class Termination:
         if store.check(["last"]):
             if self._count > int(store.get("last")):
                 self._leave()
-        elif self._is_noted and not self._said:
-            self._said = True
+        elif self._is_noted:
             store.set("last", f"{self._count}")
         self._count += 1
 

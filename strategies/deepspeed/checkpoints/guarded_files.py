@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoint.disk_space import telling_full_disk
-from ...common.agreed_outcome import raise_together
+from ...common.agreed_outcome import failing_together
 from ...common.torch_files import num_bytes_of, save_torch
 
 
@@ -35,8 +35,9 @@ def guarded_files(engine: Any, path: Path) -> Iterator[None]:
     finally:
         engine.checkpoint_engine = files.engine
         del engine._copy_recovery_script  # of the instance: the class has its own
-    error = files.error
-    raise_together(f"saving {path}", [] if error is None else [f"{type(error).__name__}: {error}"], error)
+    with failing_together(f"saving {path}"):
+        if files.error is not None:
+            raise files.error
 
 
 class _GuardedFiles:

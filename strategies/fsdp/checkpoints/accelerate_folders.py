@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ....checkpoint.formats.dcp.metadata import METADATA_NAME
+from ...upstream.lightning_package import lightning_package
 
 _log = logging.getLogger(__name__)
 
@@ -81,4 +82,4 @@ def trainer_state(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str
             folder.model.parent,
             what,
         )
-    return {"pytorch-lightning_version": version("lightning"), "lr_schedulers": []}
+    return {"pytorch-lightning_version": version(lightning_package()), "lr_schedulers": []}
