@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from ..upstream.lightning import ParallelStrategy, Trainer
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
-from .launcher import NotingLauncher, SubprocessScriptLauncher
+from .held_weights import HeldWeights
+from .launcher import SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
 from .termination import Termination
 
@@ -21,6 +22,7 @@ class LoopFollowing(ParallelStrategy):
     _tracker: LoopTracker
     _termination: Termination
     _process_group_backend: str | None
+    _held_weights: HeldWeights
 
     @override
     def __repr__(self) -> str:
@@ -37,18 +39,16 @@ class LoopFollowing(ParallelStrategy):
         """Whether this is rank 0."""
         return self.is_global_zero
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # see `held_weights`
+
     @override
     def _configure_launcher(self) -> None:
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             num_nodes = getattr(self, "num_nodes", 1)
             self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
-        else:
-            self._launcher = NotingLauncher()
-
-    def _weights_only_of_call(self, weights_only: bool | None) -> bool | None:
-        """Return the argument, else what the Trainer's ``fit``, ``validate``, ``test`` or ``predict`` was given."""
-        called = self._launcher.weights_only if isinstance(self._launcher, NotingLauncher) else None
-        return called if weights_only is None else weights_only
 
     @property
     def num_processes(self) -> int:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
+from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
@@ -140,6 +141,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
+        self._held_weights = HeldWeights()
         self._window = None
         self._checkpointer = Checkpointer(self)
         self._while_fitting = ExitStack()
@@ -157,6 +159,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         device = self.root_device
         choose_accelerator(device)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
+        self._held_weights.begin()
         PartialState()._refresh(
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
@@ -214,6 +217,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             self._setup_evaluation(module)
         self._set_deepspeed_activation_checkpointing()
         self.setup_precision_plugin()
+        self._held_weights.model_is_set_up()
         self.barrier()
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,16 +162,16 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointer.load(checkpoint_path, self._weights_only_of_call(weights_only))
+        return self._checkpointer.read(checkpoint_path, weights_only)
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return False  # load_checkpoint() has done it
+        return False  # load_model_state_dict() has done it
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        pass  # load_checkpoint() has done it
+        self._held_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
 
     # ------------------------------------------------------------------ end
     @override

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
+from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
@@ -195,6 +196,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
+        self._held_weights = HeldWeights()
         self._checkpointer = Checkpointer(self, BackgroundSaves(timeout) if async_save else None)
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
@@ -209,6 +211,7 @@ class AccelFSDPStrategy(TrainerHooks):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._held_weights.begin()
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
@@ -272,6 +275,7 @@ class AccelFSDPStrategy(TrainerHooks):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.model)
+        self._held_weights.model_is_set_up()
         self.barrier()
         if fitting:
             self.setup_optimizers(trainer)

@@ -278,17 +278,22 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
             str(path), max_shard_size=max_shard_size, dtype=dtype, strip_prefix=strip_prefix
         )
 
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True  # after on_fit_start, in which callbacks may change parameter groups
+
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointer.load(self.broadcast(str(checkpoint_path)), self._weights_only_of_call(weights_only))
+        return self._checkpointer.read(self.broadcast(str(checkpoint_path)), weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpointer.load_weights(checkpoint, strict=strict)
+        self._held_weights.load(partial(self._checkpointer.load_weights, checkpoint, strict=strict))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pass  # load_checkpoint() has done it
+        self._checkpointer.load_optimizers(checkpoint)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -36,7 +36,6 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         Precision,
     )
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
-    from lightning.pytorch.strategies.launchers.launcher import _Launcher
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.trainer.call import _call_lightning_module_hook
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -76,7 +75,6 @@ else:
         Precision,
     )
     from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
-    from pytorch_lightning.strategies.launchers.launcher import _Launcher
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from pytorch_lightning.trainer.call import _call_lightning_module_hook
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -130,7 +128,6 @@ __all__ = [
     "_PATH",  # the paths that a strategy's methods take
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
-    "_Launcher",  # every call of the Trainer's comes through it, with its arguments
     "_MockOptimizer",  # what there is where configure_optimizers returns None
     "_Stateful",  # loaders that keep their own place
     "_SubprocessScriptLauncher",  # it does not tell processes how many they are on a node

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ....state.same_call import meet
+from ...common.held_weights import STORED_WEIGHTS
 from ...common.storage_paths import local_path
 from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
@@ -75,15 +77,12 @@ class Checkpointer:
         with plain_modules(state):
             engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
 
-    def load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a folder into the engine, with the optimizer's state when fitting.
+    def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Return the Trainer's checkpoint of a folder; what the engine takes of it is loaded later.
 
         Args:
             path: The folder.
             weights_only: Whether it may hold tensors and plain values only; None takes the strategy's.
-
-        Returns:
-            The Trainer's checkpoint, without weights and optimizer states.
 
         Raises:
             RuntimeError: If no module is connected.
@@ -91,11 +90,24 @@ class Checkpointer:
         module = self._strategy.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
-        return engine_checkpoints.load(
-            self._strategy.deepspeed_engine,
+        return engine_checkpoints.read(
             local_path(self._strategy.broadcast(str(path)), _WHAT),
             with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
-            strict=module.strict_loading,
-            load_universal=self._strategy.load_universal,
+            stage=int(self._strategy.deepspeed_plugin.zero_stage or 0),
+            any_number=self._strategy.load_universal,
             weights_only=self._strategy.weights_only if weights_only is None else weights_only,
+        )
+
+    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what `read` has returned into the engine, with the optimizer's state when fitting.
+
+        Args:
+            checkpoint: The Trainer's.
+            strict: Whether every weight has to be there, and no other.
+        """
+        engine_checkpoints.load(
+            self._strategy.deepspeed_engine,
+            checkpoint[STORED_WEIGHTS],
+            strict=strict,
+            load_universal=self._strategy.load_universal,
         )

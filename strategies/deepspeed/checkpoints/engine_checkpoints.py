@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from ....checkpoint.manifest import write_manifest
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
 from ..engines import partitions
 from ..engines.changed_weights import take_changed_weights
@@ -68,33 +70,60 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
         engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state, save_latest=False)
 
 
-def load(
-    engine: Any, path: Path, *, with_optimizer: bool, strict: bool, load_universal: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    """Read a checkpoint into the engine.
+@dataclass(frozen=True)
+class StoredEngine:
+    """What an engine takes of a checkpoint."""
+
+    path: Path
+    with_optimizer: bool
+    """Whether the optimizer's state is read, too."""
+    weights_only: bool
+    """False reads anything, whatever it may execute."""
+
+
+def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weights_only: bool) -> dict[str, Any]:
+    """Return the Trainer's state in a checkpoint, and a `StoredEngine` in it; every file is checked that will be read.
 
     Args:
-        engine: DeepSpeed's engine, not used before.
         path: The folder.
-        with_optimizer: Whether the optimizer's state is read, too.
-        strict: Whether every weight has to be there, and no other.
-        load_universal: Whether another number of ranks may have written it.
+        with_optimizer: Whether the optimizer's state is to be read.
+        stage: Of the engine that will take it.
+        any_number: Whether another number of ranks may have written it.
         weights_only: False reads anything, whatever it may execute.
-
-    Returns:
-        The Trainer's state.
 
     Raises:
         FileNotFoundError: If there is no checkpoint of DeepSpeed's.
-        ValueError: If another number of ranks, or another kind of stage, has written it.
+        ValueError: If the optimizer's state is to be read, and another number of ranks or kind of stage has written it.
         RuntimeError: If it holds objects that may run code, or if a file is damaged or none; on every rank.
     """
     _check_folder(path)
-    with failing_together(f"loading {path}"):
-        check_files(path, all_of_them=with_optimizer or engine.zero_optimization_partition_weights())
-    universally = with_optimizer and load_universal
     if with_optimizer:
-        _check_layout(engine, path / universal.TAG, any_number=load_universal)
+        _check_layout(path / universal.TAG, stage, any_number=any_number)
+    with failing_together(f"loading {path}"):
+        check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
+    with reading_safely(weights_only):
+        state = _read_model_file(path / universal.TAG)
+    left_out = {*_OF_DEEPSPEED, _COUNTS}
+    checkpoint = {key: value for key, value in state.items() if key not in left_out}
+    checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
+    return checkpoint
+
+
+def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool) -> None:
+    """Load a checkpoint into the engine.
+
+    Args:
+        engine: DeepSpeed's engine, not used before.
+        stored: What `read` has found.
+        strict: Whether every weight has to be there, and no other.
+        load_universal: Whether another number of ranks may have written it.
+
+    Raises:
+        ValueError: If other parameters were trained when it was saved.
+        RuntimeError: If it holds objects that may run code.
+    """
+    path, with_optimizer = stored.path, stored.with_optimizer
+    universally = with_optimizer and load_universal
     if universally and not universal.is_converted(path):
         run_on_rank_zero(lambda: universal.convert(path), f"converting {path} to a universal checkpoint")
     partitioned = engine.zero_optimization_partition_weights()
@@ -102,7 +131,7 @@ def load(
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         engine.optimizer._restore_from_bit16_weights = lambda: None
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    with reading_safely(weights_only), quietly(), _told_what_is_trained(engine):
+    with reading_safely(stored.weights_only), quietly(), _told_what_is_trained(engine):
         if not universally:
             _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
@@ -118,12 +147,11 @@ def load(
             _load_what_is_not_trained(engine, path)
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
-    counts, window = state.pop(_COUNTS, {}), window_of(engine)
+    window = window_of(engine)
     if window is not None and window.lost_changes is not None:
         window.lost_changes.accept()
     if with_optimizer and window is not None and window.steps is not None:
-        window.steps.load_state_dict(counts)
-    return {key: value for key, value in state.items() if key not in _OF_DEEPSPEED}
+        window.steps.load_state_dict(state.get(_COUNTS, {}))
 
 
 @contextmanager
@@ -150,9 +178,7 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
     Raises:
         ValueError: If the optimizer is to be restored, and trains other parameters than the one that was saved.
     """
-    # As DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
-    state = torch.load(_model_file(folder), map_location="cpu", mmap=True, weights_only=False)
-    groups = state.get("param_shapes")
+    groups = _read_model_file(folder).get("param_shapes")
     if not groups:  # stage 0, where it makes no difference
         return
     trained = {name for group in groups for name in group}  # stage 1 saves no names of what was frozen
@@ -169,10 +195,20 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
         parameter.requires_grad_(name in trained)
 
 
-def _model_file(folder: Path) -> Path:
-    """Return the file of this process that holds the names of what was trained."""
-    partitioned = folder / f"zero_pp_rank_{dist.get_rank()}_mp_rank_00_model_states.pt"
-    return partitioned if partitioned.is_file() else folder / "mp_rank_00_model_states.pt"
+def _read_model_file(folder: Path) -> dict[str, Any]:
+    """Return what the file of this process holds beside tensors, which stay in it.
+
+    It is read as DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (dist.get_rank(), 0))  # or of fewer ranks
+    for file in (folder / name for name in (*names, "mp_rank_00_model_states.pt")):
+        if file.is_file():
+            state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+            return state
+    raise ValueError(f"DeepSpeed finds no checkpoint in {folder.parent}.")
 
 
 def _check_folder(path: Path) -> None:
@@ -184,16 +220,15 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _check_layout(engine: Any, folder: Path, *, any_number: bool) -> None:
+def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
     files = [match for file in folder.iterdir() if (match := _OPTIMIZER_FILE.search(file.name))]
     saved_by = len({match.group(1) for match in files})
     stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
     kind = "stage 3" if stage3 else "stage 1 or 2" if files else "stage 0"
-    here = engine.zero_optimization_stage()
-    wanted = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}[int(here)]
+    wanted = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}[here]
     if kind != wanted:
         raise ValueError(
-            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {int(here)}: DeepSpeed keeps its state "
+            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {here}: DeepSpeed keeps its state "
             f"differently there. Resume with {kind}, or merge the weights and start from them."
         )
     if files and saved_by != dist.get_world_size() and not any_number:

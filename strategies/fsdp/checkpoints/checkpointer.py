@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from ....checkpoint.report import MergeReport
 from ....state.same_call import meet
 from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
+from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_file
 from ...common.storage_paths import is_remote, local_path
 from ...common.torch_files import save_torch
@@ -219,11 +220,10 @@ class Checkpointer:
             file, sharded_checkpoints.model_state(module, None), module, self._strategy.form, **options
         )
 
-    def load(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer states from any kind of checkpoint, and return the rest of it.
+    def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the Trainer's checkpoint of any kind; what only a sharded model can take is loaded from it later.
 
-        Weights of a full one come last, by `load_weights`: they are in what is returned, for the user's
-        ``on_load_checkpoint`` to look at and rename.
+        Weights of a full one are in it, for the user's ``on_load_checkpoint`` to look at and rename.
 
         Raises:
             RuntimeError: Without a module connected to the Trainer.
@@ -232,39 +232,44 @@ class Checkpointer:
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self._strategy.optimizers if fitting else []
-        checkpoint = self._read_checkpoint(path, optimizers, strict=module.strict_loading, weights_only=weights_only)
+        self._path = path
+        checkpoint = self._read(path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
-        if fitting and checkpoint.get(CHECKPOINT_KEY):
-            self._random_state.load(checkpoint[CHECKPOINT_KEY], self._strategy.root_device)
+        random_states = checkpoint.pop(CHECKPOINT_KEY, None)
+        if fitting and random_states:
+            self._random_state.load(random_states, self._strategy.root_device)
         return checkpoint
 
-    def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the weights of a full checkpoint, as `load` has returned it; of another kind they are loaded already."""
-        if "state_dict" in checkpoint:
-            module = self._state_dict_module()
-            sharded_loading.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict)
-
-    def _read_checkpoint(
-        self, path: str, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None
-    ) -> dict[str, Any]:
-        module, order = self._state_dict_module(), self._strategy.form.order
-        self._path = path
+    def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
         if is_remote(path):
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            return sharded_loading.load_full(checkpoint, path, module, optimizers, order)
+            sharded_loading.check_full(checkpoint, path)
+            return dict(checkpoint)
         place = local_path(path, "checkpoints")
         if local_state.is_local(place):
             if self._strategy.engine.version != 1:
                 raise ValueError(f"{place} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
-            return local_state.load_local(place, self._strategy.form, optimizers, weights_only=weights_only)
+            return local_state.read_local(place, weights_only)
         if (folder := find_accelerate_folder(place)) is not None:
-            attribute = self._strategy.form.module_attribute
-            return sharded_loading.load_accelerate(folder, module, optimizers, attribute, strict=strict)
+            return sharded_loading.read_accelerate(folder, with_optimizer=fitting)
         if sharded_checkpoints.is_sharded(place):
-            return sharded_loading.load_sharded(place, module, optimizers, strict=strict, weights_only=weights_only)
+            return sharded_loading.read_sharded(place, weights_only)
         checkpoint = sharded_loading.read_file(place, weights_only)
-        return sharded_loading.load_full(checkpoint, path, module, optimizers, order)
+        sharded_loading.check_full(checkpoint, path)
+        return checkpoint
+
+    def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the weights of what `read` has returned into the sharded model; all processes must call it."""
+        module, stored = self._state_dict_module(), checkpoint.get(STORED_WEIGHTS)
+        if stored is not None:
+            stored.load_weights(self._strategy.form, module, strict=strict)
+        else:
+            sharded_loading.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states of what `read` has returned; all processes must call it."""
+        module = self._state_dict_module()
+        sharded_loading.load_optimizers(checkpoint, self._strategy.form, module, self._strategy.optimizers)
 
     def before_iterating(self) -> None:
         """Bring random states back where an epoch of training begins."""

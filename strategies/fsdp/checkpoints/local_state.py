@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ....checkpoint.formats.torch_save.torch_file import check_bytes
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.checked_bytes import bytes_are_checked
+from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
 from ...common.torch_files import save_torch
 from ..units.named_tensors import named_tensors
@@ -76,26 +78,19 @@ def is_local(path: Path) -> bool:
     return path.is_dir() and any(path.glob("rank_*_of_*.pt"))
 
 
-def load_local(
-    path: Path, form: ShardedForm, optimizers: Sequence[Optimizer], *, weights_only: bool | None
-) -> dict[str, Any]:
-    """Load a folder that as many processes saved, with the same units and the same engine.
+def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the Trainer's checkpoint of a folder that as many processes saved.
 
     Args:
         path: The folder.
-        form: The sharded model.
-        optimizers: The optimizers to restore; none leaves optimizer state alone.
         weights_only: For the metadata file, as in ``torch.load``.
 
-    Returns:
-        Everything but weights and optimizer state.
-
     Raises:
-        RuntimeError: On every rank, before any weight is changed, if the arrangement is another one.
+        RuntimeError: On every rank, if another number of processes saved it, or what is read here is damaged.
     """
     with failing_together(f"Loading {path}"):
         file = path / _file_of(dist.get_rank(), dist.get_world_size())
-        metadata = read_metadata(path, weights_only)
+        checkpoint = read_metadata(path, weights_only)
         if not is_regular(file):
             raise ValueError(
                 f"{file.name} is not there, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
@@ -105,19 +100,44 @@ def load_local(
         if bytes_are_checked():
             check_bytes(file)
         stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        present = local_model_state(form)
-        _compare(stored[_MODEL], present)
-        if optimizers and len(stored[_OPTIMIZERS]) != len(optimizers):
-            raise ValueError(
-                f"the checkpoint holds {len(stored[_OPTIMIZERS])} optimizers, configure_optimizers returned "
-                f"{len(optimizers)}."
-            )
-    with torch.no_grad():
-        for name, tensor in present.items():
-            tensor.copy_(stored[_MODEL][name])
-    for optimizer, state in zip(optimizers, stored[_OPTIMIZERS], strict=False):
-        optimizer.load_state_dict(state)
-    return metadata
+    checkpoint[STORED_WEIGHTS] = LocalWeights(path, stored[_MODEL])
+    if "lr_schedulers" in checkpoint:  # not one of weights alone
+        checkpoint["optimizer_states"] = [LocalOptimizer(state) for state in stored[_OPTIMIZERS]]
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class LocalWeights:
+    """This rank's flat shards, as they were saved."""
+
+    path: Path
+    stored: dict[str, Tensor] = field(repr=False)
+
+    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+        """Load them; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank, before any weight is changed, if the units or the engine are others.
+        """
+        with failing_together(f"Loading {self.path}"):
+            present = local_model_state(form)
+            _compare(self.stored, present)
+        with torch.no_grad():
+            for name, tensor in present.items():
+                tensor.copy_(self.stored[name])
+
+
+@dataclass(frozen=True)
+class LocalOptimizer:
+    """An optimizer's state over this rank's flat shards."""
+
+    state: dict[str, Any] = field(repr=False)
+
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load it."""
+        optimizer.load_state_dict(self.state)
 
 
 def _compare(stored: dict[str, Tensor], present: dict[str, Tensor]) -> None:

@@ -1,4 +1,8 @@
-"""Loading weights and optimizer state into a sharded model, from any kind of checkpoint."""
+"""Loading weights and optimizer state into a sharded model, from any kind of checkpoint.
+
+The Trainer reads a checkpoint before the model is sharded. Where a full one has tensors, it is given a `StoredPart`,
+which is loaded afterwards.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,7 +32,9 @@ from ....checkpoint.formats.torch_save.torch_file import check_bytes
 from ....checkpoint.manifest import read_manifest
 from ...common.agreed_outcome import failing_together
 from ...common.checked_bytes import bytes_are_checked
+from ...common.held_weights import STORED_WEIGHTS
 from ..units.named_tensors import NamedTensor
+from ..units.sharded_root import ShardedForm
 from .accelerate_folders import OPTIMIZER_KEY, AccelerateFolder, missing_prefix, trainer_state
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
@@ -64,101 +70,130 @@ def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
-@without_torch_noise()
-def load_sharded(
-    path: Path,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    """Load a folder of any of the four kinds (FSDP1's and FSDP2's, ours and Lightning's) into a sharded model.
+def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the Trainer's checkpoint of a folder of any of the four kinds (FSDP1's and FSDP2's, ours and Lightning's).
 
     Args:
         path: The folder.
-        module: What ``Engine.state_dict_module`` returns.
-        optimizers: The optimizers to restore; none leaves optimizer state alone.
-        strict: Whether every name must be on both sides; otherwise the common ones are loaded and the rest logged.
         weights_only: For the metadata file, as in ``torch.load``.
 
-    Returns:
-        Everything but weights and optimizer state.
-
     Raises:
-        RuntimeError: If ``strict`` and names are missing or unexpected; all are listed.
-        ValueError: If the folder holds no model weights, or another number of optimizers.
+        ValueError: If the folder holds no model weights.
+        RuntimeError: On every rank, if what is read here is damaged.
     """
     with failing_together(f"loading {path}"):
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
         names = _names(path, digests)
-        metadata = read_metadata(path, weights_only, digests.get(METADATA_FILE))
+        checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
-    _load_weights(_Part(path, model_key, names, digests=digests), module, strict=strict)
-    num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
-    if optimizers and num_stored:
-        _check_num_optimizers(num_stored, len(optimizers))
-        for index, optimizer in enumerate(optimizers):
-            if _has_parameters(optimizer):
-                part = _Part(path, f"optimizer_{index}", names, digests=digests)
-                _load_optimizer(part, module, optimizer, num_steps=metadata.get("global_step"))
-    return metadata
+    checkpoint[STORED_WEIGHTS] = StoredPart(path, model_key, names, digests=digests)
+    if "lr_schedulers" in checkpoint:  # not one of weights alone
+        num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
+        checkpoint["optimizer_states"] = [
+            StoredPart(path, f"optimizer_{index}", names, digests=digests) for index in range(num_stored)
+        ]
+    return checkpoint
 
 
-@without_torch_noise()
-def load_accelerate(
-    folder: AccelerateFolder, module: nn.Module, optimizers: Sequence[Optimizer], attribute: str | None, *, strict: bool
-) -> dict[str, Any]:
-    """Load weights and optimizer states that Accelerate saved.
+def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
+    """Return what stands for the Trainer's checkpoint of a folder that Accelerate saved.
 
     Args:
-        folder: Where they are.
-        module: What ``Engine.state_dict_module`` returns.
-        optimizers: The optimizers to restore; none leaves optimizer state alone.
-        attribute: Of the module, which holds the model that Accelerate had.
-        strict: As in `load_sharded`.
-
-    Returns:
-        What stands for the rest of a checkpoint.
+        folder: Where its parts are.
+        with_optimizer: Whether they are to be trained, and not evaluated.
 
     Raises:
-        RuntimeError: As `load_sharded`.
-        ValueError: If the folder holds another number of optimizers.
+        ValueError: If the folder holds no model weights.
+        RuntimeError: On every rank, if what is read here is damaged.
     """
     with failing_together(f"loading {folder.model.parent}"):
         names, held = _names(folder.model), [_names(path) for path in folder.optimizers]
         model_key = _model_key(names, folder.model)
-    weights = get_model_state_dict(module)
-    stored = [name.removeprefix(f"{model_key}.") for name in names]
-    prefix = missing_prefix(stored, weights, attribute)
-    _load_weights(_Part(folder.model, model_key, names, prefix), module, strict=strict)
-    if optimizers and folder.optimizers:
-        _check_num_optimizers(len(folder.optimizers), len(optimizers))
-        for path, own, optimizer in zip(folder.optimizers, held, optimizers, strict=True):
-            if _has_parameters(optimizer):
-                _load_optimizer(_Part(path, OPTIMIZER_KEY, own, prefix), module, optimizer, num_steps=None)
-    return trainer_state(folder, with_optimizer=bool(optimizers))
+    weights = [name.removeprefix(f"{model_key}.") for name in names]
+    checkpoint = trainer_state(folder, with_optimizer=with_optimizer)
+    checkpoint[STORED_WEIGHTS] = StoredPart(folder.model, model_key, names, weights)
+    checkpoint["optimizer_states"] = [
+        StoredPart(path, OPTIMIZER_KEY, own, weights) for path, own in zip(folder.optimizers, held, strict=True)
+    ]
+    return checkpoint
 
 
 @dataclass(frozen=True)
-class _Part:
+class StoredPart:
     """The weights, or an optimizer's state, in a folder."""
 
     path: Path
     key: str
     """Above all of its names."""
-    names: Mapping[str, Any]
+    names: Mapping[str, Any] = field(repr=False)
     """What DCP's metadata says of each entry of the folder."""
-    prefix: str = ""
-    """What the names of parameters lack in front."""
-    digests: Digests = field(default_factory=dict)
+    of_accelerate: Sequence[str] = field(default=(), repr=False)
+    """The names of all weights, where Accelerate saved them: they may lack the attribute that holds the model."""
+    digests: Digests = field(default_factory=dict, repr=False)
     """Of the folder's files, where they are known."""
 
     def own(self) -> dict[str, Any]:
         """Return the part's entries, without its key."""
         start = f"{self.key}."
         return {name.removeprefix(start): entry for name, entry in self.names.items() if name.startswith(start)}
+
+    def prefix(self, present: Iterable[str], attribute: str | None) -> str:
+        """Return what its names lack in front, beside those that are present."""
+        return missing_prefix(self.of_accelerate, present, attribute) if self.of_accelerate else ""
+
+    @without_torch_noise()
+    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+        """Load weights into a sharded model; every rank must call it.
+
+        Args:
+            form: The sharded model.
+            module: What ``Engine.state_dict_module`` returns of it.
+            strict: Whether every name must be on both sides; otherwise the common ones are loaded, the rest logged.
+
+        Raises:
+            RuntimeError: If ``strict`` and names are missing or unexpected; all are listed.
+        """
+        present = get_model_state_dict(module)
+        prefix = self.prefix(present, form.module_attribute)
+        weights = _common_names(present, {f"{prefix}{name}" for name in self.own()}, strict, self.path)
+        held = {name.removeprefix(prefix): value for name, value in weights.items()}
+        _load(self, {self.key: held})
+        loaded = {f"{prefix}{name}": value for name, value in held.items()}
+        set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
+
+    @without_torch_noise()
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load an optimizer's state; every rank must call it.
+
+        Args:
+            form: The sharded model.
+            module: What ``Engine.state_dict_module`` returns of it.
+            optimizer: Which is restored.
+            num_steps: Optimizer steps of the run that saved it, if that is known.
+        """
+        present = get_model_state_dict(module) if self.of_accelerate else {}
+        prefix = self.prefix(present, form.module_attribute)
+        held = {re.sub(r"^state\.", f"state.{prefix}", name): entry for name, entry in self.own().items()}
+
+        def fill(template: dict[str, Any]) -> None:
+            states = {name.removeprefix(prefix): state for name, state in template["state"].items()}
+            _load(self, {self.key: {**template, "state": states}}, partial=True)
+            for group in template["param_groups"]:
+                group["params"] = [f"{prefix}{name}" for name in group["params"]]
+
+        restore_optimizer(module, optimizer, held, fill, num_steps=num_steps)
+
+
+class StoredOptimizer(Protocol):
+    """An optimizer's state that is not a plain state dict."""
+
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load it; every rank must call it."""
 
 
 def _names(path: Path, digests: Digests | None = None) -> Mapping[str, Any]:
@@ -186,29 +221,7 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
         return dict(torch.load(stream, map_location="cpu", weights_only=weights_only))
 
 
-def _load_weights(part: _Part, module: nn.Module, *, strict: bool) -> None:
-    stored = {f"{part.prefix}{name}" for name in part.own()}
-    weights = _common_names(get_model_state_dict(module), stored, strict, part.path)
-    held = {name.removeprefix(part.prefix): value for name, value in weights.items()}
-    _load(part, {part.key: held})
-    loaded = {f"{part.prefix}{name}": value for name, value in held.items()}
-    set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
-
-
-def _load_optimizer(part: _Part, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None) -> None:
-    prefix = part.prefix
-    held = {re.sub(r"^state\.", f"state.{prefix}", name): entry for name, entry in part.own().items()}
-
-    def fill(template: dict[str, Any]) -> None:
-        states = {name.removeprefix(prefix): state for name, state in template["state"].items()}
-        _load(part, {part.key: {**template, "state": states}}, partial=True)
-        for group in template["param_groups"]:
-            group["params"] = [f"{prefix}{name}" for name in group["params"]]
-
-    restore_optimizer(module, optimizer, held, fill, num_steps=num_steps)
-
-
-def _load(part: _Part, state: dict[str, Any], *, partial: bool = False) -> None:
+def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> None:
     reader = SafeReader(part.path, part.digests)
     with naming_ranks(f"loading {part.path}"):
         load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=partial))
@@ -220,14 +233,6 @@ def _model_key(names: Iterable[str], path: Path) -> str:
         if key in prefixes:
             return key
     raise ValueError(f"{path}: holds no weights under {' or '.join(map(repr, _MODEL_KEYS))}, only {sorted(prefixes)}.")
-
-
-def _check_num_optimizers(num_stored: int, num_present: int) -> None:
-    if num_stored != num_present:
-        raise ValueError(
-            f"The checkpoint holds {num_stored} optimizers, configure_optimizers returned {num_present}. "
-            "Resume with the same number."
-        )
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:
@@ -282,37 +287,44 @@ def load_full_weights(stored: Mapping[str, Tensor], path: Path | str, module: nn
     set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
 
 
-@without_torch_noise()
-def load_full(
-    checkpoint: Mapping[str, Any],
-    path: Path | str,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    order: Mapping[str, int],
-) -> dict[str, Any]:
-    """Load all but the weights of a single-file checkpoint (ours or any plain Lightning one).
-
-    Args:
-        checkpoint: What the file holds.
-        path: The file, for errors.
-        module: What ``Engine.state_dict_module`` returns.
-        optimizers: The optimizers to restore; none leaves optimizer state alone.
-        order: Each parameter's place before sharding: a plain optimizer's state has no names, only numbers.
-
-    Returns:
-        Everything but optimizer state.
+def check_full(checkpoint: Mapping[str, Any], path: Path | str) -> None:
+    """Check that a single-file checkpoint is one of Lightning's.
 
     Raises:
-        ValueError: If it is no checkpoint of Lightning's, or the optimizers do not fit.
+        ValueError: If it is not.
     """
-    checkpoint = dict(checkpoint)
     if "state_dict" not in checkpoint:
         raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
-    optimizer_states = checkpoint.pop("optimizer_states", None)
-    if optimizers and optimizer_states:
-        _check_num_optimizers(len(optimizer_states), len(optimizers))
-        for optimizer, state in zip(optimizers, optimizer_states, strict=True):
-            if not _has_parameters(optimizer):
-                continue
-            restore_full_optimizer(module, optimizer, state, order, num_steps=checkpoint.get("global_step"))
-    return checkpoint
+
+
+@without_torch_noise()
+def load_optimizers(
+    checkpoint: Mapping[str, Any], form: ShardedForm, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Load the states of all optimizers from a checkpoint of any kind; every rank must call it.
+
+    Args:
+        checkpoint: The Trainer's. A plain optimizer's state has no names, only numbers.
+        form: The sharded model.
+        module: What ``Engine.state_dict_module`` returns of it.
+        optimizers: Those of the running fit.
+
+    Raises:
+        ValueError: If the checkpoint has those of another number of optimizers, or they do not fit.
+    """
+    states: Sequence[StoredOptimizer | dict[str, Any]] = checkpoint["optimizer_states"]
+    if not states:
+        return
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint holds {len(states)} optimizers, configure_optimizers returned {len(optimizers)}. "
+            "Resume with the same number."
+        )
+    num_steps = checkpoint.get("global_step")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if not _has_parameters(optimizer):
+            continue
+        if isinstance(state, Mapping):
+            restore_full_optimizer(module, optimizer, state, form.order, num_steps=num_steps)
+        else:
+            state.load_optimizer(form, module, optimizer, num_steps=num_steps)

@@ -108,7 +108,7 @@ def _train(engine: str, options: dict[str, Any], groups: str, frozen: bool, path
         for value in state.values():
             value.zero_()
     trainer.state.fn = "fit"  # type: ignore[assignment] # load optimizer state, too
-    strategy.load_checkpoint(path, weights_only=True)
+    strategy.load_optimizer_state_dict(strategy.load_checkpoint(path, weights_only=True))
     return trained, strategy.optimizer_state(trainer.optimizers[0])
 
 
