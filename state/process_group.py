@@ -126,6 +126,17 @@ def settle_at_exit() -> None:
     atexit.register(time.sleep, _SETTLE_S)
 
 
+@functools.cache
+def destroy_at_exit() -> None:
+    """Destroy the default group where the interpreter ends; registered once. NCCL warns of what is left."""
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if live_group() is not None:
+        dist.destroy_process_group()
+
+
 def group_store(prefix: str) -> Store:
     """Return the default group's key-value store, under a prefix of our own."""
     from .upstream import PrefixStore, _get_default_store

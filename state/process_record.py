@@ -23,6 +23,7 @@ from .process_group import (
     backend_for,
     backends_by_device,
     default_accelerator,
+    destroy_at_exit,
     device_for,
     live_group,
     require_group,
@@ -205,10 +206,13 @@ class SharedFacts:
                     "Start it with backend='gloo' (or a composite one), or leave cpu out."
                 )
             device_type = next(iter(backends))
-        return device_for(device_type, info.local_process_index)
+        return _device_of(group, device_type) or device_for(device_type, info.local_process_index)
 
     def _describe(self, group: dist.ProcessGroup, info: ProcessInfo, device: torch.device) -> ProcessFacts:
-        if "gloo" in backends_by_device(group).values():
+        backends = set(backends_by_device(group).values())
+        if backends - {"gloo"}:
+            destroy_at_exit()
+        if "gloo" in backends:
             settle_at_exit()
         watch(group)
         return ProcessFacts(
@@ -261,6 +265,20 @@ def set_device(device: torch.device) -> None:
     """Make ``device`` the current one, where it is one of several."""
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+
+
+def _device_of(group: dist.ProcessGroup, device_type: str) -> torch.device | None:
+    """Return the device that a group was bound to, or that this process has chosen; None where neither is told.
+
+    A process that has chosen none has the first one as its current device, as all others.
+    """
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None and bound.type == device_type:
+        return torch.device(bound)
+    if device_type == "cpu" or default_accelerator().type != device_type:
+        return None
+    index = torch.accelerator.current_device_index()
+    return torch.device(device_type, index) if index else None
 
 
 def _live_backend(asked: str, facts: ProcessFacts, running: dict[str, str]) -> str | None:

@@ -50,11 +50,12 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
             mesh = gradient.device_mesh
             dims = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
         parts[mesh if dims else None, dims].append(local_tensor(gradient))
-    return norm_of_parts(parts, norm_type, gradients[0].device if gradients else torch.device("cpu"))
+    devices = {sharding: tensors[0].device for sharding, tensors in parts.items()}
+    return norm_of_parts(parts, norm_type, devices)
 
 
 def norm_of_parts(
-    parts: Mapping[Sharding, Sequence[torch.Tensor]], norm_type: float, device: torch.device
+    parts: Mapping[Sharding, Sequence[torch.Tensor]], norm_type: float, devices: Mapping[Sharding, torch.device]
 ) -> torch.Tensor:
     """Return the `global_norm` of what this rank holds of each kind of gradient.
 
@@ -62,11 +63,13 @@ def norm_of_parts(
         parts: Local tensors by the mesh and its dimensions that they are sharded over. Every rank gives the same keys
             in the same order, also where it has no tensor.
         norm_type: p of the p-norm.
-        device: Of the result, and of a part without tensors.
+        devices: Of each part, also where this rank has no tensor or an empty one: where the others reduce theirs. The
+            first is the result's.
     """
-    powers = [_power_over_mesh(tensors, *sharding, norm_type, device) for sharding, tensors in parts.items()]
-    if not powers:
+    if not parts:
         return torch.tensor(0.0)
+    powers = [_power_over_mesh(tensors, *sharding, norm_type, devices[sharding]) for sharding, tensors in parts.items()]
+    device = devices[next(iter(parts))]
     stacked = torch.stack([power.to(device) for power in powers])
     return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
 
@@ -159,8 +162,11 @@ def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | fl
     if not tensors:
         return
     if isinstance(factor, torch.Tensor):
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for tensor in tensors:
-            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+            alike[tensor.device, tensor.dtype].append(tensor)
+        for (device, dtype), group in alike.items():
+            torch._foreach_mul_(group, factor.to(device, dtype))
     else:
         torch._foreach_mul_(tensors, factor)
 

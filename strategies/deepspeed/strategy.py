@@ -18,6 +18,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.arguments import named_arguments
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
+from ..common.live_group import tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
@@ -46,7 +47,7 @@ from .engines.library import (
     quietly,
     require_deepspeed,
 )
-from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam_on_cpu
+from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
@@ -157,6 +158,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
     @override
     def setup_environment(self) -> None:
         device = self.root_device
+        tell_what_comes_too_late(self._timeout, self._process_group_backend)
         choose_accelerator(device)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._held_weights.begin()
@@ -231,7 +233,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
         check_async_io(settings)
-        settings = prefer_torch_adam_on_cpu(settings, self.root_device)
+        settings = prefer_torch_adam(settings, self.root_device)
         if self.load_universal:
             settings = settings.changed({"checkpoint.load_universal": True})
         optimizer = chosen.real

@@ -33,6 +33,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.arguments import named_arguments
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
+from ..common.live_group import check_offload, tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
@@ -210,6 +211,7 @@ class AccelFSDPStrategy(TrainerHooks):
     # ------------------------------------------------------------------ processes
     @override
     def setup_environment(self) -> None:
+        tell_what_comes_too_late(self._timeout, self._process_group_backend)
         super().setup_environment()
         self._held_weights.begin()
         PartialState()._refresh(
@@ -226,6 +228,8 @@ class AccelFSDPStrategy(TrainerHooks):
             compile_options=self._compile_options,
             recomputed=self._recomputed,
         )
+        if settings.cpu_offload:
+            check_offload(self.root_device)
         self._checkpointer.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
         if self._timeout is not None:

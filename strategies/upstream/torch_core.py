@@ -45,4 +45,5 @@ ATTRIBUTES = {
     "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
     "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
     "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
+    "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
 }

@@ -241,6 +241,27 @@ def test_a_group_that_comes_alive_later_is_adopted_and_may_end() -> None:
     run_on_ranks(2, adopt_a_later_group, free_port(), init_group=False)
 
 
+def adopt_a_bound_group(port: int) -> list[str]:
+    rank = int(os.environ["RANK"])
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda"
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    devices = [f"{PartialState().device}"]
+    reset_state()
+    group = dist.group.WORLD
+    assert group is not None
+    group.bound_device_id = torch.device("cuda", rank + 1)  # as the Trainer does with devices=[1, 2]
+    devices.append(f"{PartialState().device}")
+    group.bound_device_id = None
+    return devices
+
+
+def test_a_groups_own_device_is_adopted() -> None:
+    assert run_on_ranks(2, adopt_a_bound_group, free_port(), init_group=False) == [
+        ["cuda:0", "cuda:1"],
+        ["cuda:0" if torch.cuda.device_count() < 2 else "cuda:1", "cuda:2"],
+    ]
+
+
 def be_started_by_lightning() -> None:
     os.environ["NODE_RANK"] = "0"
     rank = int(os.environ.pop("RANK"))

@@ -209,18 +209,30 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
     return made
 
 
-def prefer_torch_adam_on_cpu(settings: DeepSpeedSettings, device: torch.device) -> DeepSpeedSettings:
-    """Let the config's Adam be torch's where the model itself is on the CPU, unless the config says otherwise.
+def prefer_torch_adam(settings: DeepSpeedSettings, device: torch.device) -> DeepSpeedSettings:
+    """Let the config's Adam be torch's where DeepSpeed would compile one in vain, unless the config says otherwise.
 
-    DeepSpeed would compile a fused one, half a minute for what torch has ready. A parameter that torch's does not take
-    leaves everything as it is.
+    On the CPU that takes half a minute for what torch has ready; on CUDA it needs nvcc, which few installations have. A
+    parameter that torch's does not take leaves everything as it is.
     """
     known = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
-    if device.type != "cpu" or settings.offloads_optimizer or not settings.defines_adam:
+    if settings.offloads_optimizer or not settings.defines_adam or not set(settings.optimizer_params) <= known:
         return settings
-    if not set(settings.optimizer_params) <= known:
+    if device.type == "cuda" and not _has_fused_adam():
+        from lightning_utilities.core.rank_zero import rank_zero_info
+
+        rank_zero_info("torch's Adam steps: DeepSpeed would have to compile its fused one, and there is no nvcc.")
+    elif device.type != "cpu":
         return settings
     return settings.changed({"optimizer.params.torch_adam": True})
+
+
+def _has_fused_adam() -> bool:
+    """Return whether DeepSpeed's Adam for CUDA is there, or can be compiled."""
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
+
+    return bool(installed_ops.get("fused_adam")) or cpp_extension.CUDA_HOME is not None
 
 
 @functools.cache

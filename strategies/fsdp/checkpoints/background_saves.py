@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ....state.process_group import group_store
+from ....state.process_record import set_device
 from ...common.agreed_outcome import failing_together, num_ranks
 
 _log = logging.getLogger(__name__)
@@ -55,18 +56,24 @@ class BackgroundSaves:
         self._timeout = timeout
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
         self._stager: DefaultStager | None = None
+        self._device = torch.device("cpu")
         self._current: _Save | None = None
         self._num_saves = 0
 
-    def connect(self) -> None:
-        """Make the process group; every rank calls it, whenever the default group may be new."""
+    def connect(self, device: torch.device) -> None:
+        """Make the process group; every rank calls it, whenever the default group may be new.
+
+        Args:
+            device: Of this process.
+        """
+        self._device = device
         if self._groups is None or self._groups[0] is not dist.group.WORLD:
             self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state`` in host memory; the memory is used again for the next one."""
         if self._stager is None:  # a new one for each save would make the loop wait twice as long
-            pinned = torch.cuda.is_available()
+            pinned = self._device.type == "cuda"
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
         staged = self._stager.stage(state)
         if not isinstance(staged, dict):
@@ -88,7 +95,7 @@ class BackgroundSaves:
         self._num_saves += 1
         current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
         # Not a daemon: a process that ends waits for its save.
-        current.thread = threading.Thread(target=_run, args=(current, save, group), name="accelight-save")
+        current.thread = threading.Thread(target=_run, args=(current, save, group, self._device), name="accelight-save")
         current.thread.start()
 
     def afterwards(self, action: Callable[[], None]) -> None:
@@ -162,9 +169,12 @@ class BackgroundSaves:
                 self._stager = None
 
 
-def _run(current: _Save, save: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup) -> None:
+def _run(
+    current: _Save, save: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Body of the thread."""
     try:
+        set_device(device)  # a thread begins with the first one, where each process would take memory
         save(group)
         with current.lock:
             current.complete = True

@@ -123,7 +123,7 @@ class Checkpointer:
         if self._local:
             return local_state.local_model_state(self._strategy.form)
         full = self._strategy.engine.settings.full_weights if self._full else None
-        return sharded_checkpoints.model_state(self._state_dict_module(), full)
+        return sharded_checkpoints.model_state(self._state_dict_module(), full, self._strategy.root_device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
@@ -216,9 +216,8 @@ class Checkpointer:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
         meet("strategy.save_safetensors")
         module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
-        return save_safetensors(
-            file, sharded_checkpoints.model_state(module, None), module, self._strategy.form, **options
-        )
+        weights = sharded_checkpoints.model_state(module, None, self._strategy.root_device)
+        return save_safetensors(file, weights, module, self._strategy.form, **options)
 
     def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the Trainer's checkpoint of any kind; what only a sharded model can take is loaded from it later.
@@ -286,7 +285,7 @@ class Checkpointer:
     def connect(self) -> None:
         """Give saves in the background their own process group; all processes must call it."""
         if self.saves is not None:
-            self.saves.connect()
+            self.saves.connect(self._strategy.root_device)
 
     def close(self, error: BaseException | None = None) -> None:
         """End: what is being written is completed, after an error too, for it is a good checkpoint of before."""

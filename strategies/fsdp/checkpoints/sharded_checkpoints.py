@@ -41,10 +41,9 @@ _MODEL_KEYS = ("model", "state_dict")
 
 
 @without_torch_noise()
-def model_state(module: nn.Module, full: FullState | None) -> dict[str, Any]:
+def model_state(module: nn.Module, full: FullState | None, device: torch.device) -> dict[str, Any]:
     """Return the weights: DTensors (``full`` is None), or full tensors where it says, as a rule on rank 0 alone."""
-    options = state_dict_options(module, full=full is not None, where=full)
-    state = get_model_state_dict(module, options=options)
+    state = get_model_state_dict(module, options=state_dict_options(full, device))
     return state if full is None else put_where(state, full)
 
 

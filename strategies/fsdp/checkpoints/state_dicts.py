@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from ...upstream.torch_core import tree_map_only
@@ -27,15 +26,18 @@ def without_torch_noise() -> Iterator[None]:
         yield
 
 
-def state_dict_options(
-    module: nn.Module, *, full: bool, strict: bool = True, where: FullState | None = None
-) -> StateDictOptions:
-    """Return how torch is to make or take a state dict of ``module``; ``where`` is for a full one that is made."""
+def state_dict_options(where: FullState | None, device: torch.device) -> StateDictOptions:
+    """Return how torch is to make a state dict.
+
+    Args:
+        where: A full one is to be; None for a sharded one.
+        device: Where the model computes: a full tensor is gathered there, also where ``cpu_offload=True`` keeps shards
+            in host memory.
+    """
     # With cpu_offload, torch makes a full one on rank 0 alone.
-    offload = full and (where is None or (where.rank0_only and where.offload_to_cpu))
+    offload = where is not None and where.rank0_only and where.offload_to_cpu
     # FSDP1's full state dict with cpu_offload=True kills the process when its tensors are on the CPU (torch 2.13).
-    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
-    return StateDictOptions(full_state_dict=full, cpu_offload=offload and not on_cpu, strict=strict)
+    return StateDictOptions(full_state_dict=where is not None, cpu_offload=offload and device.type != "cpu")
 
 
 def put_where(state: dict[str, Any], where: FullState) -> dict[str, Any]:

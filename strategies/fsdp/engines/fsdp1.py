@@ -57,6 +57,7 @@ from .fsdp1_units import (
 )
 from .fsdp1_unreduced import FrozenGradients, add_waiting_gradients, drop_unreduced, put_aside, reduce_left_over
 from .optimizer_checks import check_flat_parameters
+from .waiting_scalers import WaitingShardedGradScaler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -297,30 +298,44 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         parameters = list(parameters)
         sharded = _sharded_parameters(root)
         ours = [parameter for parameter in parameters if parameter in sharded]
+        whole = [parameter for parameter in parameters if parameter not in sharded]
         parts: dict[Sharding, list[torch.Tensor]] = {}
         if ours:  # also where this rank has no gradient of them: the others wait for it
-            parts[self.mesh, (self.mesh.ndim - 1,)] = gradients_of(ours)
-        parts[None, ()] = gradients_of(parameter for parameter in parameters if parameter not in sharded)
-        device = parameters[0].device if parameters else self.device
-        return clip_to_norm(gradients_of(parameters), norm_of_parts(parts, norm_type, device), max_norm)
+            parts[self._sharding] = gradients_of(ours)
+        parts[None, ()] = gradients_of(whole)
+        total = norm_of_parts(parts, norm_type, self._devices(ours, whole))
+        return clip_to_norm(gradients_of(parameters), total, max_norm)
+
+    @property
+    def _sharding(self) -> Sharding:
+        return self.mesh, (self.mesh.ndim - 1,)
+
+    def _devices(self, sharded: Iterable[torch.Tensor], whole: Iterable[torch.Tensor]) -> dict[Sharding, torch.device]:
+        """Return where gradients of either kind lie, on this rank or on others."""
+        return {
+            kind: next((tensor.device for tensor in tensors), self.device)
+            for kind, tensors in ((self._sharding, sharded), ((None, ()), whole))
+        }
 
     @override
     def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        sharded = {id(gradient) for gradient in gradients_of(_sharded_parameters(root))}
+        parameters = _sharded_parameters(root)
+        sharded = {id(gradient) for gradient in gradients_of(parameters)}
         if sharded and not gradients and not self.settings.use_orig_params:
             raise RuntimeError(
                 "No gradients were given to be clipped: with use_orig_params=False, the parameters() of a part of a "
                 "unit are none. Set use_orig_params=True (the default), or clip all of self.parameters()."
             )
         parts: dict[Sharding, list[torch.Tensor]] = {
-            (self.mesh, (self.mesh.ndim - 1,)): [one for one in gradients if id(one) in sharded],
+            self._sharding: [one for one in gradients if id(one) in sharded],
             (None, ()): [one for one in gradients if id(one) not in sharded],
         }
-        return norm_of_parts(parts, norm_type, gradients[0].device if gradients else self.device)
+        return norm_of_parts(parts, norm_type, self._devices(parameters, parts[None, ()]))
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
-        return ShardedGradScaler(device=self.device.type)
+        kind = WaitingShardedGradScaler if self.settings.cpu_offload else ShardedGradScaler
+        return kind(device=self.device.type)
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:

@@ -39,6 +39,7 @@ from .fsdp2_units import (
     states_of,
     units_by_module,
 )
+from .waiting_scalers import WaitingGradScaler
 
 
 class FSDP2Engine(Engine[FSDP2Settings]):
@@ -203,7 +204,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type)
+        kind = WaitingGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
+        return kind(self.device.type)
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:

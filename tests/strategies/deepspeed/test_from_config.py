@@ -13,7 +13,7 @@ from accelight.state import reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accelight.strategies.deepspeed import HfDeepSpeedConfig
 from accelight.strategies.deepspeed.config.settings import DeepSpeedSettings
-from accelight.strategies.deepspeed.engines.optimizers import prefer_torch_adam_on_cpu
+from accelight.strategies.deepspeed.engines.optimizers import prefer_torch_adam
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.auto_configs import EVERYTHING_AUTO
 from tests.strategies.deepspeed.training import whole_weights
@@ -214,16 +214,25 @@ def test_torch_adam_only_where_it_replaces_nothing() -> None:
         ({"lr": 1}, {}, "cpu", True),
         ({"lr": 1, "torch_adam": False}, {}, "cpu", False),
         ({"lr": 1, "bias_correction": False}, {}, "cpu", None),
-        ({"lr": 1}, {}, "cuda", None),
+        ({"lr": 1}, {}, "xpu", None),
         ({"lr": 1}, {"offload_optimizer": {"device": "cpu"}}, "cpu", None),
     ):
         config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": zero}
         settings = DeepSpeedSettings.of(HfDeepSpeedConfig(config))
-        preferred = prefer_torch_adam_on_cpu(settings, torch.device(device))
+        preferred = prefer_torch_adam(settings, torch.device(device))
         assert preferred.optimizer_params.get("torch_adam") is expected
         assert settings.optimizer_params == params  # as it was
     nothing = DeepSpeedSettings.of(HfDeepSpeedConfig({}))
-    assert prefer_torch_adam_on_cpu(nothing, torch.device("cpu")) == nothing
+    assert prefer_torch_adam(nothing, torch.device("cpu")) == nothing
+
+
+@pytest.mark.parametrize(("home", "expected"), [(None, True), ("/usr/local/cuda", None)])
+def test_torch_adam_on_cuda_where_there_is_no_compiler(
+    home: str | None, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+    settings = DeepSpeedSettings.of(HfDeepSpeedConfig({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}))
+    assert prefer_torch_adam(settings, torch.device("cuda")).optimizer_params.get("torch_adam") is expected
 
 
 def test_every_wrong_mixture(trained: Any) -> None:

@@ -6,11 +6,13 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from accelight.strategies.common import spelling
+from accelight.strategies.fsdp.checkpoints.state_dicts import state_dict_options
 from accelight.strategies.fsdp.config.settings import FullState
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
@@ -78,7 +80,7 @@ def test_what_has_no_effect_warns_once(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("offload", [True, False])
 def test_offload_to_cpu_moves_full_weights(engine: str, offload: bool) -> None:
-    assert run_on_ranks(1, _device_of_weights, engine, offload) == ["cpu" if offload else "cuda"]
+    assert run_on_ranks(1, _device_of_weights, engine, offload, init_group=False) == ["cpu" if offload else "cuda"]
 
 
 def _device_of_weights(engine: str, offload: bool) -> str:
@@ -91,3 +93,11 @@ def _device_of_weights(engine: str, offload: bool) -> str:
     trainer.fit(TinyModule(Case(), Outcome()), rank_loader(1))
     [device] = {value.device.type for value in strategy.lightning_module_state_dict().values()}
     return str(device)
+
+
+@pytest.mark.parametrize(
+    ("rank0_only", "device", "expected"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)]
+)
+def test_full_tensors_are_gathered_to_host_memory_one_by_one(rank0_only: bool, device: str, expected: bool) -> None:
+    options = state_dict_options(FullState(rank0_only=rank0_only), torch.device(device))
+    assert (options.full_state_dict, options.cpu_offload) == (True, expected)

@@ -1,0 +1,56 @@
+"""fp16 with ``cpu_offload=True``: gradients in host memory are divided by a scale that has arrived there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD
+
+from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.fsdp.engines.waiting_scalers import WaitingGradScaler, WaitingShardedGradScaler
+from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.engines import ENGINES
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
+
+
+def _train(engine: str, offload: bool) -> tuple[str, float, list[float], dict[str, Tensor]]:
+    strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", cpu_offload=offload, **ENGINES[engine])
+    trainer = quiet_trainer(strategy, dist.get_world_size(), max_epochs=2, precision="16-mixed")
+    module = TinyModule(Case(), Outcome())
+    trainer.fit(module, rank_loader(dist.get_world_size()))
+    scaler: Any = strategy.precision_plugin.scaler
+    return type(scaler).__name__, scaler.get_scale(), module.outcome.losses, strategy.lightning_module_state_dict()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offloaded_training_is_the_same(engine: str) -> None:
+    found, expected = (run_on_ranks(2, _train, engine, offload)[0] for offload in (True, False))
+    assert found[0].startswith("Waiting")
+    assert not expected[0].startswith("Waiting")
+    assert found[1:3] == expected[1:3]
+    assert all(torch.equal(found[3][name], tensor) for name, tensor in expected[3].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [WaitingGradScaler, WaitingShardedGradScaler])
+def test_no_round_divides_by_another_scale(kind: Any) -> None:
+    run_on_ranks(1, _divide, kind.__name__)
+
+
+def _divide(name: str) -> None:
+    scaler: Any = {"WaitingGradScaler": WaitingGradScaler, "WaitingShardedGradScaler": WaitingShardedGradScaler}[name](
+        device="cuda"
+    )
+    parameter = torch.zeros(4, requires_grad=True)
+    optimizer = SGD([parameter], lr=0.1)
+    for _ in range(2000):
+        scaler.scale(torch.ones((), device="cuda"))
+        parameter.grad = torch.full((4,), scaler.get_scale())
+        scaler.unscale_(optimizer)
+        assert torch.equal(parameter.grad, torch.ones(4))
+        scaler.step(optimizer)
+        scaler.update()

@@ -1,0 +1,57 @@
+"""Strategies beside a process group that was there before them."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from accelight.state import InitProcessGroupKwargs, PartialState
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies.common.gradients import norm_of_parts, scale_gradients
+from accelight.strategies.common.live_group import check_offload_backends
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
+
+
+def _fit(kind: str, options: dict[str, Any]) -> list[str]:
+    PartialState(cpu=True, **InitProcessGroupKwargs(timeout=timedelta(minutes=7)).to_kwargs())
+    strategy: Any = (AccelFSDPStrategy if kind == "fsdp" else AccelDeepSpeedStrategy)(**options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(strategy, 2, max_steps=1)
+        trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    return [f"{one.message}" for one in caught if "was there before the Trainer" in f"{one.message}"]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+def test_arguments_that_come_too_late_are_told(kind: str) -> None:
+    late: dict[str, Any] = {"timeout": timedelta(minutes=5), "process_group_backend": "cpu:gloo,cuda:nccl"}
+    first, second = run_on_ranks(2, _fit, kind, late, init_group=False)
+    assert len(first) == 1
+    assert not second
+    assert "timeout=0:05:00 (it has 0:07:00)" in first[0]
+    assert "process_group_backend='cpu:gloo,cuda:nccl' (it has 'cpu:gloo" in first[0]
+    assert run_on_ranks(2, _fit, kind, {"process_group_backend": "gloo"}, init_group=False) == [[], []]
+
+
+def test_offload_needs_a_backend_for_the_cpu() -> None:
+    check_offload_backends("cuda", {"cpu": "gloo", "cuda": "nccl"})
+    check_offload_backends("cpu", {"cpu": "gloo"})
+    with pytest.raises(ValueError, match="start the group with backend='cpu:gloo,cuda:nccl'"):
+        check_offload_backends("cuda", {"cuda": "nccl"})
+
+
+def test_a_part_without_tensors_is_reduced_where_the_others_reduce_theirs() -> None:
+    norm = norm_of_parts({(None, ()): [torch.zeros(0)]}, 2.0, {(None, ()): torch.device("meta")})
+    assert norm.device.type == "meta"
+
+
+def test_gradients_of_any_dtype_are_scaled_by_a_tensor() -> None:
+    gradients = [torch.full((3,), 2.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    scale_gradients(gradients, torch.tensor(0.5, dtype=torch.float64))
+    for gradient in gradients:
+        assert torch.equal(gradient, torch.ones(3, dtype=gradient.dtype))
