@@ -9,6 +9,7 @@ from typing import Any
 from .engines.base import Engine
 from .steps.outside_calls import inside
 from .units.sharded_root import ShardedForm, explaining_mixtures
+from .units.unit_wrappers import explaining_recomputation
 
 
 class Running:
@@ -93,7 +94,7 @@ class Running:
             try:
                 if self._is_manual():
                     self._engine.path.begin("backward")
-                with explaining_mixtures():
+                with explaining_mixtures(), explaining_recomputation():
                     yield
                 self._engine.path.end()
             except BaseException:

@@ -607,6 +607,9 @@ def refusals(script: Script, kind: str) -> list[str]:
         and "freeze" in actions
         and ("thaw" in actions or any(fit.start == "fresh" for fit in script.fits)),
         "was trained when ": is_zero and "freeze" in actions,
+        "What activation checkpointing recomputes is not what the forward computed": is_fsdp
+        and script.option == "recompute"
+        and any(event.action in ("freeze", "thaw") and event.hook in between for event in events),
         "A backward of one's own ran between training_step() and its backward": kind.startswith("fsdp1")
         and any(event.action == "adversary" and event.hook in between for event in events),
     }

@@ -129,6 +129,9 @@ FOUND: dict[str, Script] = {
     "the gradient of an input between backward and step": Script(
         (Fit(batches=2, events=(Event("on_after_backward", 0, "adversary"),)),), manual="zbs"
     ),
+    "a layer frozen between its forward and what is recomputed of it": Script(
+        (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
+    ),
 }
 """What random orders, or outsiders, have found wrong."""
 
