@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +89,23 @@ def start_group(info: ProcessInfo, backend: str, arguments: Mapping[str, Any]) -
             kwargs["store"] = HashStore()  # alone: no port to choose, none to collide on
         else:
             kwargs["init_method"] = _rendezvous(info)
-    dist.init_process_group(**kwargs)
+    with explaining_interfaces():
+        dist.init_process_group(**kwargs)
+
+
+@contextmanager
+def explaining_interfaces() -> Iterator[None]:
+    """Say what to do where gloo does not find the address under which other nodes are to reach this one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error) or "Unable to" not in str(error):
+            raise
+        raise RuntimeError(
+            f"gloo, which is needed beside NCCL too, finds no address of this node ({socket.gethostname()}, "
+            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')!r}): set GLOO_SOCKET_IFNAME to the interface "
+            f"that the other nodes reach ('ip -brief address' lists them), on every node. gloo says: {error}"
+        ) from error
 
 
 def _rendezvous(info: ProcessInfo) -> str:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
+from ...state.process_group import explaining_interfaces
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import tell_what_comes_too_late
@@ -160,7 +161,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         device = self.root_device
         tell_what_comes_too_late(self._timeout, self._process_group_backend)
         choose_accelerator(device)
-        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
+        with explaining_interfaces():
+            super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._held_weights.begin()
         PartialState()._refresh(
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes

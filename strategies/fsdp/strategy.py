@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
+from ...state.process_group import explaining_interfaces
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
@@ -212,7 +213,8 @@ class AccelFSDPStrategy(TrainerHooks):
     @override
     def setup_environment(self) -> None:
         tell_what_comes_too_late(self._timeout, self._process_group_backend)
-        super().setup_environment()
+        with explaining_interfaces():
+            super().setup_environment()
         self._held_weights.begin()
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes

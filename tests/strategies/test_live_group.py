@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -55,3 +56,18 @@ def test_gradients_of_any_dtype_are_scaled_by_a_tensor() -> None:
     scale_gradients(gradients, torch.tensor(0.5, dtype=torch.float64))
     for gradient in gradients:
         assert torch.equal(gradient, torch.ones(3, dtype=gradient.dtype))
+
+
+def _find_no_address(kind: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    if kind == "state":
+        PartialState(cpu=True)
+    else:
+        strategy: Any = AccelFSDPStrategy() if kind == "fsdp" else AccelDeepSpeedStrategy()
+        quiet_trainer(strategy, 1, max_steps=1).fit(TinyModule(Case(), Outcome()))
+
+
+@pytest.mark.parametrize("kind", ["state", "fsdp", "deepspeed"])
+def test_a_node_without_an_address_is_told_of_the_variable(kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"GLOO_SOCKET_IFNAME='nowhere0'.*set GLOO_SOCKET_IFNAME to the interface"):
+        run_on_ranks(1, _find_no_address, kind, init_group=False)
