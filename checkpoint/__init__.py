@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError
     from .formats.description import CheckpointInfo
     from .inspect import inspect_checkpoint
+    from .load import load_state_dict
     from .manifest import Manifest, read_manifest, write_manifest
     from .merge import merge_fsdp_weights
     from .report import MergeReport
@@ -19,6 +20,7 @@ __all__ = [
     "MergeReport",
     "verify_merged",
     "VerifyReport",
+    "load_state_dict",
     "inspect_checkpoint",
     "CheckpointInfo",
     "CheckpointError",
@@ -32,6 +34,7 @@ _HOMES = {
     "MergeReport": "report",
     "verify_merged": "verify",
     "VerifyReport": "verify",
+    "load_state_dict": "load",
     "inspect_checkpoint": "inspect",
     "CheckpointInfo": "formats.description",
     "CheckpointError": "errors",

@@ -14,7 +14,7 @@ from .disk_space import telling_full_disk
 from .errors import CheckpointError
 from .formats.dtypes import DType, conversion_target
 from .formats.source import Source, SourceTensor
-from .locate import find_checkpoint
+from .locate import FoundCheckpoint, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
 from .processes import run_on_main
@@ -123,18 +123,12 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     started = time.monotonic()
     found = find_checkpoint(request.checkpoint_dir)
     check_destination(found.folder, request.output_path, remove=request.remove)
-    source, manifest = found.format.open(found.folder)
-    selection = select(
-        list(source.tensors),
-        manifest,
+    source, selection, plan = plan_merge(
+        found,
         strip_prefix=request.strip_prefix,
         include=request.include,
         exclude=request.exclude,
-    )
-    plan = make_plan(
-        selection,
-        _locate(source, selection),
-        dtype=request.dtype or source.dtype,
+        dtype=request.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
     )
@@ -153,6 +147,29 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
     )
+
+
+def plan_merge(
+    found: FoundCheckpoint,
+    *,
+    strip_prefix: str | None,
+    include: tuple[str, ...] | None,
+    exclude: tuple[str, ...] | None,
+    dtype: DType | None,
+    max_shard_bytes: int | None,
+    safe: bool,
+) -> tuple[Source, Selection, Plan]:
+    """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
+    source, manifest = found.format.open(found.folder)
+    selection = select(list(source.tensors), manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
+    plan = make_plan(
+        selection,
+        _locate(source, selection),
+        dtype=dtype or source.dtype,
+        max_shard_bytes=max_shard_bytes,
+        safe=safe,
+    )
+    return source, selection, plan
 
 
 def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         get_active_deepspeed_plugin,
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
+    from .loading import load_from_checkpoint
     from .unwrapping import unwrap_model
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "HfDeepSpeedConfig",
     "get_active_deepspeed_plugin",
+    "load_from_checkpoint",
     "unwrap_model",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
     "get_active_deepspeed_plugin": ".deepspeed",
+    "load_from_checkpoint": ".loading",
     "unwrap_model": ".unwrapping",
 }
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         _MockOptimizer,
         _validate_optimizers_attached,
     )
+    from lightning.pytorch.core.saving import _load_state
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.precision import (
@@ -64,6 +65,7 @@ else:
         _MockOptimizer,
         _validate_optimizers_attached,
     )
+    from pytorch_lightning.core.saving import _load_state
     from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
     from pytorch_lightning.plugins.precision import (
@@ -130,6 +132,7 @@ __all__ = [
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
     "_MockOptimizer",  # what there is where configure_optimizers returns None
     "_Stateful",  # loaders that keep their own place
+    "_load_state",  # a module from hyperparameters and weights that lie in no file of Lightning's
     "_SubprocessScriptLauncher",  # it does not tell processes how many they are on a node
     "_materialize_distributed_module",  # modules on the meta device, as Lightning's own strategies do
     "_optimizers_to_device",  # the same

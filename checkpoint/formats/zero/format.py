@@ -26,10 +26,11 @@ class ZeROFormat(Format):
         return has_zero_files(folder)
 
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
-        """Read all ranks' states; DeepSpeed says itself what is tied."""
+        """Read all ranks' states; DeepSpeed says itself what is tied, but for modules that have two names."""
         manifest = _manifest(folder)
         source = read_zero(folder).source()
-        return source, replace(manifest, ties=source.ties)
+        more = {alias: name for alias, name in manifest.ties.items() if alias not in source.tensors}
+        return source, replace(manifest, ties={**more, **source.ties})
 
     def describe(self, folder: Path) -> CheckpointInfo:
         """Describe it from its states, and from ``accelight.json`` in or above the folder."""
@@ -61,4 +62,4 @@ def _manifest(folder: Path) -> Manifest:
         path = place / name
         if path.parent == folder:
             check_written(file_inside(folder, path.name, str(place / MANIFEST_NAME)), digest)
-    return Manifest("module", {}, found.module_attribute, found.digests)
+    return replace(found, model_prefix="module")

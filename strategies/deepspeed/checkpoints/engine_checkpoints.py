@@ -17,6 +17,7 @@ from ....checkpoint.manifest import write_manifest
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
+from ...common.parameter_ties import find_ties
 from ..engines import partitions
 from ..engines.changed_weights import take_changed_weights
 from ..engines.library import deepspeed_library, quietly
@@ -61,7 +62,8 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
         (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
-        write_manifest(folder, model_prefix="module", digests=digests_of(folder))
+        # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
+        write_manifest(folder, model_prefix="module", ties=find_ties(engine.module), digests=digests_of(folder))
 
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
@@ -101,12 +103,26 @@ def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weig
         _check_layout(path / universal.TAG, stage, any_number=any_number)
     with failing_together(f"loading {path}"):
         check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
-    with reading_safely(weights_only):
-        state = _read_model_file(path / universal.TAG)
-    left_out = {*_OF_DEEPSPEED, _COUNTS}
-    checkpoint = {key: value for key, value in state.items() if key not in left_out}
+    checkpoint = read_trainer_state(path / universal.TAG, weights_only=weights_only)
     checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
     return checkpoint
+
+
+def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Return what DeepSpeed's files hold of the Trainer.
+
+    Args:
+        folder: The one with the files, inside a checkpoint.
+        weights_only: False reads anything, whatever it may execute.
+
+    Raises:
+        ValueError: If DeepSpeed's file for it is not there.
+        RuntimeError: If it holds objects that may run code.
+    """
+    with reading_safely(weights_only):
+        state = _read_model_file(folder)
+    left_out = {*_OF_DEEPSPEED, _COUNTS}
+    return {key: value for key, value in state.items() if key not in left_out}
 
 
 def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool) -> None:
@@ -203,7 +219,8 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: If there is none.
     """
-    names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (dist.get_rank(), 0))  # or of fewer ranks
+    own = dist.get_rank() if dist.is_initialized() else 0
+    names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (own, 0))  # or of fewer ranks
     for file in (folder / name for name in (*names, "mp_rank_00_model_states.pt")):
         if file.is_file():
             state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from ...common.parameter_ties import find_ties
 from ...upstream.lightning import rank_zero_info, rank_zero_warn
 from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
@@ -22,7 +23,7 @@ from ..units.groups import without_split_ties
 from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
-from ..units.original_model import find_ties, module_attribute_of, parameter_order
+from ..units.original_model import module_attribute_of, parameter_order
 from ..units.plan import Plan, left_over, parts_called_alone
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form

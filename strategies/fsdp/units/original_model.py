@@ -1,25 +1,10 @@
-"""What a checkpoint's reader wants to know of the model as it was before sharding: ties, order, where it lies."""
+"""What a checkpoint's reader wants to know of the model as it was before sharding: order, and where it lies."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from ....checkpoint.names import clean_name
-
-
-def find_ties(model: nn.Module) -> dict[str, str]:
-    """Return alias to kept name for parameters that stand under several names; the first name is kept.
-
-    Ask before sharding: FSDP1's flat parameters hide which name is which.
-    """
-    kept: dict[nn.Parameter, str] = {}
-    ties: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in kept:
-            ties[name] = kept[parameter]
-        else:
-            kept[parameter] = name
-    return ties
 
 
 def parameter_order(model: nn.Module) -> dict[str, int]:
