@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -90,7 +91,8 @@ def dataset(world_size: int) -> TensorDataset:
 def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tuple[Tensor, ...]]:
     """This rank's share of the `dataset` for ``world_size``, in order: Lightning's own sampler would shuffle it."""
     data = dataset(world_size)
-    return DataLoader(data, batch_size, sampler=DistributedSampler(data, shuffle=False))
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])  # where the Trainer starts the group
+    return DataLoader(data, batch_size, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
 
 
 def build_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:

@@ -51,7 +51,7 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         norm = trainer.strategy.last_grad_norm  # type: ignore[attr-defined]
-        if len(pl_module.outcome.grad_norms) < trainer.global_step:
+        if norm is not None and len(pl_module.outcome.grad_norms) < trainer.global_step:
             pl_module.outcome.grad_norms.append(norm.item())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
+from tests.gpu import ACCELERATOR, NUM_DEVICES
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, quiet_trainer, rank_loader, train_plain
 
@@ -31,12 +32,12 @@ RTOL = 1e-4
 def _fit(
     options: dict[str, Any], epochs: int, *, save_to: str = "", resume_from: str | None = None, **trainer_options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    outcome, world_size = Outcome(), torch.cuda.device_count()
+    outcome, world_size = Outcome(), NUM_DEVICES
     strategy = AccelFSDPStrategy(**options)
     trainer = quiet_trainer(
         strategy,
         world_size,
-        accelerator="gpu",
+        accelerator=ACCELERATOR,
         max_epochs=epochs,
         accumulate_grad_batches=CASE.accumulate,
         gradient_clip_val=CASE.clip_norm,
@@ -65,9 +66,7 @@ def _fit(
 
 
 def _on_gpus(options: dict[str, Any], epochs: int, **more: Any) -> tuple[list[float], dict[str, Tensor]]:
-    return run_on_ranks(
-        torch.cuda.device_count(), _fit_with, {"options": options, "epochs": epochs, **more}, init_group=False
-    )[0]
+    return run_on_ranks(NUM_DEVICES, _fit_with, {"options": options, "epochs": epochs, **more}, init_group=False)[0]
 
 
 def _fit_with(arguments: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
@@ -87,7 +86,7 @@ def _fit_with(arguments: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]
 def test_a_resume_goes_on(engine: str, options: dict[str, Any], tmp_path: Path) -> None:
     path, given = str(tmp_path / "checkpoint.ckpt"), {**ENGINES[engine], **options}
     _, weights = _on_gpus(given, 1, save_to=path)
-    expected = train_plain(CASE, torch.cuda.device_count()).losses
+    expected = train_plain(CASE, NUM_DEVICES).losses
     losses, _ = _on_gpus(given, 2, resume_from=path)
     assert losses == pytest.approx(expected[len(expected) // 2 :], rel=RTOL)
     if options["state_dict_type"] == "sharded_state_dict":
@@ -105,8 +104,13 @@ def test_a_resume_goes_on(engine: str, options: dict[str, Any], tmp_path: Path) 
         {"compile": True},
         _RECOMPUTED,
         {"compile": True, **_RECOMPUTED},
+        {"cpu_ram_efficient_loading": True, "cpu_offload": True},
+        {"pretrained_weights": "model.safetensors", "cpu_offload": True},
     ],
-    ids=["from_rank_zero", "from_files", "compiled", "recomputed", "compiled_and_recomputed"],
+    ids=[
+        *("from_rank_zero", "from_files", "compiled", "recomputed", "compiled_and_recomputed"),
+        *("from_rank_zero_offloaded", "from_files_offloaded"),
+    ],
 )
 def test_first_weights_and_compilation(
     engine: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,17 +118,75 @@ def test_first_weights_and_compilation(
     monkeypatch.chdir(tmp_path)
     save_model(build_model(), "model.safetensors")
     if "pretrained_weights" in options:
-        options = {"pretrained_weights": str(tmp_path / "model.safetensors")}
+        options = {**options, "pretrained_weights": str(tmp_path / "model.safetensors")}
     losses, _ = _on_gpus({**ENGINES[engine], **options, "state_dict_type": "full_state_dict"}, 2)
-    assert losses == pytest.approx(train_plain(CASE, torch.cuda.device_count()).losses, rel=RTOL)
+    assert losses == pytest.approx(train_plain(CASE, NUM_DEVICES).losses, rel=RTOL)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_half_precision_trains(engine: str, precision: str) -> None:
     losses, weights = _on_gpus({**ENGINES[engine], "state_dict_type": "full_state_dict"}, 2, precision=precision)
-    expected = train_plain(CASE, torch.cuda.device_count()).losses
+    expected = train_plain(CASE, NUM_DEVICES).losses
     first = 3 if precision == "16-mixed" else len(losses)  # its scaler skips steps until it has found its scale
     assert losses[:first] == pytest.approx(expected[:first], rel=0.1)  # bf16 keeps three digits; ten steps lose one
     stored = {"16-mixed": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}[precision]
     assert {tensor.dtype for tensor in weights.values()} == {stored}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fp16_with_offload_trains(engine: str) -> None:
+    options = {**ENGINES[engine], "state_dict_type": "full_state_dict", "cpu_offload": True}
+    losses, _ = _on_gpus(options, 2, precision="16-mixed")
+    expected = train_plain(CASE, NUM_DEVICES).losses
+    assert losses[:3] == pytest.approx(expected[:3], rel=0.1)  # the scaler skips steps until it has found its scale
+
+
+def _hybrid(engine: str) -> list[list[float]]:
+    shape = (2, NUM_DEVICES // 2) if NUM_DEVICES % 2 == 0 and NUM_DEVICES > 2 else (1, NUM_DEVICES)
+    options = {**ENGINES[engine], "device_mesh": shape, "state_dict_type": "full_state_dict"}
+    if engine == "fsdp1":
+        options["sharding_strategy"] = "HYBRID_SHARD"
+    return [_fit(options, 2)[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_hybrid_sharding_twice_in_a_process(engine: str) -> None:
+    for losses in run_on_ranks(NUM_DEVICES, _hybrid, engine, init_group=False)[0]:
+        assert losses == pytest.approx(train_plain(CASE, NUM_DEVICES).losses, rel=RTOL)
+
+
+class _WithBuffer(TinyModule):
+    """Has a persistent buffer and a layer that is not sharded."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(CASE, Outcome())
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+def _offload_with_buffers(engine: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    found: list[dict[str, Tensor]] = []
+    for epochs, path in ((1, None), (2, f"{folder}/full.ckpt")):
+        options: dict[str, Any] = {**ENGINES[engine], "cpu_offload": True, "state_dict_type": "full_state_dict"}
+        strategy = AccelFSDPStrategy(ignored_modules="model.head", **options)
+        trainer = quiet_trainer(strategy, NUM_DEVICES, accelerator=ACCELERATOR, max_epochs=epochs)
+        trainer.fit(_WithBuffer(), rank_loader(NUM_DEVICES), ckpt_path=path)
+        trainer.save_checkpoint(f"{folder}/full.ckpt")
+        strategy.save_safetensors(f"{folder}/model.safetensors")
+        found.append({name: tensor.cpu().clone() for name, tensor in strategy.lightning_module_state_dict().items()})
+        assert all(tensor.device.type == "cpu" for tensor in strategy.lightning_module_state_dict().values())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offloaded_buffers_and_ignored_modules_are_saved_and_resumed(engine: str, tmp_path: Path) -> None:
+    first, second = run_on_ranks(NUM_DEVICES, _offload_with_buffers, engine, str(tmp_path), init_group=False)[0]
+    assert set(first) == set(second)
+    written = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in second.items())
+    assert not torch.equal(first["model.head.weight"], second["model.head.weight"])
