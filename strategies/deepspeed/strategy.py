@@ -21,6 +21,7 @@ from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
+from ..common.made_again import made_again
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..upstream.lightning import (
@@ -55,6 +56,7 @@ from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
 
 
+@made_again
 @named_arguments
 class AccelDeepSpeedStrategy(TrainerHooks):
     """Training with DeepSpeed's ZeRO, on any device that DeepSpeed knows, CPU included.

@@ -36,6 +36,7 @@ from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
+from ..common.made_again import made_again
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..upstream.lightning import (
@@ -68,6 +69,7 @@ from .weights.meta_init import parameters_on_meta
 _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+@made_again
 @named_arguments
 class AccelFSDPStrategy(TrainerHooks):
     """Fully sharded training with FSDP1 or FSDP2, on any device, CPU included.

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from ....state.same_call import meet
 from ...common.held_weights import STORED_WEIGHTS
+from ...common.plain_modules import plain_modules
 from ...common.storage_paths import local_path
 from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
 from . import engine_checkpoints
-from .plain_modules import plain_modules
+from .plain_modules import TRACES
 
 _WHAT = "sharded checkpoints"
 
@@ -74,7 +75,7 @@ class Checkpointer:
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine, plugin = self._strategy.deepspeed_engine, self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
-        with plain_modules(state):
+        with plain_modules(state, TRACES):
             engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.report import MergeReport
 from ....state.same_call import meet
-from ...common.agreed_outcome import run_on_rank_zero
+from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_file
+from ...common.plain_modules import plain_modules
 from ...common.storage_paths import is_remote, local_path
 from ...common.torch_files import save_torch
 from ...upstream.lightning import (
@@ -39,6 +40,7 @@ from . import local_state, sharded_checkpoints, sharded_loading
 from .accelerate_folders import find_accelerate_folder
 from .background_saves import BackgroundSaves
 from .optimizer_states import optimizer_state
+from .plain_modules import traces_of
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
 from .safetensors_saving import save_safetensors
 from .scaler_state import share_scaler_state
@@ -141,10 +143,12 @@ class Checkpointer:
             checkpoint[CHECKPOINT_KEY] = gather_random_states(self._strategy.root_device)
         share_scaler_state(checkpoint)
         save, saves = self._full_save if self._full else self._folder_save, self.saves
-        if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
-            save(checkpoint, path, storage_options, lambda state: state)(None)
-        else:
-            saves.start(f"Saving {path}", save(checkpoint, path, storage_options, saves.stage))
+        traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
+        with plain_modules(checkpoint, traces):
+            if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
+                save(checkpoint, path, storage_options, lambda state: state)(None)
+            else:  # what is staged is a copy
+                saves.start(f"Saving {path}", save(checkpoint, path, storage_options, saves.stage))
 
     @property
     def _trainer_state(self) -> TrainerState | None:
@@ -180,13 +184,14 @@ class Checkpointer:
             )
         folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        with failing_together(f"saving {path}"):
+            metadata = sharded_checkpoints.serialised(checkpoint)
         if self._local:
             local = stage(local_state.local_state(weights, optimizer_states))
-            return partial(local_state.save_local, folder, local, sharded_checkpoints.serialised(checkpoint))
+            return partial(local_state.save_local, folder, local, metadata)
         key, form = self._strategy.engine.model_key, self._strategy.form
         state = sharded_checkpoints.sharded_state(key, weights, optimizer_states)
-        staged, metadata = stage(state), sharded_checkpoints.serialised(checkpoint)
-        manifest = Manifest(key, form.ties, form.module_attribute)
+        staged, manifest = stage(state), Manifest(key, form.ties, form.module_attribute)
         return lambda group: sharded_checkpoints.save_sharded(folder, staged, metadata, manifest, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:

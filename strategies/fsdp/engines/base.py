@@ -150,6 +150,10 @@ class Engine(ABC, Generic[SettingsT]):
         check_kinds(optimizers, self.version)
 
     @abstractmethod
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules with parameters of their own in shards, and what FSDP has put around modules."""
+
+    @abstractmethod
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
         """Return the modules whose calls need something gathered, once `get_ready` has been called."""
 

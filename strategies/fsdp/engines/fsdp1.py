@@ -49,6 +49,7 @@ from .fsdp1_units import (
     forget_views,
     make_idle,
     names_of,
+    owners_of,
     reshard,
     roots_of,
     units_by_module,
@@ -195,6 +196,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         super().check_optimizers(root, optimizers)
         if not self.settings.use_orig_params:
             check_flat_parameters(root, optimizers)
+
+    @override
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        return owners_of(root)
 
     @override
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:

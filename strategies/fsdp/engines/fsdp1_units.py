@@ -29,6 +29,15 @@ def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
     return [unit for child in root.children() for unit in roots_of(child)]
 
 
+def owners_of(root: nn.Module) -> set[nn.Module]:
+    """Return the modules whose parameters are in a flat one, as ties too, and the units around modules."""
+    found: set[nn.Module] = set(_all_units(root))
+    for unit in units_of(root):
+        flat_param = unit._handle.flat_param
+        found.update(owner for _, owner, *_ in (*flat_param._param_infos, *flat_param._shared_param_infos))
+    return found
+
+
 def _all_units(root: nn.Module) -> list[Any]:
     return list(FullyShardedDataParallel.fsdp_modules(root))
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ....checkpoint.names import clean_name
@@ -128,6 +129,14 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         self._watch = BackwardWatch(root, self.path)
         self.make_idle(root)
         drop_unreduced(root)
+
+    @override
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        return {
+            module
+            for module in root.modules()
+            if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+        }
 
     @override
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
