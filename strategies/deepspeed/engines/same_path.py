@@ -6,11 +6,11 @@ gather other parameters than its peers, which crashes, hangs, or mixes up values
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.compared_actions import ComparedActions
 
@@ -66,7 +66,8 @@ class SamePath:
 
     def __init__(self, engine: Any, timeout: timedelta) -> None:
         self._compared = ComparedActions(WAY_OUT, timeout)
-        self._names: Mapping[nn.Module, str] = {layer: name for name, layer in engine.module.named_modules()}
+        # By identity: a metric's hash is another one after each update, on each rank at its own time.
+        self._names = WeakIdKeyDictionary({layer: name for name, layer in engine.module.named_modules()})
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
         coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
@@ -83,7 +84,8 @@ class SamePath:
             self._compared.compare(f"leaves the recorded order at {self._name(layer)!r}")
 
     def _name(self, layer: nn.Module) -> str:
-        return self._names.get(layer) or type(layer).__name__
+        name: str = self._names.get(layer) or type(layer).__name__
+        return name
 
 
 def _coordinator(engine: Any) -> Any:

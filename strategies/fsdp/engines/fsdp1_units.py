@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...upstream.torch_fsdp1 import HandleTrainingState, TrainingState, _reshard
 
@@ -42,9 +43,14 @@ def _all_units(root: nn.Module) -> list[Any]:
     return list(FullyShardedDataParallel.fsdp_modules(root))
 
 
-def units_by_module(root: nn.Module) -> dict[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]]:
-    """Return for each module the outermost unit and the unit that gathers the module's own parameters."""
-    found: dict[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]] = {}
+def units_by_module(
+    root: nn.Module,
+) -> MutableMapping[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]]:
+    """Return for each module the outermost unit and the unit that gathers the module's own parameters.
+
+    By identity: the hash of a metric is another one after each update.
+    """
+    found: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
 
     def visit(module: nn.Module, outermost: Any, unit: Any) -> None:
         if isinstance(module, FullyShardedDataParallel):

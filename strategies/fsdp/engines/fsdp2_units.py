@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.gradients import refuse_second_derivatives
 from ..steps.same_path import SamePath
@@ -36,9 +37,12 @@ def roots_of(root: nn.Module) -> list[FSDPModule]:
     return [unit for child in root.children() for unit in roots_of(child)]
 
 
-def units_by_module(root: nn.Module) -> dict[nn.Module, FSDPModule]:
-    """Return the unit that gathers each module's own parameters; modules outside of all units are left out."""
-    found: dict[nn.Module, FSDPModule] = {}
+def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:
+    """Return the unit that gathers each module's own parameters; modules outside of all units are left out.
+
+    By identity: the hash of a metric is another one after each update.
+    """
+    found: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
 
     def visit(module: nn.Module, unit: FSDPModule | None) -> None:
         unit = module if isinstance(module, FSDPModule) else unit

@@ -11,7 +11,7 @@ Modules carry no hooks for it: one global hook of torch's stands while no step r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .same_path import SamePath
 
@@ -64,7 +65,7 @@ class OutsideCalls:
         self._root = weakref.ref(root)
         self._opener = opener
         self._context = context
-        self._numbers: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._numbers: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
         root.__dict__[_ATTRIBUTE] = self  # to live as long as it
         known = weakref.ref(self)
         for number, module in enumerate(opener.modules_in_units(root)):
@@ -110,8 +111,8 @@ class OutsideCalls:
         return args
 
 
-_known: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideCalls]] = weakref.WeakKeyDictionary()
-"""Both are weak: the calls know the engine, which knows the modules."""
+_known: MutableMapping[nn.Module, weakref.ref[OutsideCalls]] = WeakIdKeyDictionary()
+"""Both are weak: the calls know the engine, which knows the modules. By identity, as a metric's hash changes."""
 _depth = 0
 """How many steps, backwards and calls are under way: inside of them nobody is outside."""
 _handle: RemovableHandle | None = None
