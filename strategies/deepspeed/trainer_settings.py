@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,10 +124,26 @@ def _training_loaders(trainer: Trainer) -> Iterator[Any]:
 
 def _validation_loaders(trainer: Trainer) -> Iterator[Any]:
     loop = trainer.fit_loop.epoch_loop.val_loop
-    if trainer.enable_validation:
-        loop.setup_data()
+    if not _will_validate(trainer):
+        return
+    loop.setup_data()
     if loop._combined_loader is not None:
         yield from loop._combined_loader.flattened
+
+
+def _will_validate(trainer: Trainer) -> bool:
+    """Return whether this fit comes to a validation: the Trainer asks for no loader otherwise, which may be None."""
+    if not trainer.enable_validation:
+        return False
+    every = trainer.check_val_every_n_epoch
+    if trainer.num_sanity_val_steps > 0 or every is None:
+        return True
+    most = trainer.max_epochs
+    if trainer.max_steps != -1 and math.isfinite(trainer.num_training_batches):
+        num_steps = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+        by_steps = math.ceil(trainer.max_steps / num_steps)
+        most = by_steps if most in (None, -1) else min(most, by_steps)
+    return most in (None, -1) or most // every > trainer.current_epoch // every
 
 
 def _batch_size_of(loader: Any) -> int | None:
