@@ -1,7 +1,7 @@
 """Modules among what a checkpoint holds, such as a loss in the hyperparameters, saved as they were before training.
 
 They are the very objects that train, with the hooks and marks of whatever shards them: hooks cannot be pickled, and
-marks mean nothing to who loads them.
+marks mean nothing to who loads them. Callbacks among them have methods of the whole model, by which they log.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..upstream.lightning import Callback
+
+T = TypeVar("T")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LOGGING = ("log", "log_dict")
+"""What the Trainer gives callbacks of the module's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ class Traces:
 
 @contextmanager
 def plain_modules(state: Mapping[str, Any], traces: Traces) -> Iterator[None]:
-    """Let the modules in ``state`` be pickled inside this context; a module that is trained is the same object there.
+    """Let modules and callbacks in ``state`` be pickled inside this context; they are the same objects there.
 
     Args:
         state: The Trainer's checkpoint. Looked into are dicts, lists and tuples.
@@ -46,7 +51,9 @@ def plain_modules(state: Mapping[str, Any], traces: Traces) -> Iterator[None]:
     Raises:
         ValueError: If such a module has parameters that are sharded, which nobody could load.
     """
-    layers = {layer: path for path, module in _modules(state) for layer in module.modules()}
+    layers = {layer: path for path, module in _found(state, nn.Module) for layer in module.modules()}
+    callbacks = {id(callback): callback for _, callback in _found(state, Callback)}.values()
+    logging = [(vars(each), {n: vars(each)[n] for n in _LOGGING if n in vars(each)}) for each in callbacks]
     for layer, path in layers.items():
         if traces.holds_shards(layer):
             raise ValueError(
@@ -56,26 +63,31 @@ def plain_modules(state: Mapping[str, Any], traces: Traces) -> Iterator[None]:
             )
     before = {layer: (type(layer), dict(vars(layer))) for layer in layers}
     try:
+        for attributes, methods in logging:
+            for name in methods:
+                del attributes[name]
         for layer in layers:
             _strip(vars(layer), traces)
             _give_class(layer, traces.own_class(layer))
         yield
     finally:
+        for attributes, methods in logging:
+            attributes.update(methods)
         for layer, (cls, attributes) in before.items():
             vars(layer).clear()
             vars(layer).update(attributes)
             _give_class(layer, cls)
 
 
-def _modules(value: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(value, nn.Module):
+def _found(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]:
+    if isinstance(value, kind):
         yield path, value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _modules(one, f"{path}[{key!r}]" if path else str(key))
+            yield from _found(one, kind, f"{path}[{key!r}]" if path else str(key))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
-            yield from _modules(one, f"{path}[{index}]")
+            yield from _found(one, kind, f"{path}[{index}]")
 
 
 def _give_class(layer: nn.Module, cls: type[nn.Module]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
@@ -37,7 +38,9 @@ class Weighted(nn.Module):
 
 
 class WithLoss(TinyModule):
-    def __init__(self, loss: nn.Module, metrics: list[nn.Module], strategy: Any = None) -> None:
+    def __init__(
+        self, loss: nn.Module, metrics: list[nn.Module], strategy: Any = None, callbacks: list[Callback] | None = None
+    ) -> None:
         super().__init__(Case(epochs=1), Outcome())
         self.save_hyperparameters()
         self.loss, self.metrics = loss, nn.ModuleList(metrics)
@@ -58,10 +61,12 @@ def strategy_for(version: int, kind: str, **more: Any) -> Any:
 
 
 def fit_and_save(path: str, strategy: Any, loss: nn.Module, metrics: list[nn.Module]) -> WithLoss:
-    module = WithLoss(loss, metrics, strategy)
-    trainer = quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=2)
+    callback = Callback()
+    module = WithLoss(loss, metrics, strategy, [callback])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=2, callbacks=[callback])
     trainer.fit(module, rank_loader(2))
     trainer.save_checkpoint(path)
+    assert callback.log == module.log  # the Trainer's doing
     return module
 
 
@@ -79,6 +84,7 @@ def save_losses(folder: str, version: int, kind: str) -> dict[str, Any]:
     saved = hyperparameters_of(path)
     assert type(saved["strategy"]) is AccelFSDPStrategy
     assert saved["strategy"].fsdp_plugin.fsdp_version == version
+    assert [vars(each) for each in saved["callbacks"]] == [{}]
     again = quiet_trainer(strategy_for(version, kind), 2, max_epochs=2)
     again.fit(WithLoss(nn.MSELoss(), [nn.L1Loss()]), rank_loader(2), ckpt_path=path, weights_only=False)
     if kind == "full":

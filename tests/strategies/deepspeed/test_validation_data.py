@@ -1,4 +1,4 @@
-"""DeepSpeed's config needs batch sizes: validation data is asked for where the fit comes to a validation, and only there."""
+"""DeepSpeed's config needs batch sizes: validation data is asked for where a fit comes to a validation, and only there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.ranks import run_on_ranks
-from tests.strategies.oracle import NUM_MICRO_BATCHES, Case, Outcome, TinyModule, quiet_trainer, rank_loader, strategy_named
+from tests.strategies.oracle import (
+    NUM_MICRO_BATCHES,
+    Case,
+    Outcome,
+    TinyModule,
+    quiet_trainer,
+    rank_loader,
+    strategy_named,
+)
 
 
 class NoValidationData(TinyModule):
