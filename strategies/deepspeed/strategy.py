@@ -22,6 +22,7 @@ from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
 from ..common.made_again import made_again
+from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..upstream.lightning import (
@@ -54,6 +55,19 @@ from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_for
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
+
+_REFUSED_CALLBACKS = {
+    "LearningRateFinder": (
+        "(Tuner.lr_find, too) puts a schedule on the optimizer, and DeepSpeed's is no torch.optim.Optimizer. Find the "
+        "rate with another strategy, FSDP or one process, and train with DeepSpeed then."
+    ),
+    "ModelPruning": PRUNING,
+    "WeightAveraging": (
+        "puts averages in the place of the weights in checkpoints, and those of DeepSpeed's engine are saved by "
+        "itself: the averages would be lost. Average in a callback of your own, with a state_dict() for its "
+        "checkpoints, or use Trainer(strategy='ddp')."
+    ),
+}
 
 
 @made_again
@@ -218,6 +232,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.precision_plugin.convert_module(module)  # in place
         self.deepspeed_plugin.set_moe_leaf_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
             self._setup_training(trainer, module)
         else:
             self._setup_evaluation(module)

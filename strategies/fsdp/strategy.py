@@ -37,6 +37,7 @@ from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
 from ..common.made_again import made_again
+from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..upstream.lightning import (
@@ -61,12 +62,19 @@ from .steps.user_hooks import looks_before_backward, looks_between_batches
 from .trainer_hooks import TrainerHooks
 from .units.marked_units import marking_units
 from .units.mesh import build_mesh
-from .units.refused_models import check_callbacks
 from .units.sharded_root import inside_root
 from .weights.initial_weights import prepare_with_weights
 from .weights.meta_init import parameters_on_meta
 
 _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_REFUSED_CALLBACKS = {
+    "ModelPruning": PRUNING,
+    "WeightAveraging": (
+        "copies the model before it is sharded, and would average the copy with shards. Average in a callback of your "
+        "own: parameters that are copied in on_train_start are sharded as those that train, and can be averaged and "
+        "swapped in any hook. Or use Trainer(strategy='ddp')."
+    ),
+}
 
 
 @made_again
@@ -278,7 +286,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.accelerator.setup(trainer)
         self._termination.follow(trainer)
         if fitting:
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+            check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -40,25 +40,6 @@ def check_modules(
     ]
     if problems:
         raise ValueError("\n".join([f"FSDP{version} cannot train this {type(model).__name__}:", *problems]))
-
-
-def check_callbacks(callbacks: Iterable[object]) -> None:
-    """Check that callbacks of Lightning's can work with a sharded model.
-
-    Args:
-        callbacks: The Trainer's.
-
-    Raises:
-        ValueError: If one cannot.
-    """
-    for callback in callbacks:
-        lightnings = [cls for cls in type(callback).__mro__ if cls.__module__.split(".")[0] != "accelight"]
-        if any(cls.__name__ == "WeightAveraging" for cls in lightnings):
-            raise ValueError(
-                f"{type(callback).__name__} copies the model before it is sharded, and would average the copy with "
-                "shards. Average in a callback of your own: parameters that are copied in on_train_start are sharded "
-                "as those that train, and can be averaged and swapped in any hook. Or use Trainer(strategy='ddp')."
-            )
 
 
 def _renormalised(model: nn.Module, unsharded: Collection[nn.Module]) -> Iterator[str]:

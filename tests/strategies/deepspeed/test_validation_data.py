@@ -1,4 +1,4 @@
-"""DeepSpeed's config needs batch sizes: validation data is asked for where a fit comes to a validation, and only there."""
+"""The config needs batch sizes: validation data is asked for where a fit comes to a validation, and only there."""
 
 from __future__ import annotations
 
