@@ -59,6 +59,7 @@ from .steps.outside_calls import OutsideCalls
 from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
 from .steps.user_hooks import looks_before_backward, looks_between_batches
+from .summary import summarise_whole
 from .trainer_hooks import TrainerHooks
 from .units.marked_units import marking_units
 from .units.mesh import build_mesh
@@ -294,6 +295,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._held_weights.model_is_set_up()
         self.barrier()
         if fitting:
+            summarise_whole(trainer.callbacks, self.form.root)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:

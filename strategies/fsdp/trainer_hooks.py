@@ -32,6 +32,7 @@ from .precision import AccelFSDPPrecision, check_scaler
 from .running import Running
 from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
+from .summary import let_go
 from .units.sharded_root import ShardedForm
 
 _log = logging.getLogger(__name__)
@@ -317,6 +318,8 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         self._termination.let_go()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
+            if (trainer := self.lightning_module._trainer) is not None:
+                let_go(trainer.callbacks)  # type: ignore[attr-defined]
         self._zero_grads.let_go()
         self._total_norms.let_go()
         if self._form is not None:

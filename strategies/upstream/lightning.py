@@ -16,7 +16,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.fabric.utilities.types import _PATH, _Stateful
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
     from lightning.pytorch.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -44,6 +44,8 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.utilities.data import _update_dataloader, extract_batch_size
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
+    from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 else:
@@ -56,7 +58,7 @@ else:
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
     from lightning_fabric.utilities.types import _PATH, _Stateful
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
     from pytorch_lightning.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -84,6 +86,8 @@ else:
     from pytorch_lightning.utilities.data import _update_dataloader, extract_batch_size
     from pytorch_lightning.utilities.exceptions import SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
+    from pytorch_lightning.utilities.model_summary.model_summary import LayerSummary
+    from pytorch_lightning.utilities.model_summary.model_summary import ModelSummary as Summary
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import LRSchedulerConfig
 
@@ -103,13 +107,16 @@ __all__ = [
     "FSDPStrategy",
     "GradClipAlgorithmType",
     "LRSchedulerConfig",
+    "LayerSummary",
     "LightningModule",
     "LightningOptimizer",
     "ModelCheckpoint",
+    "ModelSummary",
     "ParallelStrategy",
     "Precision",
     "RunningStage",
     "SIGTERMException",
+    "Summary",
     "TorchCheckpointIO",
     "Trainer",
     "TrainerFn",
@@ -146,6 +153,7 @@ _EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _MODULE = "lightning.pytorch.LightningModule"
 _METRIC = "torchmetrics.Metric"
+_SUMMARY = "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary"
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 
 ATTRIBUTES = {
@@ -159,6 +167,8 @@ ATTRIBUTES = {
     "_data_fetcher": (_FIT, "batches that were fetched ahead"),
     "_defaults": (_METRIC, "a metric's states"),
     "_device_mesh": (_MODULE, "the mesh that configure_model() asks for"),
+    "_flop_counter": (_SUMMARY, "operations by names with wrappers"),
+    "_forward_example_input": (_SUMMARY, "sizes of inputs and outputs"),
     "_generate_state_key": ("lightning.pytorch.Callback", "how a callback's state is called in a checkpoint"),
     "_is_sequential": (_EVALUATION, "loaders come one after the other"),
     "_layer_sync": ("lightning.pytorch.strategies.ParallelStrategy", "Trainer(sync_batchnorm=True)"),
@@ -166,6 +176,9 @@ ATTRIBUTES = {
         "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
         "a window that goes on over an epoch's end is not zeroed there",
     ),
+    "_max_depth": (_SUMMARY, "how deep a summary goes"),
+    "_model": (_SUMMARY, "the module that is summarised"),
+    "_module": ("lightning.pytorch.utilities.model_summary.model_summary.LayerSummary", "the module of a row"),
     "_num_ready_batches_reached": (_EPOCH, "whether an epoch's data is at its end"),
     "_reductions": (_METRIC, "how a metric's states are reduced"),
     "_reset_optimizers_and_schedulers": ("lightning.pytorch.strategies.Strategy", "optimizers of an earlier fit"),
@@ -173,6 +186,7 @@ ATTRIBUTES = {
     "_should_accumulate": (_EPOCH, "whether a window ends here"),
     "_signal_connector": (_TRAINER, "Lightning's handler of SIGTERM"),
     "_sigterm_notifier_fn": (_SIGNALS, "the handler itself"),
+    "_summary": ("lightning.pytorch.callbacks.ModelSummary", "counts a module's parameters"),
     "_sync_dist": (_METRIC, "states of any number of samples are gathered"),
     "_trainer": (_MODULE, "the Trainer, or None"),
     "_update_count": (_METRIC, "a padding step does not count"),

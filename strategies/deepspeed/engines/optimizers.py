@@ -159,9 +159,14 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     """Check that an optimizer can step on flat pieces of parameters, which is what the stages 1 to 3 give it.
 
     Raises:
-        ValueError: If it needs full matrices, or the norm of each parameter.
+        ValueError: If it needs full matrices, or the norm of each parameter; or if it is LBFGS, in any stage.
     """
     name = type(optimizer).__name__
+    if name == "LBFGS":
+        raise ValueError(
+            "LBFGS evaluates its closure several times in a step, and needs scalar products over all parameters: no "
+            "stage of ZeRO can do that. Use another optimizer, or train with Trainer(strategy='ddp')."
+        )
     if stage and name in _NOT_ELEMENTWISE and not type(optimizer).__module__.startswith("deepspeed"):
         raise ValueError(
             f"{name} computes with full parameters, and ZeRO stage {stage} lets it step on flat pieces of them, which "

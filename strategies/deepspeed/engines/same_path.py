@@ -6,6 +6,7 @@ gather other parameters than its peers, which crashes, hangs, or mixes up values
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
@@ -67,7 +68,9 @@ class SamePath:
     def __init__(self, engine: Any, timeout: timedelta) -> None:
         self._compared = ComparedActions(WAY_OUT, timeout)
         # By identity: a metric's hash is another one after each update, on each rank at its own time.
-        self._names = WeakIdKeyDictionary({layer: name for name, layer in engine.module.named_modules()})
+        self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary(
+            {layer: name for name, layer in engine.module.named_modules()}
+        )
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
         coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
@@ -84,8 +87,7 @@ class SamePath:
             self._compared.compare(f"leaves the recorded order at {self._name(layer)!r}")
 
     def _name(self, layer: nn.Module) -> str:
-        name: str = self._names.get(layer) or type(layer).__name__
-        return name
+        return self._names.get(layer) or type(layer).__name__
 
 
 def _coordinator(engine: Any) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ...common.plain_modules import Traces
+from ..engines.fsdp2_units import own_class
 
 _ADDED = ("_fsdp_", "_is_fsdp_", "__composable_api_")
 """How the names of torch's marks begin, of FSDP1 and FSDP2."""
@@ -20,20 +20,12 @@ def _restore(attributes: dict[str, Any]) -> None:
             del attributes[name]
 
 
-def _own_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that was there before FSDP2 put one of its own before it."""
-    found: type[nn.Module] = type(layer)
-    if isinstance(layer, FSDPModule) and found.__bases__[0] is FSDPModule:
-        found = found.__bases__[1]
-    return found
-
-
 def traces_of(sharded: Collection[nn.Module]) -> Traces:
     """Return what to take off, where ``sharded`` are the modules with parameters of their own in shards."""
     return Traces(
         packages=("torch.distributed", "torch._dynamo", "accelight"),
         restore=_restore,
-        own_class=_own_class,
+        own_class=own_class,
         holds_shards=sharded.__contains__,
         told="FSDP has sharded",
         way_out=" Or keep it out of the shards: AccelFSDPStrategy(ignored_modules=...).",

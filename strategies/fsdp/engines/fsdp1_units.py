@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...upstream.torch_fsdp1 import HandleTrainingState, TrainingState, _reshard
+
+
+class WholeParameter(NamedTuple):
+    """A parameter as it was before sharding."""
+
+    key: object
+    """The same for all names of a tied one."""
+    numel: int
+    is_trained: bool
 
 
 def units_of(root: nn.Module) -> list[Any]:
@@ -36,6 +45,22 @@ def owners_of(root: nn.Module) -> set[nn.Module]:
     for unit in units_of(root):
         flat_param = unit._handle.flat_param
         found.update(owner for _, owner, *_ in (*flat_param._param_infos, *flat_param._shared_param_infos))
+    return found
+
+
+def parameters_by_owner(root: nn.Module) -> dict[nn.Module, list[WholeParameter]]:
+    """Return the parameters that each module would have of its own without FSDP, for the modules of units."""
+    found: dict[nn.Module, list[WholeParameter]] = {}
+    for unit in units_of(root):
+        flat_param = unit._handle.flat_param
+        trained = flat_param._params or [flat_param] * len(flat_param._param_infos)
+        known: dict[tuple[nn.Module, str], WholeParameter] = {}
+        infos = zip(flat_param._param_infos, flat_param._shapes, trained, strict=True)
+        for (name, owner, _), shape, parameter in infos:
+            known[owner, name] = WholeParameter((id(unit), id(owner), name), shape.numel(), parameter.requires_grad)
+            found.setdefault(owner, []).append(known[owner, name])
+        for _, owner, _, name, first, _ in flat_param._shared_param_infos:
+            found.setdefault(owner, []).append(known[first, name])
     return found
 
 

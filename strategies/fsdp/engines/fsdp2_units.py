@@ -173,3 +173,11 @@ def can_be_unit(module: nn.Module) -> bool:
         return False
     module.__class__ = own
     return True
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before FSDP2 put one of its own before it."""
+    found: type[nn.Module] = type(module)
+    if isinstance(module, FSDPModule) and found.__bases__[0] is FSDPModule:
+        found = found.__bases__[1]
+    return found
