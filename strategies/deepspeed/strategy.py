@@ -6,6 +6,7 @@ import json
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from ..common.made_again import made_again
 from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
+from ..common.total_norms import TotalNorms
 from ..upstream.lightning import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -52,6 +54,7 @@ from .engines.library import (
 )
 from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
+from .engines.user_clipping import refuse_norm
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
@@ -281,6 +284,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
         self._while_fitting.enter_context(self._window.on_module(module))
+        if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are
+            norms = TotalNorms(partial(refuse_norm, module))
+            norms.follow()
+            self._while_fitting.callback(norms.let_go)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
             self.skipped_steps.hold_back(module, self.lr_scheduler_configs)

@@ -50,6 +50,7 @@ def settings_for_training(
         micro_batch_size=_micro_batch_size(trainer, plugin.is_train_batch_min)
         if _asks_for_batch_size(config)
         else None,
+        train_batch_size=_train_batch_size(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         gradient_clip_val=None if clip_val is None else float(clip_val),
         mixed_precision=precision,
@@ -113,6 +114,12 @@ def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
     if not sizes or len(known) < len(sizes):
         return None
     return min(known) if is_train_batch_min else max(known)
+
+
+def _train_batch_size(trainer: Trainer) -> int | None:
+    """Return the batch size of the training loaders; None if one does not tell, or they differ."""
+    sizes = {_batch_size_of(loader) for loader in _training_loaders(trainer)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _training_loaders(trainer: Trainer) -> Iterator[Any]:

@@ -40,6 +40,7 @@ from ..common.made_again import made_again
 from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
+from ..common.total_norms import TotalNorms
 from ..upstream.lightning import (
     FSDPStrategy,
     Trainer,
@@ -56,7 +57,6 @@ from .config.wrapping import as_policy
 from .engines.choice import build_engine
 from .running import Running
 from .steps.outside_calls import OutsideCalls
-from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
 from .steps.user_hooks import looks_before_backward, looks_between_batches
 from .summary import summarise_whole

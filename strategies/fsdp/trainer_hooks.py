@@ -17,6 +17,7 @@ from ...checkpoint.report import MergeReport
 from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
+from ..common.total_norms import TotalNorms
 from ..upstream.lightning import (
     _PATH,
     DoublePrecision,
@@ -30,7 +31,6 @@ from .checkpoints.checkpointer import Checkpointer
 from .engines.base import Engine
 from .precision import AccelFSDPPrecision, check_scaler
 from .running import Running
-from .steps.total_norms import TotalNorms
 from .steps.unreduced_gradients import ZeroGradFollowing
 from .summary import let_go
 from .units.sharded_root import ShardedForm

@@ -29,6 +29,8 @@ class TrainingFacts:
     """Data-parallel ranks."""
     micro_batch_size: int | None = None
     """Samples in one rank's batch; None where the loaders do not tell."""
+    train_batch_size: int | None = None
+    """Samples in one rank's batch of training; None where the loaders do not tell, or differ."""
     accumulate_grad_batches: int = 1
     """Of the Trainer; 1 counts as not given."""
     gradient_clip_val: float | None = None
@@ -71,17 +73,12 @@ def resolve(config: HfDeepSpeedConfig, facts: TrainingFacts) -> DeepSpeedSetting
 
 
 def accumulation_steps(config: HfDeepSpeedConfig, accumulate_grad_batches: int) -> int:
-    """Return the micro-batches per step that the config and the Trainer agree on; 1 in the Trainer is not given.
+    """Return the micro-batches per step of the config where the Trainer is given none (1), else the Trainer's.
 
-    Raises:
-        ValueError: If they differ.
+    Where they contradict each other, `resolve` says so, together with what else does.
     """
     steps: int | str = config.get_value("gradient_accumulation_steps", AUTO)
-    if is_auto_value(steps) or steps == accumulate_grad_batches:
-        return accumulate_grad_batches
-    if accumulate_grad_batches != 1:
-        raise mismatch_error([_accumulation_mismatch(steps, accumulate_grad_batches)])
-    return int(steps)
+    return accumulate_grad_batches if is_auto_value(steps) or accumulate_grad_batches != 1 else int(steps)
 
 
 class _Filling:
@@ -125,6 +122,7 @@ class _Filling:
         micro_key, total_key = "train_micro_batch_size_per_gpu", "train_batch_size"
         others = self.config.get_value("gradient_accumulation_steps") * self.facts.world_size
         micro, total = self.known(micro_key), self.known(total_key)
+        asked = False
         if micro is None:
             asked = self.config.is_auto(micro_key) or total is None
             micro = self.facts.micro_batch_size if asked else None
@@ -137,6 +135,13 @@ class _Filling:
             )
             self.config.del_config_sub_tree(total_key)  # follows from the other, so it is no problem of its own
             return
+        given = self.facts.train_batch_size
+        stated = self.known(micro_key) is not None
+        if given is not None and given != micro and (stated or not asked):
+            key, value, meant = (micro_key, micro, given) if stated else (total_key, total, given * others)
+            self.mismatches.append(
+                f"- {key}: {value!r} in the DeepSpeed config, {meant} by the training data's batch size of {given}"
+            )
         self.config.set_value(micro_key, micro)
         if total is None:
             self.config.set_value(total_key, micro * others)

@@ -97,8 +97,7 @@ def test_accumulation_twice() -> None:
     )
     with pytest.raises(ValueError, match=message):
         resolve(config, TrainingFacts(accumulate_grad_batches=4, micro_batch_size=1))
-    with pytest.raises(ValueError, match=message):
-        accumulation_steps(config, 4)
+    assert accumulation_steps(config, 4) == 4  # which resolve() is told
 
 
 @pytest.mark.parametrize(
@@ -142,6 +141,44 @@ def test_batch_sizes_that_nobody_knows(config: dict[str, Any]) -> None:
 def test_batch_sizes_that_do_not_fit(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         filled(config, micro_batch_size=4, accumulate_grad_batches=3, world_size=2)
+
+
+def test_everything_that_contradicts_the_trainer_is_one_error() -> None:
+    config = {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "train_micro_batch_size_per_gpu": 64,
+        "bf16": {"enabled": False},
+    }
+    facts: dict[str, Any] = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "mixed_precision": "bf16"}
+    with pytest.raises(ValueError, match="contradicts what is given beside it") as caught:
+        filled(config, train_batch_size=4, **facts)
+    found = [line.split(":")[0] for line in str(caught.value).splitlines() if line.startswith("- ")]
+    assert found == [
+        "- gradient_accumulation_steps",
+        "- train_micro_batch_size_per_gpu",
+        "- gradient_clipping",
+        "- bf16.enabled",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"train_micro_batch_size_per_gpu": 64}, "train_micro_batch_size_per_gpu: 64 .*, 4 by the training data's"),
+        ({"train_batch_size": 30}, "train_batch_size: 30 .*, 24 by the training data's batch size of 4"),
+    ],
+)
+def test_batch_sizes_that_the_data_does_not_have(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        filled(config, train_batch_size=4, accumulate_grad_batches=3, world_size=2)
+
+
+@pytest.mark.parametrize("given", [None, 5])
+def test_batch_sizes_that_the_data_has_or_does_not_tell(given: int | None) -> None:
+    facts: dict[str, Any] = {"train_batch_size": given, "accumulate_grad_batches": 3, "world_size": 2}
+    for config in ({"train_micro_batch_size_per_gpu": 5}, {"train_batch_size": 30}):
+        assert filled(config, **facts)["train_batch_size"] == 30
 
 
 @pytest.mark.parametrize(

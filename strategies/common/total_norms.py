@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from ...common.gradients import clip_to_norm, gradients_of, local_tensor
+from .gradients import clip_to_norm, gradients_of, local_tensor
 
 
 class TotalNorms:
