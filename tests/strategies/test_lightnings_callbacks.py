@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
-from lightning.pytorch.utilities.model_summary import summarize
+from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
@@ -22,7 +22,7 @@ class Summarised(TinyModule):
     def __init__(self) -> None:
         super().__init__(Case(epochs=1), Outcome())
         self.model.blocks[0].requires_grad_(False)
-        self.model.blocks[1].linear.weight.requires_grad_(False)
+        self.get_parameter("model.blocks.1.linear.weight").requires_grad_(False)
         self.ignored = nn.Linear(3, 5)
         self.tied = nn.Linear(8, 3)
         self.tied.weight = self.model.head.weight
@@ -58,7 +58,7 @@ def strategy_for(kind: str, module: Summarised) -> Any:
         zero = {"stage": int(kind[-1]), "stage3_param_persistence_threshold": 0}
         return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": zero})
     more: dict[str, Any] = {"use_orig_params": False} if "flat" in kind else {}
-    policy = "no_wrap" if "one_unit" in kind else {Block}
+    policy: Any = "no_wrap" if "one_unit" in kind else {Block}
     if "one_unit" not in kind:
         more["activation_checkpointing"] = True
     return AccelFSDPStrategy(
@@ -69,7 +69,7 @@ def strategy_for(kind: str, module: Summarised) -> Any:
 def summaries(kind: str) -> list[dict[str, Any]]:
     module = Summarised()
     if "flat" in kind:  # torch flattens what is frozen and what is not into different units alone
-        module.model.blocks[1].linear.weight.requires_grad_(True)
+        module.get_parameter("model.blocks.1.linear.weight").requires_grad_(True)
     callbacks = [cls(max_depth=depth) for cls in (Noting, RichNoting) for depth in (-1, 1, 2)]
     expected = [described(summarize(module, max_depth=depth)) for depth in (-1, 1, 2)]
     trainer = quiet_trainer(

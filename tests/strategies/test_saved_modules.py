@@ -61,7 +61,7 @@ def strategy_for(version: int, kind: str, **more: Any) -> Any:
 
 
 def fit_and_save(path: str, strategy: Any, loss: nn.Module, metrics: list[nn.Module]) -> WithLoss:
-    callback = Callback()
+    callback: Any = Callback()
     module = WithLoss(loss, metrics, strategy, [callback])
     trainer = quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=2, callbacks=[callback])
     trainer.fit(module, rank_loader(2))
