@@ -42,6 +42,8 @@ class _Counters:
     is_holder: bool
     """Whether this process may have to stay: see the note in `staying`."""
     levels: list[int] = field(default_factory=lambda: [0])
+    num_waited_for: int = 0
+    """Open blocks that other processes wait for this one to leave."""
 
     def enter(self) -> str:
         self.levels[-1] += 1
@@ -100,16 +102,31 @@ def one_first(
             yield
             return
         outcome = _DONE
+        counters.num_waited_for += bool(num_waiting)
         try:
             yield
         except BaseException as error:
             outcome = f"process {process_index} raised {type(error).__name__} in the block it runs first: {error}"
             raise
         finally:
+            counters.num_waited_for -= bool(num_waiting)
             if num_waiting:
                 store.set("outcome", outcome)
     finally:
         counters.leave()
+
+
+def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
+    """Refuse what needs all processes where the others wait for this one: each would wait for the other.
+
+    Raises:
+        RuntimeError: Inside a block that this process runs first.
+    """
+    if group in _counters and _counters[group].num_waited_for:
+        raise RuntimeError(
+            f"{what} needs all processes, and the others wait for this one to leave its main_process_first() or "
+            "local_main_process_first() block. Call it before or after the block."
+        )
 
 
 def _counters_of(group: dist.ProcessGroup) -> _Counters:

@@ -13,7 +13,7 @@ import torch
 
 from . import triggers
 from .distributed_type import DistributedType
-from .ordering import one_first
+from .ordering import one_first, refuse_while_waited_for
 from .process_group import default_accelerator, live_group, require_group
 from .process_record import ProcessFacts, set_device, shared
 from .running import check_index, is_chosen, run_where
@@ -178,7 +178,8 @@ class PartialState(ReadOnlyState):
         """Return when every process has come here. Does nothing on one process, nor before ``Trainer.fit`` (see class).
 
         Raises:
-            RuntimeError: If the group has been destroyed.
+            RuntimeError: If the group has been destroyed, or inside a `main_process_first` block that the others wait
+                for.
         """
         facts = self._facts
         if facts.deferred or facts.num_processes == 1:
@@ -186,6 +187,7 @@ class PartialState(ReadOnlyState):
         import torch.distributed as dist
 
         group = require_group("wait_for_everyone")
+        refuse_while_waited_for("wait_for_everyone", group)
         on_accelerator = facts.device.type != "cpu" and facts.device.index is not None
         dist.barrier(group, device_ids=[facts.device.index] if on_accelerator and facts.backend != "gloo" else None)
 

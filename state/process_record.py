@@ -19,6 +19,7 @@ import torch
 from .distributed_type import DistributedType
 from .environment import ProcessInfo
 from .kwargs import check_group_arguments
+from .ordering import refuse_while_waited_for
 from .process_group import (
     backend_for,
     backends_by_device,
@@ -306,11 +307,16 @@ def precision_from_env() -> str:
 shared = SharedFacts()
 
 
-def communication_group(what: str) -> dist.ProcessGroup | None:
+def communication_group(what: str, *, needs_all: bool = True) -> dist.ProcessGroup | None:
     """Return the default group for ``what``, or None where this is the only process; makes the state if need be.
 
+    Args:
+        what: Names it in errors.
+        needs_all: Whether it waits for all processes.
+
     Raises:
-        RuntimeError: If the group starts later (a process of Lightning's launcher) or has been destroyed.
+        RuntimeError: If the group starts later (a process of Lightning's launcher) or has been destroyed, or if others
+            wait for this process to leave its `main_process_first` block.
     """
     if not shared.initialized:
         shared.start(False, {})
@@ -321,4 +327,9 @@ def communication_group(what: str) -> dist.ProcessGroup | None:
             f"({facts.process_index} of {facts.num_processes}), and the first one is past this line. Call it inside "
             "fit, or start all processes with torchrun."
         )
-    return None if facts.num_processes == 1 else require_group(what)
+    if facts.num_processes == 1:
+        return None
+    group = require_group(what)
+    if needs_all:
+        refuse_while_waited_for(what, group)
+    return group

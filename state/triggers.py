@@ -217,7 +217,7 @@ def set_trigger(name: str = DEFAULT) -> None:
         RuntimeError: Before the process group has started, in a process that Lightning's launcher started.
     """
     _check_name(name)
-    communication_group("set_trigger")  # raises where there is nobody to tell
+    communication_group("set_trigger", needs_all=False)  # raises where there is nobody to tell
     _flags.pending.add(name)
 
 

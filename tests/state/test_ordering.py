@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from accelight.state import PartialState, reset_state
+from accelight.state import PartialState, check_trigger, gather, reset_state, set_trigger
 from accelight.state.process_group import group_store
 from tests.ranks import run_on_ranks
 
@@ -65,6 +66,34 @@ def test_an_exception_in_the_main_process_reaches_the_others(kind: str) -> None:
     assert told[0] == "FileNotFoundError: no such dataset"
     expected = "process 0 raised FileNotFoundError in the block it runs first: no such dataset"
     assert told[1] == told[2] == f"RuntimeError: Cannot go on: {expected}"
+
+
+def communicate_first(call: str) -> str:
+    state = PartialState()
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: gather(torch.ones(1)),
+        "wait_for_everyone": state.wait_for_everyone,
+        "check_trigger": check_trigger,
+    }
+    try:
+        with state.main_process_first():
+            if state.is_main_process:
+                set_trigger()  # waits for nobody
+                calls[call]()
+    except RuntimeError as error:
+        with state.main_process_first():  # the blocks after it work
+            return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("call", ["gather", "wait_for_everyone", "check_trigger"])
+def test_what_needs_all_processes_is_refused_while_they_wait(call: str) -> None:
+    first, second = run_on_ranks(2, communicate_first, call, timeout_s=20)
+    assert first == (
+        f"{call} needs all processes, and the others wait for this one to leave its main_process_first() or "
+        "local_main_process_first() block. Call it before or after the block."
+    )
+    assert second == f"Cannot go on: process 0 raised RuntimeError in the block it runs first: {first}"
 
 
 def exit_first() -> str:
