@@ -40,7 +40,7 @@ def load_state_dict(
     """
     from .writing.convert import load_tensors
 
-    _, _, plan = plan_merge(
+    source, selection, plan = plan_merge(
         find_checkpoint(checkpoint_dir),
         strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
@@ -49,6 +49,7 @@ def load_state_dict(
         max_shard_bytes=None,
         safe=False,
     )
+    source.check(set(selection.names.values()), lambda _: None)
     weights: dict[str, torch.Tensor] = {}
     for file in plan.files:
         weights.update(load_tensors(file))

@@ -10,6 +10,7 @@ import torch
 
 from ..checkpoint.load import load_state_dict
 from ..checkpoint.locate import find_checkpoint
+from ..checkpoint.manifest import read_manifest
 from .deepspeed.checkpoints.engine_checkpoints import read_trainer_state
 from .fsdp.checkpoints.sharded_checkpoints import METADATA_FILE
 from .fsdp.checkpoints.sharded_loading import read_metadata
@@ -64,7 +65,8 @@ def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
     folder = find_checkpoint(path).folder
     for one in (path, folder):
         if (one / METADATA_FILE).exists():
-            return read_metadata(one, weights_only)
+            manifest = read_manifest(one)
+            return read_metadata(one, weights_only, None if manifest is None else manifest.digests.get(METADATA_FILE))
     if any(folder.glob("*_model_states.pt")):
         return read_trainer_state(folder, weights_only=weights_only is not False)
     return read_metadata(folder, weights_only)  # says that there is none
