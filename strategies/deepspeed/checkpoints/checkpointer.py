@@ -14,6 +14,7 @@ from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
 from . import engine_checkpoints
+from .full_checkpoints import is_full, load_full, read_full
 from .plain_modules import TRACES
 
 _WHAT = "sharded checkpoints"
@@ -79,10 +80,10 @@ class Checkpointer:
             engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Return the Trainer's checkpoint of a folder; what the engine takes of it is loaded later.
+        """Return the Trainer's checkpoint; what the engine takes of it is loaded later.
 
         Args:
-            path: The folder.
+            path: The folder, or the file of a full checkpoint.
             weights_only: Whether it may hold tensors and plain values only; None takes the strategy's.
 
         Raises:
@@ -91,12 +92,17 @@ class Checkpointer:
         module = self._strategy.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+        place = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        weights_only = self._strategy.weights_only if weights_only is None else weights_only
+        if is_full(place):
+            return read_full(place, weights_only=weights_only, fitting=fitting)
         return engine_checkpoints.read(
-            local_path(self._strategy.broadcast(str(path)), _WHAT),
-            with_optimizer=module.trainer.state.fn == TrainerFn.FITTING,
+            place,
+            with_optimizer=fitting,
             stage=int(self._strategy.deepspeed_plugin.zero_stage or 0),
             any_number=self._strategy.load_universal,
-            weights_only=self._strategy.weights_only if weights_only is None else weights_only,
+            weights_only=weights_only,
         )
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
@@ -106,6 +112,9 @@ class Checkpointer:
             checkpoint: The Trainer's.
             strict: Whether every weight has to be there, and no other.
         """
+        if STORED_WEIGHTS not in checkpoint:
+            load_full(self._strategy.deepspeed_engine, checkpoint["state_dict"], strict=strict)
+            return
         engine_checkpoints.load(
             self._strategy.deepspeed_engine,
             checkpoint[STORED_WEIGHTS],
