@@ -384,11 +384,14 @@ def _forget_meshes() -> None:
     """Drop what DTensor caches by mesh: an equal mesh would get the groups of an earlier one, which are gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.9 and 2.10
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
-    _redistribute._planner_cache.clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()  # torch 2.10 and later
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 

@@ -1,6 +1,23 @@
-"""Private names of torch's FSDP2 (2.13): the states and parameter groups behind ``fully_shard``."""
+"""Private names of torch's FSDP2 (2.9 to 2.15): the states and parameter groups behind ``fully_shard``."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "add_zeros",
+    "drop_partly_reduced",
+    "drop_unreduced_gradient",
+    "give_frozen_group_dtypes",
+    "groups_of_state",
+    "reset_iter_state",
+    "settle_dtypes",
+]
 
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -9,16 +26,133 @@ _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 ATTRIBUTES = {
     "_all_gather_result": (_GROUP, "an exception leaves a gather that nobody waits for"),
     "_comm_ctx": (_STATE, "the order of forwards, from which backward prefetches"),
+    "_device_handle": (_STATE, "a root that an exception left waits for its gathers"),
     "_fsdp_param_group": (_STATE, "the parameters that a unit gathers together"),
     "_get_fsdp_state": ("torch.distributed.fsdp.FSDPModule", "the state behind a sharded module"),
     "_lazy_init": (_STATE, "a part may be called before the root ever was"),
+    "_modules_to_run_forward": (_STATE, "an exception leaves modules that have not run"),
     "_module_fqn": (_GROUP, "a unit's name, for errors"),
     "_orig_dtype": (_GROUP, "gradients that torch has not reduced have the parameters' dtype"),
     "_partial_reduce_output": (_GROUP, "hybrid sharding keeps gradients that are reduced in part"),
+    "_partial_reduce_output_layout": (_GROUP, "what the gradients that are reduced in part are of"),
     "_post_forward": (_STATE, "a part called from outside goes through its unit's hooks"),
     "_post_forward_indices": (_GROUP, "forwards without a backward are no part of the prefetching order"),
     "_pre_forward": (_STATE, "a part called from outside goes through its unit's hooks"),
     "_reduce_dtype": (_GROUP, "gradients that torch has not reduced are reduced in its dtype"),
+    "_reshard_after_forward_event": (_GROUP, "an exception leaves a unit that is not sharded again"),
+    "_state_ctx": (_STATE, "an exception leaves the iteration open"),
+    "_to_sharded": (_GROUP, "an exception leaves parameters gathered"),
     "_training_state": (_GROUP, "an exception leaves it set"),
+    "_wait_all_gather_streams_on_event": (_GROUP, "what is sharded again is not gathered before that is done"),
     "_unsharded_param": (_PARAM, "the gathered parameter, where unreduced gradients are"),
 }
+
+ONLY_WITH = {
+    "_orig_dtype": "torch<2.15",
+    "_partial_reduce_output_layout": "torch>=2.15",
+    "_wait_all_gather_streams_on_event": "torch<2.15",
+}
+"""Names that not all versions have, and that are done without in the others."""
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """Return what a unit's parameters are gathered in."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def give_frozen_group_dtypes(group: Any) -> None:
+    """Tell a group that was frozen when torch looked in which dtypes to reduce: it may be thawed.
+
+    torch 2.13 leaves them at None, and then cannot reduce under mixed precision; 2.15 looks at frozen parameters, too.
+    """
+    if not hasattr(group, "_orig_dtype") or group._orig_dtype is not None:
+        return
+    floating = [param for param in group.fsdp_params if param.orig_dtype.is_floating_point]
+    if len({param.orig_dtype for param in floating}) == 1:
+        group._orig_dtype, group._reduce_dtype = floating[0].orig_dtype, floating[0].reduce_dtype
+
+
+def drop_unreduced_gradient(param: Any) -> None:
+    """Forget what backwards without a reduction have left of a parameter's gradient."""
+    param._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(param):  # torch 2.15 adds up in the gradient itself
+        param.unsharded_accumulated_grad = None
+
+
+def drop_partly_reduced(group: Any) -> None:
+    """Forget what hybrid sharding has reduced in part."""
+    group._partial_reduce_output = None
+    getattr(group, "_partial_reduce_output_layout", []).clear()  # of torch 2.15
+
+
+def add_zeros(params: Iterable[Any]) -> None:
+    """Give parameters a gradient of zeros, of the dtype that those of their unit have."""
+    for param in params:
+        leaf = param._unsharded_param
+        accumulates = hasattr(param, "to_accumulated_grad_if_needed")
+        leaf.grad = torch.zeros_like(leaf, dtype=None if accumulates else leaf.grad_dtype)
+
+
+def settle_dtypes(params: Sequence[Any]) -> None:
+    """Bring the gradients of a unit to one dtype, as torch wants them; 2.15 does it itself."""
+    if any(vars(param).get("unsharded_accumulated_grad") is not None for param in params):
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
+def reset_iter_state(unit: FSDPModule) -> None:
+    """Bring a root to rest that an exception has left in a forward or backward. All but partly reduced gradients stay.
+
+    Source: torch 2.13 ``FSDPModule.reset_iter_state``, which older versions lack; 2.15 drops all gradients there.
+    """
+    root: Any = unit._get_fsdp_state()
+    groups = [group for state in root._state_ctx.all_states for group in groups_of_state(state)]
+    params = [param for group in groups for param in group.fsdp_params]
+    leaves = [getattr(param, name, None) for param in params for name in ("sharded_param", "_unsharded_param")]
+    gradients = [(leaf, leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
+    if hasattr(unit, "reset_iter_state"):
+        unit.reset_iter_state()
+    else:
+        _reset_root(root, groups)
+    for leaf, gradient in gradients:
+        if leaf.grad is None:
+            leaf.grad = gradient.to(getattr(leaf, "grad_dtype", None) or gradient.dtype)
+
+
+def _reset_root(root: Any, groups: Iterable[Any]) -> None:
+    common = root._comm_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        pending = getattr(common, name, None)  # the names are there from the first forward on
+        if pending is not None:
+            _wait(root._device_handle, pending.event)
+            setattr(common, name, None)
+    getattr(common, "post_forward_order", []).clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+    for group in groups:
+        _reset_group(group)
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any) -> None:
+    gathering, group._all_gather_result = group._all_gather_result, None
+    if gathering is not None:
+        _wait(group.device_handle, gathering.all_gather_event)
+        if isinstance(gathering.all_gather_work, dist.Work):
+            gathering.all_gather_work.wait()
+    group.finalize_backward()
+    event, group._reshard_after_forward_event = group._reshard_after_forward_event, None
+    if event is not None:
+        group._wait_all_gather_streams_on_event(event)
+    group._partial_reduce_output = None
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()
+
+
+def _wait(device: Any, event: Any) -> None:
+    if event is not None:
+        device.current_stream().wait_event(event)

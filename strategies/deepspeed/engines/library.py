@@ -22,8 +22,9 @@ import torch
 from packaging.version import Version
 
 from ..config.settings import DeepSpeedSettings
+from .upstream import forget_groups
 
-OLDEST = "0.16"
+OLDEST = "0.19.5"
 
 
 def require_deepspeed(who: str) -> None:
@@ -81,10 +82,7 @@ def forget_lost_groups() -> None:
     try:
         torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
     except ValueError:  # torch does not know it any more
-        if hasattr(groups, "_release_process_group_references"):
-            groups._release_process_group_references()
-        else:  # older than 0.19
-            groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        forget_groups()
 
 
 @functools.cache

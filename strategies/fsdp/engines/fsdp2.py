@@ -22,6 +22,7 @@ from typing_extensions import override
 from ....checkpoint.names import clean_name
 from ...common.gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
 from ...upstream.lightning import rank_zero_info
+from ...upstream.torch_fsdp2 import give_frozen_group_dtypes, reset_iter_state
 from ..config.settings import FSDP2Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
@@ -34,7 +35,6 @@ from .fsdp2_units import (
     BackwardWatch,
     can_be_unit,
     drop_unreduced,
-    give_frozen_groups_dtypes,
     groups_of,
     roots_of,
     states_of,
@@ -66,7 +66,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
         ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}
-        if ignored_params:  # an argument of torch 2.7 and later
+        if ignored_params:
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
@@ -123,7 +123,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def get_ready(self, root: nn.Module) -> None:
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
-        give_frozen_groups_dtypes(root)
+        for group in groups_of(root):
+            give_frozen_group_dtypes(group)
         self._units = units_by_module(root)
         self.path = SamePath([clean_name(group._module_fqn or "") for group in groups_of(root)], self.timeout)
         self._watch = BackwardWatch(root, self.path)
@@ -165,7 +166,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def make_idle(self, root: nn.Module) -> None:
         for unit in roots_of(root):
-            unit.reset_iter_state()
+            reset_iter_state(unit)
         self.path.forget()
 
     @override

@@ -12,6 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.gradients import refuse_second_derivatives
+from ...upstream.torch_fsdp2 import (
+    add_zeros,
+    drop_partly_reduced,
+    drop_unreduced_gradient,
+    groups_of_state,
+    settle_dtypes,
+)
 from ..steps.same_path import SamePath
 
 
@@ -23,11 +30,7 @@ def states_of(root: nn.Module) -> list[Any]:
 
 def groups_of(root: nn.Module) -> list[Any]:
     """Return torch's parameter groups, the same order on every rank."""
-    found: list[Any] = []
-    for state in states_of(root):
-        groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
-        found += [state._fsdp_param_group] if groups is None else groups
-    return [group for group in found if group is not None]
+    return [group for state in states_of(root) for group in groups_of_state(state)]
 
 
 def roots_of(root: nn.Module) -> list[FSDPModule]:
@@ -65,22 +68,10 @@ def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = 
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     for group in groups_of(root):
         if chosen is None:
-            group._partial_reduce_output = None
+            drop_partly_reduced(group)
         for param in group.fsdp_params:
             if (chosen is None or id(param.sharded_param) in chosen) and hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
-                param.unsharded_accumulated_grad = None
-
-
-def give_frozen_groups_dtypes(root: nn.Module) -> None:
-    """Tell groups that were frozen when torch looked in which dtypes to reduce: they may be thawed.
-
-    torch 2.13 leaves them at None, and then cannot reduce under mixed precision.
-    """
-    for group in groups_of(root):
-        floating = [param for param in group.fsdp_params if param.orig_dtype.is_floating_point]
-        if group._orig_dtype is None and len({param.orig_dtype for param in floating}) == 1:
-            group._orig_dtype, group._reduce_dtype = floating[0].orig_dtype, floating[0].reduce_dtype
+                drop_unreduced_gradient(param)
 
 
 class BackwardWatch:
@@ -125,14 +116,10 @@ class BackwardWatch:
         if trained:
             self._path.reduce(number)
         self._used.update(used)
-        for param in set(trained) - set(used):
-            if param.sharded_param.grad is None:
-                self._filled.add(param)
-            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-        if any(param.unsharded_accumulated_grad is not None for param in trained):
-            for param in trained:  # torch wants one dtype of a unit's gradients
-                param.accumulate_unsharded_grad_if_needed()
-                param.to_accumulated_grad_if_needed()
+        unused = set(trained) - set(used)
+        self._filled |= {param for param in unused if param.sharded_param.grad is None}
+        add_zeros(unused)
+        settle_dtypes(trained)
 
     def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.

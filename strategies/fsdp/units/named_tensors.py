@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ....checkpoint.names import clean_name
 from ...upstream.torch_core import compute_local_shape_and_global_offset
+from ...upstream.torch_fsdp2 import groups_of_state
 from .sharded_root import inside_root
 
 
@@ -131,9 +132,6 @@ def _offloaded(model: nn.Module) -> set[Tensor]:
     found: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    found |= {param.sharded_param for param in group.fsdp_params if param.offload_to_cpu}
+            for group in groups_of_state(module._get_fsdp_state()):
+                found |= {param.sharded_param for param in group.fsdp_params if param.offload_to_cpu}
     return found
