@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import accelight
+from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 PARTS = ["state", "checkpoint", "strategies", "callbacks"]
@@ -63,6 +65,7 @@ _USED = """
 import site, sys
 site.addsitedir({folder!r})
 import accelight
+from tests.scripts import run_script
 assert [name for name in sys.modules if name.startswith("accelight")] == ["accelight"]
 import accelight.checkpoint.cli
 print(accelight.__file__, accelight.checkpoint.cli.__file__)
@@ -95,3 +98,57 @@ def test_the_package_is_its_command(module: str) -> None:
 def test_static_tools_find_every_part() -> None:
     links = {path.name: path.resolve() for path in (ROOT / ".types" / "accelight").iterdir()}
     assert links == {path.name: path for path in [*(ROOT / part for part in PARTS), *ITSELF]}
+
+
+def test_imports_are_silent() -> None:
+    code = "import accelight.strategies, accelight.callbacks, accelight.state; accelight.strategies.AccelFSDPStrategy"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+_DEPRECATED = """
+import warnings
+
+def raised_here(message, category, filename, lineno, file=None, line=None):
+    if issubclass(category, (DeprecationWarning, FutureWarning)):
+        print(f"deprecated: {filename}: {message}", flush=True)
+
+warnings.showwarning = raised_here
+warnings.simplefilter("always")
+import os
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from accelight.callbacks import GradNormMonitor, MergeShardedCheckpoint, TriggerEarlyStopping
+from accelight.strategies import AccelFSDPStrategy
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    version, folder = int(os.environ["FSDP_VERSION"]), os.environ["FOLDER"]
+    trainer = Trainer(
+        strategy=AccelFSDPStrategy(fsdp_version=version, state_dict_type="sharded_state_dict"), accelerator="cpu",
+        devices=2, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0, default_root_dir=folder,
+        callbacks=[GradNormMonitor(), MergeShardedCheckpoint(folder + "/merged"), TriggerEarlyStopping()],
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2))
+    trainer.save_checkpoint(folder + "/saved")
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_plain_run_warns_of_nothing_deprecated(version: int, tmp_path: Path) -> None:
+    """Nothing, that is, that a call of accelight's has caused: the warnings of others are at their own places."""
+    env = {"FSDP_VERSION": f"{version}", "FOLDER": str(tmp_path)}
+    script = run_script(_DEPRECATED, env=env)
+    parts = [importlib.import_module(f"accelight.{part}") for part in PARTS]
+    own = tuple(f"deprecated: {Path(part.__file__ or '').parent}/" for part in parts)
+    assert not [line for line in script.lines if line.startswith(own)]
