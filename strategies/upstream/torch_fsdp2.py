@@ -105,7 +105,7 @@ def settle_dtypes(params: Sequence[Any]) -> None:
 def reset_iter_state(unit: FSDPModule) -> None:
     """Bring a root to rest that an exception has left in a forward or backward. All but partly reduced gradients stay.
 
-    Source: torch 2.13 ``FSDPModule.reset_iter_state``, which older versions lack; 2.15 drops all gradients there.
+    Source: torch 2.13 ``FSDPModule.reset_iter_state``, which 2.10 lacks; 2.15 drops all gradients there.
     """
     root: Any = unit._get_fsdp_state()
     groups = [group for state in root._state_ctx.all_states for group in groups_of_state(state)]

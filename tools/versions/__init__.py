@@ -1,0 +1,1 @@
+"""Environments, areas and the table of tools.matrix."""
