@@ -104,6 +104,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             universal form once, beside itself.
         find_unused_parameters: Whether ranks may use different layers in stage 3, too: it then keeps parameters
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
+        exclude_frozen_parameters: Whether checkpoints leave out what is frozen. They resume with
+            ``strict_loading=False`` of the module, which brings the frozen weights itself.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. What
             ``fit(weights_only=...)`` and the like are given wins.
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
@@ -140,6 +142,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         msamp_opt_level: Literal["O1", "O2"] | None = None,
         load_universal: bool = False,
         find_unused_parameters: bool = False,
+        exclude_frozen_parameters: bool = False,
         weights_only: bool = True,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -154,7 +157,9 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.config: dict[str, Any] = self.deepspeed_plugin.deepspeed_config
         """The config in use, which Lightning's code reads; complete from the setup on. Ours reads the settings."""
         self.remote_device = None
-        self.load_full_weights = self.exclude_frozen_parameters = False
+        self.load_full_weights = False
+        self.exclude_frozen_parameters = exclude_frozen_parameters
+        """Whether checkpoints leave out what is frozen."""
         self.last_grad_norm = None
         self.skipped_steps = SkippedSteps()
         self.load_universal = load_universal

@@ -25,6 +25,7 @@ class Saved(Protocol):
 
     load_universal: bool
     weights_only: bool
+    exclude_frozen_parameters: bool
 
     @property
     def deepspeed_engine(self) -> Any:
@@ -77,7 +78,13 @@ class Checkpointer:
         engine, plugin = self._strategy.deepspeed_engine, self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
         with plain_modules(state, TRACES):
-            engine_checkpoints.save(engine, folder, state, write_16bit=write_16bit)
+            engine_checkpoints.save(
+                engine,
+                folder,
+                state,
+                write_16bit=write_16bit,
+                exclude_frozen=self._strategy.exclude_frozen_parameters,
+            )
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Return the Trainer's checkpoint; what the engine takes of it is loaded later.

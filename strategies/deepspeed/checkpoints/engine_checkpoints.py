@@ -38,7 +38,9 @@ _OF_DEEPSPEED = {
 }  # fmt: skip
 
 
-def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit: bool) -> None:
+def save(
+    engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit: bool, exclude_frozen: bool = False
+) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
     Args:
@@ -46,6 +48,7 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
         path: The folder; what is there already is replaced, last of all.
         trainer_state: The Trainer's checkpoint, without weights and optimizer states.
         write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
+        exclude_frozen: Whether frozen parameters are left out of the shards.
 
     Raises:
         ValueError: If the state has a key that DeepSpeed uses itself.
@@ -69,7 +72,13 @@ def save(engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit:
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder, guarded_files(engine, path), _told_what_is_trained(engine):
-        engine.save_checkpoint(str(folder), tag=universal.TAG, client_state=trainer_state, save_latest=False)
+        engine.save_checkpoint(
+            str(folder),
+            tag=universal.TAG,
+            client_state=trainer_state,
+            save_latest=False,
+            exclude_frozen_parameters=exclude_frozen,
+        )
 
 
 @dataclass(frozen=True)
@@ -275,6 +284,8 @@ def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
     """Join the pieces of frozen parameters that stage 3 has saved, and partition them over these ranks."""
     files = [file for file in folder.iterdir() if _MODEL_FILE.search(file.name)]
     saved = [_load_tensors(file) for file in sorted(files, key=lambda file: int(file.name.split("_")[3]))]
+    if saved[0]["frozen_param_shapes"] is None:  # saved with exclude_frozen_parameters
+        return
     for name, parameter in frozen.items():
         if name not in saved[0]["frozen_param_shapes"]:
             raise ValueError(
