@@ -239,10 +239,11 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
 
 def _check_folder(path: Path) -> None:
     if not (path / universal.TAG).is_dir():
-        what = "does not exist" if not path.exists() else "is a file" if path.is_file() else "has no 'checkpoint' in it"
+        kind = "is a file that torch.save() has not written" if path.is_file() else "has no 'checkpoint' in it"
         raise FileNotFoundError(
-            f"{path} {what}: a checkpoint of AccelDeepSpeedStrategy is the folder that trainer.save_checkpoint(path) "
-            "writes. Weights alone, from elsewhere, belong into the module before fit()."
+            f"{path} {kind if path.exists() else 'does not exist'}: a checkpoint is the folder that "
+            "trainer.save_checkpoint(path) writes with AccelDeepSpeedStrategy, or the file that it writes with others. "
+            "Weights alone, from elsewhere, belong into the module before fit()."
         )
 
 

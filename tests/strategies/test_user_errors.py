@@ -1,0 +1,83 @@
+"""What users stumble over: it works as in plain Lightning, or the error says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelight.strategies import AccelDeepSpeedStrategy
+from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import ds_config
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader, strategy_named
+
+
+class Sampling(TinyModule):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.inference_mode():
+            self.sample = self.model(torch.ones(1, 5))
+
+
+def call_after_fit(strategy: str) -> tuple[list[float], list[float]]:
+    module = Sampling(Case(epochs=1), Outcome())
+    trainer = quiet_trainer(strategy_named(strategy), 2, max_epochs=1)
+    trainer.fit(module, rank_loader(2))
+    return module.sample[0].tolist(), module.model(torch.ones(1, 5))[0].tolist()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3"])
+def test_the_module_is_called_in_inference_mode_and_after_fit(strategy: str) -> None:
+    for inside, after in run_on_ranks(2, call_after_fit, strategy):
+        assert inside == pytest.approx(after)
+
+
+def sample_in_half_precision(strategy: str) -> torch.dtype:
+    module = Sampling(Case(epochs=1), Outcome())
+    trainer = quiet_trainer(strategy_named(strategy), 2, max_epochs=1, precision="bf16-mixed")
+    trainer.fit(module, rank_loader(2))
+    return module.sample.dtype
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_mixed_precision_in_the_users_inference_mode(strategy: str) -> None:
+    assert run_on_ranks(2, sample_in_half_precision, strategy) == [torch.bfloat16] * 2
+
+
+def resume(strategy: str, path: str) -> str:
+    trainer = quiet_trainer(strategy_named(strategy), 2, max_epochs=1)
+    with pytest.raises((ValueError, FileNotFoundError, RuntimeError)) as caught:
+        trainer.fit(TinyModule(Case(epochs=1), Outcome()), rank_loader(2), ckpt_path=path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2"])
+def test_what_is_no_checkpoint(strategy: str, tmp_path: Path) -> None:
+    text, folder = tmp_path / "text", tmp_path / "folder"
+    text.write_text("no checkpoint\n" * 40)
+    folder.mkdir()
+    for path in (text, folder):
+        for message in run_on_ranks(2, resume, strategy, str(path)):
+            assert message.startswith(str(path))
+            assert (
+                "trainer.save_checkpoint()" in message or "trainer.save_checkpoint(path)" in message or path is folder
+            )
+
+
+def misspell() -> str:
+    config = ds_config(2, reduce_bucket_sise=5, overlap_comm="maybe")
+    with pytest.raises(ValueError, match="DeepSpeed does not take this config") as caught:
+        quiet_trainer(AccelDeepSpeedStrategy(hf_ds_config=config), 2, max_epochs=1).fit(
+            TinyModule(Case(epochs=1), Outcome()), rank_loader(2)
+        )
+    return str(caught.value)
+
+
+def test_keys_that_deepspeed_does_not_know() -> None:
+    for message in run_on_ranks(2, misspell):
+        _, *lines = message.splitlines()
+        assert lines == [
+            "- overlap_comm: 'maybe'. Input should be a valid boolean, unable to interpret input.",
+            "- reduce_bucket_sise: there is no such key. Did you mean 'reduce_bucket_size'?",
+        ]
