@@ -10,14 +10,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import nn
 
 ENV = {"DS_ACCELERATOR": "cpu"}
@@ -57,14 +55,13 @@ MORE = {
     "stage 3 in fp16": Variant(3, config=_FP16),
     "stage 2 untied": Variant(2, tied=False),
     "stage 3 untied, in bf16": Variant(3, config=_BF16, tied=False),
+    "stage 2 aligned": Variant(2, {"parameter_alignment": True, "round_robin_gradients": True}),
     "stage 2 offloaded": Variant(2, _CPU, _NO_OP),
     "stage 3 offloaded": Variant(3, {**_CPU, "offload_param": {"device": "cpu"}}, _NO_OP),
     "stage 3 in small groups": Variant(3, {"sub_group_size": 40, "stage3_param_persistence_threshold": 0}),
     "stage 2 without frozen": Variant(2, exclude_frozen=True),
     "stage 3 without frozen": Variant(3, exclude_frozen=True),
 }
-if Version(version("deepspeed")) >= Version("0.19.7"):  # older ones have no such field
-    MORE["stage 2 aligned"] = Variant(2, {"parameter_alignment": True, "round_robin_gradients": True})
 
 VARIANTS = {f"{name}, 2 processes": variant for name, variant in {**BASIC, **MORE}.items()}
 VARIANTS |= {f"stage {stage}, {world_size} processes": Variant(stage) for stage in (2, 3) for world_size in (1, 3)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from . import partitions
-from .upstream import wait_for_offload_copies
 
 
 def drop_gradients(engine: Any) -> None:
@@ -41,7 +40,7 @@ def _drop_stages_1_2(zero: Any) -> None:
     zero._release_ipg_buffers()
     zero.micro_step_id = -1
     if zero.cpu_offload:
-        wait_for_offload_copies(zero)
+        zero._wait_for_offload_copies()
         for gradient in zero.accumulated_grads_in_cpu.values():
             gradient.zero_()
         for master in zero.single_partition_of_fp32_groups:

@@ -22,9 +22,8 @@ import torch
 from packaging.version import Version
 
 from ..config.settings import DeepSpeedSettings
-from .upstream import forget_groups
 
-OLDEST = "0.19.5"
+OLDEST = "0.19.8"
 
 
 def require_deepspeed(who: str) -> None:
@@ -82,7 +81,7 @@ def forget_lost_groups() -> None:
     try:
         torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
     except ValueError:  # torch does not know it any more
-        forget_groups()
+        groups._release_process_group_references()
 
 
 @functools.cache

@@ -6,9 +6,7 @@ and ``tests/strategies/deepspeed/test_upstream.py`` looks for each in the versio
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 # Tells during a backward whether a parameter will get a gradient; DeepSpeed itself relies on both.
 from torch._C import _will_engine_execute_node
@@ -24,8 +22,6 @@ __all__ = [
     "_get_grad_fn_or_grad_acc",
     "_will_engine_execute_node",
     "build_directory",
-    "forget_groups",
-    "wait_for_offload_copies",
 ]
 
 
@@ -36,26 +32,6 @@ def build_directory(op: str) -> Path:
 
     return Path(_get_build_directory(op, False))
 
-
-def forget_groups() -> None:
-    """Let DeepSpeed forget the process groups that it keeps: they are gone."""
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
-    if hasattr(groups, "_release_process_group_references"):
-        groups._release_process_group_references()
-    else:
-        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def wait_for_offload_copies(zero: Any) -> None:
-    """Return when the gradients that an optimizer of stage 1 or 2 offloads have come to host memory."""
-    if hasattr(zero, "_wait_for_offload_copies"):
-        zero._wait_for_offload_copies()
-    else:  # not followed one by one: all that the device does
-        importlib.import_module("deepspeed.accelerator").get_accelerator().synchronize()
-
-
-ONLY_WITH = {"_release_process_group_references": "deepspeed>=0.19.8", "_wait_for_offload_copies": "deepspeed>=0.19.8"}
-"""Names that not all versions have, and that are done without in the others."""
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -71,7 +47,6 @@ _GROUPS = "deepspeed.utils.groups"
 ATTRIBUTES: dict[str, tuple[str, str]] = {
     # Its process groups
     "_WORLD_GROUP": (_GROUPS, "the group of all processes, beside the default one"),
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": (_GROUPS, "a group within nodes; forgotten with the one of all processes"),
     "_release_process_group_references": (_GROUPS, "forgets groups that are gone"),
     # The engine
     "_copy_recovery_script": (_ENGINE, "writes files between two meetings of the ranks: one that fails still comes"),
