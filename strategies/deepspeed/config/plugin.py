@@ -18,6 +18,7 @@ from .config_precision import Precision, PrecisionSections
 from .hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
 from .leaf_modules import set_leaf_modules
 from .mismatches import differ, mismatch_error
+from .misspelled_keys import check_top_level
 from .settings import DeepSpeedSettings
 from .transformers_link import tell_transformers
 
@@ -325,6 +326,7 @@ class DeepSpeedPlugin:
     def _merge_config(self, explicit: set[str]) -> None:
         """Let the config and the fields complete each other."""
         self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)  # type: ignore[arg-type]
+        check_top_level(self.hf_ds_config.config)
         if "zero_optimization" not in self.deepspeed_config and self.zero_stage is None:
             raise ValueError(
                 "The DeepSpeed config has no 'zero_optimization', and zero_stage is not given. Add "

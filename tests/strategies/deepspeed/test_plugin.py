@@ -638,3 +638,18 @@ def test_every_public_name_is_there() -> None:
     assert dir(package) == sorted(package.__all__)
     with pytest.raises(AttributeError, match="no attribute 'DeepSpeedPlugins'"):
         package.DeepSpeedPlugins  # noqa: B018
+
+
+def test_misspelled_keys_of_the_config_are_refused() -> None:
+    config = {
+        "gradient_cliping": 1.0,
+        "zero_optimisation": {"stage": 3},
+        "my_own_notes": "kept",
+        "fp16": {"enabled": False},
+    }
+    with pytest.raises(ValueError, match="would ignore a part of this config") as caught:
+        Plugin(hf_ds_config=config)
+    assert str(caught.value).splitlines()[1:] == [
+        "- gradient_cliping: there is no such key. Did you mean 'gradient_clipping'?",
+        "- zero_optimisation: there is no such key. Did you mean 'zero_optimization'?",
+    ]
