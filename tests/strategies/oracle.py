@@ -91,8 +91,11 @@ def dataset(world_size: int) -> TensorDataset:
 def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tuple[Tensor, ...]]:
     """This rank's share of the `dataset` for ``world_size``, in order: Lightning's own sampler would shuffle it."""
     data = dataset(world_size)
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])  # where the Trainer starts the group
-    return DataLoader(data, batch_size, sampler=DistributedSampler(data, world_size, rank, shuffle=False))
+    if dist.is_initialized():
+        sampler = DistributedSampler(data, shuffle=False)
+    else:  # the Trainer is to start the group
+        sampler = DistributedSampler(data, world_size, int(os.environ["RANK"]), shuffle=False)
+    return DataLoader(data, batch_size, sampler=sampler)
 
 
 def build_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:

@@ -127,7 +127,7 @@ def test_a_list_that_is_right_is_no_failure() -> None:
 
 
 def test_the_list_in_the_documentation_can_be_read() -> None:
-    table_lines = [line for line in COMPATIBILITY.read_text().splitlines() if line.startswith("| `")]
+    table_lines = [line for line in COMPATIBILITY.read_text().splitlines() if line.startswith("| `") and "::" in line]
     known = read_known_failures()
     assert len(known) == len(table_lines) > 0
     assert len({line.test for line in known}) == len(known)
