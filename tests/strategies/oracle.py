@@ -92,7 +92,7 @@ def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tup
     """This rank's share of the `dataset` for ``world_size``, in order: Lightning's own sampler would shuffle it."""
     data = dataset(world_size)
     if dist.is_initialized():
-        sampler = DistributedSampler(data, shuffle=False)
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=False)
     else:  # the Trainer is to start the group
         sampler = DistributedSampler(data, world_size, int(os.environ["RANK"]), shuffle=False)
     return DataLoader(data, batch_size, sampler=sampler)
