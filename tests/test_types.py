@@ -65,6 +65,7 @@ def _elsewhere() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 
 
+@pytest.mark.exhaustive
 def test_mypy_sees_the_types(python: Path) -> None:
     folder = python.parents[2]
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "--output", "json"]
@@ -73,6 +74,7 @@ def test_mypy_sees_the_types(python: Path) -> None:
     assert [found["line"] for found in told if found["severity"] == "error"] == WRONG, done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_pyright_sees_the_types(python: Path) -> None:
     program = shutil.which("pyright") or shutil.which("pyright", path=sysconfig.get_path("scripts"))
     if program is None:

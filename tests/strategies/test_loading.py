@@ -70,6 +70,7 @@ def _save(engine: str, folder: str, note: Any = None) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.core("fsdp2", "zero3")
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2", "zero3"])
 def test_a_folder_becomes_a_module(engine: str, tmp_path: Path) -> None:
     trained = run_on_ranks(2, _save, engine, str(tmp_path))[0]

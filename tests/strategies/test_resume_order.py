@@ -77,6 +77,7 @@ def _resume(engine: str | None, folder: str) -> list[str]:
     return module.notes
 
 
+@pytest.mark.core("fsdp1", "zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_order_of_a_resume(engine: str, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
@@ -116,6 +117,7 @@ def _resume_late(engine: str | None, folder: str) -> int:
     return steps[-1]
 
 
+@pytest.mark.core("fsdp2", "zero2")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_time_that_is_up_ends_a_resumed_run(engine: str, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
