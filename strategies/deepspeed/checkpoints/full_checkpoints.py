@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ....checkpoint.formats.torch_save.torch_file import check_bytes
-from ...common.agreed_outcome import failing_together
-from ...common.checked_bytes import bytes_are_checked
+from ...common.torch_files import check_full, read_torch
 from ...upstream.lightning import rank_zero_info, rank_zero_warn
 from ..engines import partitions
 from ..engines.library import deepspeed_library
 from ..engines.window import window_of
 from .safe_loading import reading_safely
-
-_WEIGHTS = "state_dict"
 
 
 def is_full(path: Path) -> bool:
@@ -40,16 +36,9 @@ def read_full(path: Path, *, weights_only: bool, fitting: bool) -> dict[str, Any
         ValueError: If it holds no weights.
         RuntimeError: If it holds objects that may run code, or is damaged; on every rank.
     """
-    with failing_together(f"loading {path}"):
-        if dist.get_rank() == 0 and bytes_are_checked():
-            check_bytes(path)
     with reading_safely(weights_only):
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(_WEIGHTS), dict):
-        raise ValueError(
-            f"{path} is no checkpoint of the Trainer's: it has no {_WEIGHTS!r}. Weights alone belong into the module "
-            "before fit()."
-        )
+        checkpoint = read_torch(path, weights_only)
+    check_full(checkpoint, path)
     if fitting and checkpoint.pop("optimizer_states", None):
         rank_zero_warn(
             f"{path} has the optimizer's state of whole parameters, which DeepSpeed's optimizer does not take: "

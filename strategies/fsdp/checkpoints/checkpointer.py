@@ -21,7 +21,7 @@ from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_file
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import is_remote, local_path
-from ...common.torch_files import save_torch
+from ...common.torch_files import check_full, read_torch, save_torch
 from ...upstream.lightning import (
     _PATH,
     CheckpointIO,
@@ -247,7 +247,7 @@ class Checkpointer:
     def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
         if is_remote(path):
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            sharded_loading.check_full(checkpoint, path)
+            check_full(checkpoint, path)
             return dict(checkpoint)
         place = local_path(path, "checkpoints")
         if local_state.is_local(place):
@@ -258,8 +258,8 @@ class Checkpointer:
             return sharded_loading.read_accelerate(folder, with_optimizer=fitting)
         if sharded_checkpoints.is_sharded(place):
             return sharded_loading.read_sharded(place, weights_only)
-        checkpoint = sharded_loading.read_file(place, weights_only)
-        sharded_loading.check_full(checkpoint, path)
+        checkpoint = read_torch(place, weights_only)
+        check_full(checkpoint, path)
         return checkpoint
 
     def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:

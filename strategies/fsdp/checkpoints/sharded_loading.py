@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +27,8 @@ from torch.optim import Optimizer
 
 from ....checkpoint.digests import Digests, FileDigest
 from ....checkpoint.files import is_regular, open_regular
-from ....checkpoint.formats.torch_save.torch_file import check_bytes
 from ....checkpoint.manifest import read_manifest
 from ...common.agreed_outcome import failing_together
-from ...common.checked_bytes import bytes_are_checked
 from ...common.held_weights import STORED_WEIGHTS
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
@@ -44,30 +41,6 @@ from .state_dicts import without_torch_noise
 _log = logging.getLogger(__name__)
 
 _MODEL_KEYS = ("model", "state_dict")
-
-
-def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return what a single-file checkpoint holds, mapped into memory and not read.
-
-    Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is a folder, no regular file, or not what torch writes.
-        RuntimeError: On every rank, if it is damaged.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such checkpoint.")
-    if path.is_dir():
-        raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
-    is_regular(path)  # else an error
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is no checkpoint: what torch.save() writes is a zip file. Give ckpt_path what "
-            "trainer.save_checkpoint() wrote; a file of torch before 1.6 becomes one by torch.save(torch.load(file))."
-        )
-    with failing_together(f"loading {path}"):
-        if bytes_are_checked():
-            check_bytes(path, (dist.get_rank(), dist.get_world_size()))
-    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
 def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -285,16 +258,6 @@ def load_full_weights(stored: Mapping[str, Tensor], path: Path | str, module: nn
     for name, target in present.items():
         _copy_own_part(name, stored[name], target)
     set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
-
-
-def check_full(checkpoint: Mapping[str, Any], path: Path | str) -> None:
-    """Check that a single-file checkpoint is one of Lightning's.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if "state_dict" not in checkpoint:
-        raise ValueError(f"{path}: no 'state_dict' in it, only {sorted(checkpoint)}. Is it a Lightning checkpoint?")
 
 
 @without_torch_noise()
