@@ -94,7 +94,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
-@pytest.mark.core("one")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [1, 2], ids=["one", "two"])
 def test_it_finds_what_fails_with_ours_alone(checkout: Path, tmp_path: Path, devices: int) -> None:
     known = tmp_path / "known.md"
