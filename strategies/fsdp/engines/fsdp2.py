@@ -27,17 +27,15 @@ from ..config.settings import FSDP2Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import late_heads
-from ..units.named_tensors import NamedTensor, open_tensors, reshard
+from ..units.named_tensors import NamedTensor, open_tensors
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot, inside_root
 from .base import Engine
 from .fsdp2_units import (
     BackwardWatch,
+    Units,
     can_be_unit,
-    drop_unreduced,
-    groups_of,
     roots_of,
-    states_of,
     units_by_module,
 )
 from .waiting_scalers import WaitingGradScaler
@@ -123,13 +121,14 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def get_ready(self, root: nn.Module) -> None:
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
-        for group in groups_of(root):
+        self._units = Units(root)
+        for group in self._units.groups:
             give_frozen_group_dtypes(group)
-        self._units = units_by_module(root)
-        self.path = SamePath([clean_name(group._module_fqn or "") for group in groups_of(root)], self.timeout)
-        self._watch = BackwardWatch(root, self.path)
+        self._units_by_module = units_by_module(root)
+        self.path = SamePath([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
+        self._watch = BackwardWatch(self._units, self.path)
         self.make_idle(root)
-        drop_unreduced(root)
+        self._units.drop_unreduced()
 
     @override
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
@@ -141,11 +140,11 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
-        return self._units
+        return self._units_by_module
 
     @override
     def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
-        unit: Any = self._units[module]
+        unit: Any = self._units_by_module[module]
         if unit is module:  # torch's hooks on the unit do the rest
 
             def close(output: Any) -> Any:
@@ -171,14 +170,11 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        drop_unreduced(root, parameters)
+        self._units.drop_unreduced(parameters)
 
     @override
     def begin_step(self, root: nn.Module) -> None:
-        for state in states_of(root):  # forwards without a backward (validation) are no part of this step's order
-            state._comm_ctx.post_forward_order.clear()
-        for group in groups_of(root):
-            group._post_forward_indices.clear()
+        self._units.forget_forwards()
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
@@ -187,7 +183,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def reshard(self, root: nn.Module) -> None:
-        reshard(root)  # a forward without backward leaves at least the root's unit gathered
+        self._units.reshard()  # a forward without backward leaves at least the root's unit gathered
 
     @override
     @contextmanager

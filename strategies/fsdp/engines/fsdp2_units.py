@@ -22,15 +22,50 @@ from ...upstream.torch_fsdp2 import (
 from ..steps.same_path import SamePath
 
 
-def states_of(root: nn.Module) -> list[Any]:
-    """Return torch's state of each unit, parents before children."""
-    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-    return list(dict.fromkeys(states))
+class Units:
+    """The units of a sharded root, looked up once: on each step that costs more than what is done with them.
 
+    Args:
+        root: Sharded; no unit may come or go afterwards.
+    """
 
-def groups_of(root: nn.Module) -> list[Any]:
-    """Return torch's parameter groups, the same order on every rank."""
-    return [group for state in states_of(root) for group in groups_of_state(state)]
+    def __init__(self, root: nn.Module) -> None:
+        states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+        self.states: list[Any] = list(dict.fromkeys(states))
+        """Torch's state of each unit, parents before children."""
+        self.groups: list[Any] = [group for state in self.states for group in groups_of_state(state)]
+        """Torch's parameter groups, the same order on every rank."""
+        self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
+        """Torch's records of the parameters in them."""
+
+    def reshard(self) -> None:
+        """Leave none gathered."""
+        for group in self.groups:
+            group.reshard()
+
+    def forget_forwards(self) -> None:
+        """Forget forwards without a backward (validation): they are no part of the next step's order."""
+        for state in self.states:
+            state._comm_ctx.post_forward_order.clear()
+        for group in self.groups:
+            group._post_forward_indices.clear()
+
+    def drop_unreduced(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the gradients that no backward has reduced yet.
+
+        Args:
+            parameters: Sharded parameters whose gradients to forget; None for all.
+        """
+        if parameters is None:
+            for group in self.groups:
+                drop_partly_reduced(group)
+        held = [param for param in self.params if hasattr(param, "_unsharded_param") and _has_gradient(param)]
+        if not held:
+            return
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        for param in held:
+            if chosen is None or id(param.sharded_param) in chosen:
+                drop_unreduced_gradient(param)
 
 
 def roots_of(root: nn.Module) -> list[FSDPModule]:
@@ -58,22 +93,6 @@ def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:
     return found
 
 
-def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
-    """Forget the gradients that no backward has reduced yet.
-
-    Args:
-        root: Sharded.
-        parameters: Sharded parameters whose gradients to forget; None for all.
-    """
-    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
-    for group in groups_of(root):
-        if chosen is None:
-            drop_partly_reduced(group)
-        for param in group.fsdp_params:
-            if (chosen is None or id(param.sharded_param) in chosen) and hasattr(param, "_unsharded_param"):
-                drop_unreduced_gradient(param)
-
-
 class BackwardWatch:
     """Sees which parameters a backward reached on this rank, and lets the ranks agree.
 
@@ -82,11 +101,11 @@ class BackwardWatch:
     afterwards, as in one process.
     """
 
-    def __init__(self, root: nn.Module, path: SamePath) -> None:
-        self.groups, self._path = groups_of(root), path
+    def __init__(self, units: Units, path: SamePath) -> None:
+        self._units, self._path = units, path
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(units.groups):
             group.unshard = self._before_unshard(number, group, type(group).unshard)
             group.post_backward = self._around(number, group, type(group).post_backward)
             group.pre_backward = partial(_first_derivatives_only, group, type(group).pre_backward)
@@ -127,7 +146,7 @@ class BackwardWatch:
         Args:
             reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
         """
-        params = [param for group in self.groups for param in group.fsdp_params]
+        params = self._units.params
         used = torch.tensor([int(param in self._used) for param in params], dtype=torch.int32)
         reduce_max(used)
         filled, self._filled, self._used = self._filled, set(), set()

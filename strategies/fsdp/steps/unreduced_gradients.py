@@ -6,7 +6,7 @@ The engines keep them beside the parameters, whose ``grad`` is None until a wind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,5 +52,5 @@ class ZeroGradFollowing:
         self._followed.append(owner)
 
 
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
