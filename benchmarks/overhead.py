@@ -1,47 +1,66 @@
 """``overhead``: what the Trainer adds to a hand-written FSDP2 loop, ours against Lightning's ``ModelParallelStrategy``.
 
 Accelerate's own loop, FSDP2 forced on the CPU where it would fall back to DDP, stands beside them: it has no Trainer.
+All sides are alive at once and take turns of 24 steps (`turns`); differences are those within a round, with intervals
+of 95 % by bootstrap (`paired`)::
 
-``ACCELIGHT_BENCH_STEPS`` sets the steps of a run (default 200), ``ACCELIGHT_BENCH_PROCESSES`` the processes (default
-"1,2").
+    python -m benchmarks overhead                              # about three minutes on two idle cores
+    ACCELIGHT_BENCH_REPEATS=1000 python -m benchmarks overhead # narrower intervals
+
+``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"). With more of them than cores, waiting is measured.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
+from dataclasses import asdict
+from typing import Any
 
-from benchmarks.sharded_training import ACCELERATE, BY_HAND, LIGHTNING_FSDP2, OURS_FSDP2, Work
-from benchmarks.sharded_training import run as train
+import torch
+
+from benchmarks import paired, results
+from benchmarks.sharded_training import ACCELERATE, BY_HAND, LIGHTNING_FSDP2, OURS_FSDP2, Work, train
+from benchmarks.sharded_training import run as run_counting
+from benchmarks.turns import Turns, take_turns
 from tests.ranks import run_on_ranks
 
 KINDS = (BY_HAND, LIGHTNING_FSDP2, ACCELERATE, OURS_FSDP2)
-REPEATS = 5
+WIDTH = 32
+_FEW, _MORE = (Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=number) for number in (5, 10))
 
 
 def run() -> None:
     """Print added time and collectives a step; the targets stand beside them."""
-    num_steps = int(os.environ.get("ACCELIGHT_BENCH_STEPS", "200"))
+    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "250")))
+    measured = {}
     for world_size in map(int, os.environ.get("ACCELIGHT_BENCH_PROCESSES", "1,2").split(",")):
-        work = Work(num_layers=4, width=32, accumulate=1, num_steps=num_steps)
-        few, more = (Work(4, 32, 1, number) for number in (5, 10))
-        calls = {
-            kind: [run_on_ranks(world_size, train, kind, size, True)[0].calls.total() for size in (few, more)]
-            for kind in KINDS
-        }
-        rounds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for _ in range(REPEATS):
-            for kind, values in rounds.items():
-                seconds = run_on_ranks(world_size, train, kind, work, False, timeout_s=300)[0].seconds_per_step
-                values.append(statistics.median(seconds))
-        medians = {kind: statistics.median(values) for kind, values in rounds.items()}
+        calls = {kind: _collectives_a_step(world_size, kind) for kind in KINDS}
+        rounds = take_turns(KINDS, world_size, _train, turns, torch.randn(2, WIDTH))
         for kind in KINDS:
-            added = (medians[kind] - medians[BY_HAND]) * 1000
-            per_step = (calls[kind][1] - calls[kind][0]) / 5
-            spread = (max(rounds[kind]) - min(rounds[kind])) * 1000
             print(
-                f"{world_size} x {kind:32} {medians[kind] * 1000:7.3f} ms a step   spread {spread:6.3f} ms   added "
-                f"{added:6.3f} ms   {per_step:5.1f} collectives a step"
+                f"{world_size} x {kind:32} {paired.median_of(rounds, kind).in_ms()} a step   added "
+                f"{paired.difference(rounds, kind, BY_HAND).in_ms()}   {calls[kind]:4.1f} collectives a step"
             )
-        ratio = (medians[OURS_FSDP2] - medians[BY_HAND]) / max(1e-9, medians[LIGHTNING_FSDP2] - medians[BY_HAND])
-        print(f"    added, ours / Lightning's: {ratio:.2f}   targets: <= 1.05, and no collective more")
+        _say("step", paired.ratio(rounds, OURS_FSDP2, ACCELERATE), "Accelerate's loop's")
+        for peer in (LIGHTNING_FSDP2, ACCELERATE):
+            _say("added", paired.ratio_of_added(rounds, OURS_FSDP2, peer, BY_HAND), peer)
+        measured[str(world_size)] = {"seconds_per_step": rounds, "collectives_per_step": calls}
+    results.keep("overhead", {"turns": asdict(turns), "processes": measured})
+
+
+def _say(what: str, found: paired.Interval | None, peer: str) -> None:
+    if found is None:
+        print(
+            f"    {what}, ours / {peer}: none, for it is not sure that the peer adds anything: more rounds would tell"
+        )
+    else:
+        print(f"    {what}, ours / {peer}: {found}   target: <= 1.0")
+
+
+def _train(kind: str, loader: torch.utils.data.DataLoader[Any]) -> None:
+    train(kind, _FEW, loader)
+
+
+def _collectives_a_step(world_size: int, kind: str) -> float:
+    few, more = (run_on_ranks(world_size, run_counting, kind, work, True)[0].calls.total() for work in (_FEW, _MORE))
+    return (more - few) / (_MORE.num_steps - _FEW.num_steps)

@@ -135,10 +135,15 @@ def run(kind: str, work: Work, count: bool) -> Measured:
 
 def _train(kind: str, work: Work) -> tuple[list[float], float]:
     data = torch.randn(work.num_steps * work.accumulate * 2, work.width, generator=torch.Generator().manual_seed(1))
+    return train(kind, work, DataLoader(TensorDataset(data), 2))
+
+
+def train(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
+    """Train on every batch of a loader, and return when each ended, and the last loss."""
     if kind == BY_HAND:
-        return _train_by_hand(work, data)
+        return _train_by_hand(work, loader)
     if kind == ACCELERATE:
-        return _train_with_accelerate(work, data)
+        return _train_with_accelerate(work, loader)
     clock, world_size = _Clock(), dist.get_world_size()
     module = _Module(work, kind == LIGHTNING_FSDP2)
     trainer = Trainer(
@@ -146,7 +151,7 @@ def _train(kind: str, work: Work) -> tuple[list[float], float]:
         accumulate_grad_batches=work.accumulate, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[clock],
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(data), 2))
+    trainer.fit(module, loader)
     return clock.ticks, float(trainer.callback_metrics.get("loss", 0.0))
 
 
@@ -173,11 +178,11 @@ def _shard(model: nn.Sequential, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _train_by_hand(work: Work, data: Tensor) -> tuple[list[float], float]:
+def _train_by_hand(work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
     model: Any = _Module(work, False).model
     _shard(model, dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer, ticks, loss = torch.optim.SGD(model.parameters(), lr=0.01), [], torch.zeros(())
-    for index, [batch] in enumerate(DataLoader(TensorDataset(data), 2)):
+    for index, [batch] in enumerate(loader):
         last = (index + 1) % work.accumulate == 0
         model.set_requires_gradient_sync(last)
         loss = model(batch).square().mean() / work.accumulate
@@ -189,7 +194,7 @@ def _train_by_hand(work: Work, data: Tensor) -> tuple[list[float], float]:
     return ticks, loss.item()
 
 
-def _train_with_accelerate(work: Work, data: Tensor) -> tuple[list[float], float]:
+def _train_with_accelerate(work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
     """Accelerate takes FSDP for DDP on the CPU unless its state is told otherwise."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -205,7 +210,6 @@ def _train_with_accelerate(work: Work, data: Tensor) -> tuple[list[float], float
     accelerator.state.__dict__.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     model: Any = _Module(work, False).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(data), 2)
     model, optimizer = accelerator.prepare(model, optimizer)
     ticks, loss = [], torch.zeros(())
     for [batch] in loader:

@@ -7,17 +7,17 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelight.state.rounds import Rounds
+from accelight.state.upstream import HashStore, Store
 
 
 class CountingStore:
     """A store that counts what one process asks of it."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store, self.calls = store, Counter[str]()
 
     def __getattr__(self, name: str) -> Any:
@@ -42,7 +42,7 @@ def test_all_learn_what_was_told_in_the_round_before(
     told: list[list[bool]], forgotten: set[int], rounds_in_key: int | None
 ) -> None:
     """``forgotten`` are rounds whose messages nobody asks for, as after a reset."""
-    store = dist.HashStore()
+    store = HashStore()
     heard: list[dict[int, list[Any]]] = [{} for _ in told]
 
     def live(rank: int) -> None:
@@ -68,7 +68,7 @@ def test_all_learn_what_was_told_in_the_round_before(
 
 
 def test_a_round_in_which_nobody_waits_asks_the_store_once() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     counted = [CountingStore(store) for _ in range(3)]
     sides = [rounds(one, 3) for one in counted]
     for number in range(1, 101):
@@ -80,7 +80,7 @@ def test_a_round_in_which_nobody_waits_asks_the_store_once() -> None:
 
 
 def test_after_a_message_rounds_ask_once_again() -> None:
-    store = CountingStore(dist.HashStore())
+    store = CountingStore(HashStore())
     sides = [rounds(store, 2) for _ in range(2)]
     for number in range(1, 9):
         for rank, side in enumerate(sides):
@@ -93,7 +93,7 @@ def test_after_a_message_rounds_ask_once_again() -> None:
 
 
 def test_counters_that_nobody_needs_are_deleted() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     sides = [rounds(store, 2, rounds_in_key=2) for _ in range(2)]
     for number in range(1, 21):
         for side in sides:
@@ -104,7 +104,7 @@ def test_counters_that_nobody_needs_are_deleted() -> None:
 
 
 def test_who_does_not_come_is_counted() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     first, second, _ = (rounds(store, 3, timeout_s=0.05) for _ in range(3))
     assert first.num_missing() == 0
     first.come()

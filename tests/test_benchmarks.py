@@ -1,0 +1,66 @@
+"""What the benchmarks compute from what they measure."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks import paired, results
+from benchmarks.turns import Turns, take_turns
+
+
+def _rounds() -> dict[str, list[float]]:
+    drift = numpy.random.default_rng(1).exponential(1.0, 200)  # the machine, in all sides of a round alike
+    noise = numpy.random.default_rng(2).normal(0, 0.01, (3, 200))
+    return {
+        side: list(drift + added + noise[n])
+        for n, (side, added) in enumerate({"by hand": 0, "a": 0.1, "b": 0.2}.items())
+    }
+
+
+def test_differences_are_those_within_a_round() -> None:
+    rounds = _rounds()
+    found = paired.difference(rounds, "a", "by hand")
+    assert found.low < 0.1 < found.high
+    assert found.high - found.low < 0.01  # though sides differ by 1 from round to round
+    added = paired.ratio_of_added(rounds, "a", "b", "by hand")
+    assert added is not None
+    assert added.low < 0.5 < added.high
+    assert str(paired.ratio(rounds, "a", "a")) == "1.00 (1.00 to 1.00)"
+
+
+def test_no_ratio_to_what_may_be_nothing() -> None:
+    rounds = _rounds()
+    assert paired.ratio_of_added(rounds, "b", "by hand", "by hand") is None
+    assert paired.ratio_of_added(rounds, "b", "by hand", "a") is None
+
+
+def test_results_are_kept_with_versions_and_machine(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", f"{tmp_path}/results")
+    results.keep("some", {"rounds": [1.0]})
+    found = results.kept("some")
+    assert found["rounds"] == [1.0]
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["cores"] > 0
+
+
+def _train(side: str, loader: DataLoader[list[torch.Tensor]]) -> None:
+    for index, [batch] in enumerate(loader):
+        if side == "fails" and index == 3:
+            raise ValueError("in the middle")
+        assert batch.shape == (2, 4)
+
+
+@pytest.mark.exhaustive
+def test_sides_take_turns() -> None:
+    rounds = take_turns(["a", "b"], 2, _train, Turns(5, 3, 2), torch.zeros(2, 4))
+    assert {side: len(values) for side, values in rounds.items()} == {"a": 5, "b": 5}
+    assert all(value > 0 for values in rounds.values() for value in values)
+
+
+@pytest.mark.exhaustive
+def test_a_side_that_fails_is_told() -> None:
+    with pytest.raises(RuntimeError, match=r"fails, rank 0:[\s\S]*in the middle"):
+        take_turns(["a", "fails"], 1, _train, Turns(5, 3, 2), torch.zeros(2, 4))
