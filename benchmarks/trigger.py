@@ -5,22 +5,23 @@ and with Accelerate's, in turn: around an empty step, a step that computes for 2
 model that FSDP2 shards::
 
     python -m benchmarks trigger                               # two or three minutes on two idle cores
-    ACCELIGHT_BENCH_REPEATS=200 python -m benchmarks trigger   # more rounds, for a noisy machine
+    ACCELIGHT_BENCH_REPEATS=200 python -m benchmarks trigger   # narrower intervals
 
-Slow steps are measured eight at a time: one round differs from the next by more than a check adds, and many rounds
-make up for that. Should it hang, it shows the stacks of both processes and fails. The processes need a core each: with
-fewer, waiting for each other is all that is measured.
+What a check adds is the difference to the run without one in the same round, with intervals of 95 % by bootstrap
+(`paired`); slow steps are measured eight at a time. Should it hang, it shows the stacks of both processes and fails.
+The processes need a core each: with fewer, waiting for each other is all that is measured.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks import paired, results
 
 _NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "90"))
 _NUM_PROCESSES = 2
@@ -54,16 +55,21 @@ def measure() -> None:
         _ACCELERATE: lambda step: accelerator.check_trigger(),
     }
     faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
+    measured = {}
     for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
         seconds: dict[str, list[float]] = {check: [] for check in checks}
         num_steps = _affordable_steps(work)
         for repeat in range(_NUM_ROUNDS + 1):
-            for check, function in checks.items():
-                duration = _time(work, function, num_steps)
+            first = repeat % len(checks)
+            for check in (*list(checks)[first:], *list(checks)[:first]):  # none is always after the same one
+                duration = _time(work, checks[check], num_steps)
                 if repeat:
                     seconds[check].append(duration)
+        measured[name] = seconds
         if state.is_main_process:
             _report(name, seconds)
+    if state.is_main_process:
+        results.keep("trigger", {"processes": _NUM_PROCESSES, "seconds_per_step": measured})
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -118,18 +124,13 @@ def _fsdp2_step() -> Callable[[], object]:
     return step
 
 
-def _report(name: str, seconds: dict[str, list[float]]) -> None:
-    print(f"{name}: {statistics.median(seconds[_NONE]) * 1e3:.3f} ms without a check")
-    added = {  # each against the run without a check next to it
-        check: [(with_it - without) * 1e3 for with_it, without in zip(values, seconds[_NONE], strict=True)]
-        for check, values in seconds.items()
-    }
-    theirs = statistics.median(added[_ACCELERATE])
+def _report(name: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    print(f"{name}: {paired.median_of(seconds, _NONE).in_ms()} without a check")
     for check in (_EACH, _EIGHTH, _BLOCKING, _ACCELERATE):
-        low, median, high = statistics.quantiles(added[check], n=4)
+        ratio = paired.ratio_of_added(seconds, check, _ACCELERATE, _NONE)
         print(
-            f"  {check:26} adds {median:7.3f} ms   quartiles {low:6.3f} to {high:6.3f} ms   "
-            f"ratio to accelerate {median / theirs:6.3f}"
+            f"  {check:26} adds {paired.difference(seconds, check, _NONE).in_ms()}   ratio to accelerate "
+            f"{ratio or 'unknown: more rounds would tell'}"
             f"   {'target ' + _TARGETS[check] if check in _TARGETS else ''}".rstrip(),
             flush=True,
         )

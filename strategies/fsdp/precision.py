@@ -115,6 +115,8 @@ class AccelFSDPPrecision(FSDPPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._is_mixed:
             return torch.autocast(self._strategy.root_device.type, dtype=self._dtype)
+        if torch.get_default_dtype() == self._desired_input_dtype:
+            return nullcontext()
         return _DtypeContextManager(self._desired_input_dtype)
 
     @override

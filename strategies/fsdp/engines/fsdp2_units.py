@@ -127,18 +127,23 @@ class BackwardWatch:
         return run
 
     def _fill(self, number: int, group: Any) -> None:
-        gathered = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-        trained = [param for param in gathered if param._unsharded_param.requires_grad or _has_gradient(param)]
-        used = [param for param in trained if _has_gradient(param)]
+        used, unused = [], []
+        for param in group.fsdp_params:
+            if not hasattr(param, "_unsharded_param"):
+                continue
+            if _has_gradient(param):
+                used.append(param)
+            elif param._unsharded_param.requires_grad:
+                unused.append(param)
         if not used and group._training_state.name != "PRE_BACKWARD":
             return  # no rank has come through this unit
-        if trained:
+        if used or unused:
             self._path.reduce(number)
         self._used.update(used)
-        unused = set(trained) - set(used)
-        self._filled |= {param for param in unused if param.sharded_param.grad is None}
-        add_zeros(unused)
-        settle_dtypes(trained)
+        if unused:
+            self._filled |= {param for param in unused if param.sharded_param.grad is None}
+            add_zeros(unused)
+        settle_dtypes([*used, *unused])
 
     def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
