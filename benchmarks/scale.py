@@ -7,7 +7,14 @@
 With U units of B bytes in all and A micro-batches a step, each unit is gathered twice for a micro-batch (forward and
 backward), and its gradients are reduced and scattered once for a step: 2AU calls of 2AB bytes, and U of B. With
 ``reshard_during_accumulation=False`` it is gathered once for a step. Two copies (HSDP) gather and scatter among half of
-the processes, and add U all-reduces of this process's shards. Lightning itself sends one small broadcast a micro-batch.
+the processes, and add U all-reduces of this process's shards. Small reductions: one of 4 bytes for each micro-batch
+(SIGTERM, in place of Lightning's broadcast), one of 4 P bytes for a step (which of the P parameters were used).
+
+ZeRO reduces all B bytes at once: stage 1 once for a step, stages 2 and 3, which keep no whole gradients, once for each
+micro-batch; stages 1 and 2 gather the weights once after the step, stage 3 each of its parameters (small ones stay
+gathered through the window, as here). Small reductions: as above, but of 16 (P + 1) bytes beside each reduction, and
+one of 4 or 8 after each step (overflow and, in stage 3, the norm).
+
 Start and end are left out: it is the difference between a longer and a shorter run.
 """
 
@@ -16,13 +23,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from benchmarks.sharded_training import COPIES, KEPT, OURS_FSDP1, OURS_FSDP2, Work
+from benchmarks import results
+from benchmarks.sharded_training import COPIES, KEPT, OURS_FSDP1, OURS_FSDP2, OURS_ZERO, Work
 from benchmarks.sharded_training import run as train
 from tests.ranks import run_on_ranks
 
 NUM_LAYERS = 4
 WIDTH = 32
 """Divides by every number of processes: nothing is padded."""
+_NUM_PARAMETERS = 2 * NUM_LAYERS
 STEPS = (3, 5)
 Counts = dict[str, tuple[float, float]]
 """Calls and bytes a step, by kind."""
@@ -30,19 +39,22 @@ Counts = dict[str, tuple[float, float]]
 
 def run() -> None:
     """Print what was counted beside the formula."""
-    failed = False
+    failed, kept = False, []
     for world_size in map(int, os.environ.get("ACCELIGHT_BENCH_PROCESSES", "2,4,8").split(",")):
-        for version in (OURS_FSDP1, OURS_FSDP2):
-            for suffix in ("", KEPT, COPIES) if world_size > 2 else ("", KEPT):
-                for accumulate in (1, 4):
-                    found = _count(world_size, version + suffix, accumulate)
-                    expected = _formula(world_size, suffix, accumulate)
-                    failed |= found != expected
-                    print(
-                        f"{world_size} x {version + suffix:32} accumulation {accumulate}   {_listed(found)}   "
-                        + ("as the formula says" if found == expected else f"FORMULA: {_listed(expected)}")
-                    )
+        suffixes = ("", KEPT, COPIES) if world_size > 2 else ("", KEPT)
+        kinds = [version + suffix for version in (OURS_FSDP1, OURS_FSDP2) for suffix in suffixes]
+        for kind in [*kinds, *(f"{OURS_ZERO}{stage}" for stage in (1, 2, 3))]:
+            for accumulate in (1, 4):
+                found = _count(world_size, kind, accumulate)
+                expected = _formula(world_size, kind, accumulate)
+                failed |= found != expected
+                kept.append({"processes": world_size, "kind": kind, "accumulate": accumulate, "a_step": found})
+                print(
+                    f"{world_size} x {kind:32} accumulation {accumulate}   {_listed(found)}   "
+                    + ("as the formula says" if found == expected else f"FORMULA: {_listed(expected)}")
+                )
     print("target: equal to the formula everywhere" + (": NOT MET" if failed else ": met"))
+    results.keep("scale", {"counted": kept})
 
 
 def _count(world_size: int, kind: str, accumulate: int) -> Counts:
@@ -64,17 +76,36 @@ def _by_kind(counts: Counter[str]) -> Counter[str]:
     return merged
 
 
-def _formula(world_size: int, suffix: str, accumulate: int) -> Counts:
+def _formula(world_size: int, kind: str, accumulate: int) -> Counts:
     num_bytes = 4.0 * NUM_LAYERS * WIDTH * (WIDTH + 1)
-    gathers = 1 if suffix == KEPT else 2 * accumulate
+    if kind.startswith(OURS_ZERO):
+        return _formula_of_zero(int(kind.removeprefix(OURS_ZERO)), accumulate, num_bytes)
+    gathers = 1 if kind.endswith(KEPT) else 2 * accumulate
     expected: Counts = {
-        "broadcast": (accumulate, 0.0),
+        "allreduce": (accumulate + 1, 4.0 * accumulate + 4.0 * _NUM_PARAMETERS),
         "gather": (gathers * NUM_LAYERS, gathers * num_bytes),
         "reduce_scatter": (NUM_LAYERS, num_bytes),
     }
-    if suffix == COPIES:
-        expected["allreduce"] = (NUM_LAYERS, num_bytes / (world_size // 2))
-    return dict(sorted(expected.items()))
+    if kind.endswith(COPIES):
+        calls, small_bytes = expected["allreduce"]
+        expected["allreduce"] = (calls + NUM_LAYERS, small_bytes + num_bytes / (world_size // 2))
+    return expected
+
+
+def _formula_of_zero(stage: int, accumulate: int, num_bytes: float) -> Counts:
+    reductions = 1 if stage == 1 else accumulate
+    num_small = accumulate + reductions + 1
+    small_bytes = 4 * accumulate + 16 * (_NUM_PARAMETERS + 1) * reductions + (8 if stage == 3 else 4)
+    if stage == 3:
+        return {
+            "allreduce": (num_small, small_bytes),
+            "gather": (_NUM_PARAMETERS, num_bytes),
+            "reduce_scatter": (reductions, reductions * num_bytes),
+        }
+    return {
+        "allreduce": (num_small + reductions, small_bytes + reductions * num_bytes),
+        "gather": (1, num_bytes),
+    }
 
 
 def _listed(counts: Counts) -> str:

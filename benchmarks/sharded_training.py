@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 
 BY_HAND = "FSDP2 by hand"
 LIGHTNING_FSDP1, LIGHTNING_FSDP2 = "Lightning FSDPStrategy", "Lightning ModelParallelStrategy"
 OURS_FSDP1, OURS_FSDP2 = "accelight FSDP1", "accelight FSDP2"
+OURS_ZERO = "accelight ZeRO-"
+"""And the stage."""
 ACCELERATE = "Accelerate's loop, FSDP2"
 KEPT = ", kept gathered"
 COPIES = ", two copies"
@@ -68,12 +70,15 @@ class _Module(LightningModule):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(Layer(work.width) for _ in range(work.num_layers)))
         self.shard_itself = shard_itself
+        self.ticks: list[float] = []
+        """When each step began: a hook of ours between steps would see to it that parameters are sharded there."""
 
     def configure_model(self) -> None:
         if self.shard_itself and not hasattr(self.model, "unshard"):
             _shard(self.model, self.device_mesh["data_parallel"])  # type: ignore[index]
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
+        self.ticks.append(time.perf_counter())
         return self.model(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -112,14 +117,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Clock(Callback):
-    def __init__(self) -> None:
-        self.ticks: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ticks.append(time.perf_counter())
-
-
 def run(kind: str, work: Work, count: bool) -> Measured:
     """Train inside one of several processes; counting slows it down."""
     collectives = Collectives()
@@ -139,20 +136,20 @@ def _train(kind: str, work: Work) -> tuple[list[float], float]:
 
 
 def train(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
-    """Train on every batch of a loader, and return when each ended, and the last loss."""
+    """Train on every batch of a loader, and return when each began or ended, and the last loss."""
     if kind == BY_HAND:
         return _train_by_hand(work, loader)
     if kind == ACCELERATE:
         return _train_with_accelerate(work, loader)
-    clock, world_size = _Clock(), dist.get_world_size()
+    world_size = dist.get_world_size()
     module = _Module(work, kind == LIGHTNING_FSDP2)
     trainer = Trainer(
         strategy=_strategy(kind, world_size), accelerator="cpu", devices=world_size, max_epochs=1, logger=False,
         accumulate_grad_batches=work.accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, callbacks=[clock],
+        enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module, loader)
-    return clock.ticks, float(trainer.callback_metrics.get("loss", 0.0))
+    return module.ticks, float(trainer.callback_metrics.get("loss", 0.0))
 
 
 def _strategy(kind: str, world_size: int) -> Any:
@@ -160,6 +157,8 @@ def _strategy(kind: str, world_size: int) -> Any:
         return _FSDPOnCPU(auto_wrap_policy=ModuleWrapPolicy({Layer}), process_group_backend="gloo")
     if kind == LIGHTNING_FSDP2:
         return ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
+    if kind.startswith(OURS_ZERO):
+        return AccelDeepSpeedStrategy(zero_stage=int(kind.removeprefix(OURS_ZERO)))
     version = 1 if kind.startswith(OURS_FSDP1) else 2
     hybrid = kind.endswith(COPIES)
     return AccelFSDPStrategy(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks import paired, results
+from benchmarks import paired, results, scale
 from benchmarks.turns import Turns, take_turns
 
 
@@ -37,7 +39,7 @@ def test_no_ratio_to_what_may_be_nothing() -> None:
     assert paired.ratio_of_added(rounds, "b", "by hand", "a") is None
 
 
-def test_results_are_kept_with_versions_and_machine(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_kept_with_versions_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", f"{tmp_path}/results")
     results.keep("some", {"rounds": [1.0]})
     found = results.kept("some")
@@ -64,3 +66,15 @@ def test_sides_take_turns() -> None:
 def test_a_side_that_fails_is_told() -> None:
     with pytest.raises(RuntimeError, match=r"fails, rank 0:[\s\S]*in the middle"):
         take_turns(["a", "fails"], 1, _train, Turns(5, 3, 2), torch.zeros(2, 4))
+
+
+@pytest.mark.exhaustive
+def test_a_steps_collectives_are_those_of_the_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    monkeypatch.setenv("ACCELIGHT_BENCH_PROCESSES", "2")
+    scale.run()
+    printed = capsys.readouterr().out
+    assert "target: equal to the formula everywhere: met" in printed
+    assert len(results.kept("scale")["counted"]) == 14
