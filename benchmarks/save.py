@@ -6,33 +6,36 @@ folder on the disk that is to be measured, with room for ten times as much::
     python -m benchmarks save                                   # 0.2 GB of weights, a minute or two
     ACCELIGHT_BENCH_GB=2 python -m benchmarks save
 
-Two gloo processes train; each way saves in turn, between two steps, into a new name. Every side ends with fsync, except
-those in the background, which are waited for outside of the measurement.
+Two gloo processes train with each engine, and two with Lightning's strategy, all alive at once; each way saves in turn,
+between two steps, into a new name. Ratios are those within a round, with intervals of 95 % by bootstrap (`paired`).
+Every side ends with fsync, except those in the background, which are waited for outside of the measurement.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Timing, python
+from benchmarks import paired, results
+from benchmarks.turns import END, alive, in_rounds, turn
 
-REPEATS = 5
+_NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "9"))
 _NUM_RANKS = 2
-_SIDE = 1024
-_SAVE = "import sys; from benchmarks.save import train; train(*sys.argv[1:])"
+_WIDTH = 1024
+_LIGHTNING = "fsdp1 Lightning's FSDPStrategy"
 _ROWS = (  # ours, its peer, target; DCP alone writes no metadata and gives nothing its name atomically
-    ("fsdp1 sharded", "fsdp1 Lightning's FSDPStrategy", 1.0),
+    ("fsdp1 sharded", _LIGHTNING, 1.0),
     ("fsdp2 sharded", "fsdp2 DCP save", 1.0),
-    ("fsdp1 async_save", "fsdp1 Lightning's FSDPStrategy", 0.3),
+    ("fsdp1 async_save", _LIGHTNING, 0.3),
     ("fsdp2 async_save", "fsdp2 DCP save", 0.3),
     ("fsdp2 async_save", "fsdp2 DCP async_save", None),
     ("fsdp1 save_safetensors", "fsdp1 sharded, weights alone", 1.0),
@@ -40,50 +43,56 @@ _ROWS = (  # ours, its peer, target; DCP alone writes no metadata and gives noth
 )
 
 
+_SIDES = {
+    "Lightning": {_LIGHTNING: "plain"},
+    **{
+        engine: {
+            f"{engine} {way}": way
+            for way in (
+                *("sharded", "async_save", "DCP save", "DCP async_save"),
+                *("sharded, weights alone", "save_safetensors"),
+            )
+        }
+        for engine in ("fsdp1", "fsdp2")
+    },
+}
+"""What each side's processes are told for each name."""
+
+
 def run() -> None:
-    """Print medians, spread and ratios; the targets stand beside them."""
+    """Print medians and ratios; the targets stand beside them."""
     num_bytes = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "0.2")) * 10**9)
     with tempfile.TemporaryDirectory(prefix="bench_save_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
         free = shutil.disk_usage(scratch).free
         if free < 10 * num_bytes:
             raise OSError(f"{scratch} has {free} bytes free, {10 * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
-        seconds: dict[str, list[float]] = {}
-        for engine in ("fsdp1", "fsdp2"):
-            folder = Path(scratch, engine)
-            folder.mkdir()
-            commands = [[*python(_SAVE), str(folder), engine, str(num_bytes), f"{rank}"] for rank in range(_NUM_RANKS)]
-            with (folder / "errors").open("ab") as errors:
-                processes = [subprocess.Popen(command, stderr=errors) for command in commands]
-                statuses = [process.wait() for process in processes]
-            if any(statuses):
-                raise RuntimeError(f"{engine}: a process failed:\n{(folder / 'errors').read_text()}")
-            seconds |= json.loads((folder / "seconds.json").read_text())
-    timings = {name: Timing(tuple(values)) for name, values in seconds.items()}
-    for name, timing in timings.items():
-        print(f"  {name:34} {timing.median * 1000:8.1f} ms   spread {timing.spread * 1000:7.1f} ms")
+        with alive(list(_SIDES), _NUM_RANKS, _Saves(scratch, num_bytes)) as live:
+            rounds = in_rounds(
+                {name: partial(turn, live, side, way) for side, ways in _SIDES.items() for name, way in ways.items()},
+                _NUM_ROUNDS,
+                num_unmeasured=2,
+            )
+    for name in rounds:
+        print(f"  {name:34} {paired.median_of(rounds, name).in_ms()}")
     for ours, peer, target in _ROWS:
-        ratio = timings[ours].median / timings[peer].median
-        print(f"  {ours:24} / {peer:34} {ratio:6.2f}" + (f"   target <= {target}" if target else ""))
+        found = paired.ratio(rounds, ours, peer)
+        print(f"  {ours:24} / {peer:34} {found}" + (f"   target <= {target}" if target else ""))
+    results.keep("save", {"bytes_of_weights": num_bytes, "processes": _NUM_RANKS, "seconds": rounds})
 
 
-def train(folder: str, engine: str, num_bytes: str, rank: str) -> None:
-    """Train in one of the processes, and save between the steps."""
-    import torch
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class _Saves:
+    """Trains in one of a side's processes, and saves between steps as it is told."""
 
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=f"{_NUM_RANKS}", LOCAL_WORLD_SIZE=f"{_NUM_RANKS}")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench")
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=_NUM_RANKS)
-    seconds: dict[str, list[float]] = {}
-    if engine == "fsdp1":
-        _fit(_lightning(), folder, int(num_bytes), {f"{engine} Lightning's FSDPStrategy": _plain_save}, seconds)
-    _fit(_ours(engine), folder, int(num_bytes), _ways(engine), seconds)
-    if rank == "0":
-        Path(folder, "seconds.json").write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
+    folder: str
+    num_bytes: int
+
+    def __call__(self, side: str, connection: Connection) -> None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+        if side == "Lightning":
+            _fit(_lightning(), Path(self.folder, side), self.num_bytes, {"plain": _plain_save}, connection)
+        else:
+            _fit(_ours(side), Path(self.folder, side), self.num_bytes, _ways(), connection)
 
 
 def _lightning() -> Any:
@@ -121,7 +130,7 @@ def _plain_save(trainer: Any, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
-def _ways(engine: str) -> dict[str, _Way]:
+def _ways() -> dict[str, _Way]:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -153,16 +162,16 @@ def _ways(engine: str) -> dict[str, _Way]:
         return future.result
 
     return {
-        f"{engine} sharded": synchronous,
-        f"{engine} async_save": in_background,
-        f"{engine} DCP save": lambda trainer, path: save(state_of(trainer), checkpoint_id=path) and None,
-        f"{engine} DCP async_save": dcp_async,
-        f"{engine} sharded, weights alone": lambda trainer, path: synchronous(trainer, path, weights_only=True),
-        f"{engine} save_safetensors": lambda trainer, path: trainer.strategy.save_safetensors(path) and None,
+        "sharded": synchronous,
+        "async_save": in_background,
+        "DCP save": lambda trainer, path: save(state_of(trainer), checkpoint_id=path) and None,
+        "DCP async_save": dcp_async,
+        "sharded, weights alone": lambda trainer, path: synchronous(trainer, path, weights_only=True),
+        "save_safetensors": lambda trainer, path: trainer.strategy.save_safetensors(path) and None,
     }
 
 
-def _fit(strategy: Any, folder: str, num_bytes: int, ways: dict[str, _Way], seconds: dict[str, list[float]]) -> None:
+def _fit(strategy: Any, folder: Path, num_bytes: int, ways: dict[str, _Way], connection: Connection) -> None:
     import torch
     import torch.distributed as dist
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -172,8 +181,8 @@ def _fit(strategy: Any, folder: str, num_bytes: int, ways: dict[str, _Way], seco
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            count = max(1, num_bytes // (_SIDE * _SIDE * 4))
-            self.layers = nn.Sequential(*(nn.Linear(_SIDE, _SIDE) for _ in range(count)))
+            count = max(1, num_bytes // (_WIDTH * _WIDTH * 4))
+            self.layers = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
 
         def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
             loss: torch.Tensor = self.layers(batch[0]).square().mean()
@@ -184,25 +193,27 @@ def _fit(strategy: Any, folder: str, num_bytes: int, ways: dict[str, _Way], seco
 
     class Saver(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            for name, way in ways.items():
-                path = Path(folder, "checkpoint")
-                dist.barrier()
-                start = time.perf_counter()
-                wait = way(trainer, str(path))
-                elapsed = time.perf_counter() - start
-                if wait is not None:
-                    wait()
-                if trainer.global_step > 1:  # the first is the warm-up
-                    seconds.setdefault(name, []).append(elapsed)
-                dist.barrier()
-                if dist.get_rank() == 0:
-                    shutil.rmtree(path)
+            what = connection.recv()
+            if what == END:
+                trainer.should_stop = True
+                return
+            path = folder / "checkpoint"
+            dist.barrier()
+            start = time.perf_counter()
+            wait = ways[what](trainer, str(path))
+            elapsed = time.perf_counter() - start
+            if wait is not None:
+                wait()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path)
+            connection.send(elapsed)
 
+    folder.mkdir(exist_ok=True)
     trainer = Trainer(
         accelerator="cpu",
         devices=_NUM_RANKS,
         strategy=strategy,
-        max_steps=REPEATS + 1,
         callbacks=[Saver()],
         logger=False,
         enable_checkpointing=False,
@@ -210,4 +221,4 @@ def _fit(strategy: Any, folder: str, num_bytes: int, ways: dict[str, _Way], seco
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(REPEATS + 1, _SIDE))))
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(10_000, _WIDTH))))

@@ -20,8 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from benchmarks import paired, results
+from benchmarks.turns import in_rounds
 
 _NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "90"))
 _NUM_PROCESSES = 2
@@ -57,15 +59,9 @@ def measure() -> None:
     faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
     measured = {}
     for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
-        seconds: dict[str, list[float]] = {check: [] for check in checks}
         num_steps = _affordable_steps(work)
-        for repeat in range(_NUM_ROUNDS + 1):
-            first = repeat % len(checks)
-            for check in (*list(checks)[first:], *list(checks)[:first]):  # none is always after the same one
-                duration = _time(work, checks[check], num_steps)
-                if repeat:
-                    seconds[check].append(duration)
-        measured[name] = seconds
+        turns = {check: partial(_time, work, function, num_steps) for check, function in checks.items()}
+        measured[name] = seconds = in_rounds(turns, _NUM_ROUNDS)
         if state.is_main_process:
             _report(name, seconds)
     if state.is_main_process:
