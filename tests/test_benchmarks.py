@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks import paired, results, scale
+from benchmarks import paired, plots, results, scale
 from benchmarks.turns import Turns, take_turns
 
 
@@ -53,6 +53,18 @@ def _train(side: str, loader: DataLoader[list[torch.Tensor]]) -> None:
         if side == "fails" and index == 3:
             raise ValueError("in the middle")
         assert batch.shape == (2, 4)
+
+
+def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    rounds = _rounds()
+    sides = {"FSDP2 by hand": rounds["by hand"], "accelight FSDP2": rounds["a"], "another": rounds["b"]}
+    results.keep("overhead", {"processes": {"1": {"seconds_per_step": sides}}})
+    first = plots.draw("overhead", tmp_path / "a").read_bytes()
+    assert b"<svg" in first
+    assert plots.draw("overhead", tmp_path / "b").read_bytes() == first
+    with pytest.raises(FileNotFoundError, match=r"save\.json"):
+        plots.draw("save", tmp_path)
 
 
 @pytest.mark.exhaustive

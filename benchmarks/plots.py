@@ -1,0 +1,119 @@
+"""Draw what benchmarks have kept: ``python -m benchmarks.plots [NAME ...]`` writes SVG files into ``docs/plots``.
+
+Bars are medians, lines their intervals of 95 %; machine and versions stand below.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import paired, results
+
+_FOLDER = Path(__file__).parents[1] / "docs" / "plots"
+_OURS, _PEER = "#1b6ca8", "#b8b8b8"
+Bars = Sequence[tuple[str, paired.Interval]]
+
+
+def _overhead(kept: Mapping[str, Any]) -> dict[str, Bars]:
+    return {
+        f"Added to a hand-written step, ms ({number} process{'es' if number != '1' else ''})": [
+            (kind, paired.difference(found["seconds_per_step"], kind, "FSDP2 by hand"))
+            for kind in found["seconds_per_step"]
+            if kind != "FSDP2 by hand"
+        ]
+        for number, found in kept["processes"].items()
+    }
+
+
+def _trigger(kept: Mapping[str, Any]) -> dict[str, Bars]:
+    return {
+        f"Added by checking a trigger, ms ({name})": [
+            (check, paired.difference(rounds, check, "no check")) for check in rounds if check != "no check"
+        ]
+        for name, rounds in kept["seconds_per_step"].items()
+    }
+
+
+def _save(kept: Mapping[str, Any]) -> dict[str, Bars]:
+    size = f"{kept['bytes_of_weights'] / 1e9:g} GB of weights, {kept['processes']} processes"
+    return {
+        f"Training stands still for a save, ms ({engine}, {size})": [
+            (name.removeprefix(f"{engine} "), paired.median_of(kept["seconds"], name))
+            for name in kept["seconds"]
+            if name.startswith(engine)
+        ]
+        for engine in ("fsdp1", "fsdp2")
+    }
+
+
+PLOTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Bars]]] = {
+    "overhead": _overhead,
+    "save": _save,
+    "trigger": _trigger,
+}
+
+
+def draw(name: str, folder: Path) -> Path:
+    """Draw what a benchmark has kept, and return the file.
+
+    Raises:
+        FileNotFoundError: If it has kept nothing.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": name, "font.size": 9})  # the same file from the same numbers
+    from matplotlib import pyplot
+
+    kept = results.kept(name)
+    panels = PLOTS[name](kept)
+    heights = [0.6 + 0.28 * len(bars) for bars in panels.values()]
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=(8, sum(heights) + 0.5), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for axis, (title, bars) in zip(axes.flat, panels.items(), strict=True):
+        _draw_bars(axis, title, bars)
+    versions = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
+    machine = kept["machine"]
+    where = f"{machine['processor']}, {machine['cores']} cores, {kept['date']}"
+    figure.supxlabel(f"{where}\n{versions}", fontsize=6, color="#666666")
+    path = folder / f"{name}.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+def _draw_bars(axis: Any, title: str, bars: Bars) -> None:
+    for place, (name, found) in enumerate(bars):
+        ours = name.startswith(("accelight", "sharded", "async_save", "save_safetensors"))
+        low, median, high = (value * 1000 for value in (found.low, found.median, found.high))
+        axis.barh(place, median, color=_OURS if ours else _PEER)
+        axis.plot([low, high], [place, place], color="black", linewidth=1)
+        axis.annotate(
+            f" {median:.0f}" if median >= 100 else f" {median:.3g}", (max(high, 0), place), va="center", fontsize=8
+        )
+    axis.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_title(title, loc="left", fontsize=9)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)}; default all")
+    names = parser.parse_args().names or list(PLOTS)
+    if unknown := [name for name in names if name not in PLOTS]:
+        parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(PLOTS)}")
+    for name in names:
+        print(draw(name, _FOLDER))
+
+
+if __name__ == "__main__":
+    main()
