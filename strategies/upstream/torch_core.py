@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointWrapper",  # a unit that recomputes already is not wrapped again
     "OffloadWrapper",  # what moves activations to host memory is not compiled
     "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
+    "StateDictStager",  # the way through nested states of any kind, each tensor copied to host memory
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
@@ -44,6 +46,10 @@ ATTRIBUTES = {
     "_modules": ("torch.nn.Module", "units are wrapped in their places"),
     "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
     "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
+    "_stage_untyped_storage": (
+        "torch.distributed.checkpoint._state_dict_stager.StateDictStager",
+        "copies of states go into memory that is kept",
+    ),
     "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
     "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
 }

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ....state.process_group import group_store
 from ....state.process_record import set_device
 from ...common.agreed_outcome import failing_together, num_ranks
+from .staging import Stager
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class BackgroundSaves:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
-        self._stager: DefaultStager | None = None
+        self._stager: Stager | None = None
         self._device = torch.device("cpu")
         self._current: _Save | None = None
         self._num_saves = 0
@@ -71,14 +71,11 @@ class BackgroundSaves:
             self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``state`` in host memory; the memory is used again for the next one."""
-        if self._stager is None:  # a new one for each save would make the loop wait twice as long
-            pinned = self._device.type == "cuda"
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        staged = self._stager.stage(state)
-        if not isinstance(staged, dict):
-            raise TypeError(f"expected the staged state itself, got {type(staged).__name__}.")
-        return staged
+        """Return a copy of ``state`` in host memory; the memory is used again for the next one: `wait` first."""
+        self._check_idle()
+        if self._stager is None:
+            self._stager = Stager()
+        return self._stager.copy(state)
 
     def start(self, what: str, save: Callable[[dist.ProcessGroup], None]) -> None:
         """Let ``save`` run in the background, on every rank; `wait` first.
@@ -87,8 +84,7 @@ class BackgroundSaves:
             what: Names the save in errors.
             save: Given the group for its collectives. It must fail on every rank if it fails on one.
         """
-        if self._current is not None:
-            raise RuntimeError(f"{self._current.what} is still under way: wait() before the next.")
+        self._check_idle()
         if self._groups is None:
             raise RuntimeError("connect() comes first.")
         group = self._groups[1]
@@ -97,6 +93,10 @@ class BackgroundSaves:
         # Not a daemon: a process that ends waits for its save.
         current.thread = threading.Thread(target=_run, args=(current, save, group, self._device), name="accelight-save")
         current.thread.start()
+
+    def _check_idle(self) -> None:
+        if self._current is not None:
+            raise RuntimeError(f"{self._current.what} is still under way: wait() before the next.")
 
     def afterwards(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the present save is complete, at once if there is none, and not at all if it fails."""

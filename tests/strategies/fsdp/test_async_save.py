@@ -19,6 +19,7 @@ from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import checkpointer
 from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
+from accelight.strategies.fsdp.checkpoints.staging import Stager
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -69,9 +70,25 @@ def held_back() -> Iterator[threading.Event]:
         yield go_on
 
 
+def _memory(trainer: Trainer) -> Stager:
+    saves = cast("AccelFSDPStrategy", trainer.strategy)._checkpointer.saves
+    assert saves is not None
+    assert saves._stager is not None
+    return saves._stager
+
+
+def _addresses(stager: Stager) -> dict[int, list[int]]:
+    return {size: [storage.data_ptr() for storage in storages] for (size, _), storages in stager._used.items()}
+
+
 def _save_while_training(engine: str, kind: str, folder: str) -> None:
     _fit(engine, kind, {2: saving(f"{folder}/now"), 5: saving(f"{folder}/now5")}, in_background=False)
     with held_back() as go_on:
+        memory: list[tuple[Stager, dict[int, list[int]]]] = []
+
+        def first_save(trainer: Trainer) -> None:
+            trainer.save_checkpoint(f"{folder}/later")
+            memory.append((_memory(trainer), _addresses(_memory(trainer))))
 
         def second_save(trainer: Trainer) -> None:
             assert not Path(folder, "later").exists()  # weights have changed three times since the copy
@@ -79,8 +96,10 @@ def _save_while_training(engine: str, kind: str, folder: str) -> None:
             threading.Timer(0.2, go_on.set).start()
             trainer.save_checkpoint(f"{folder}/later5")  # waits for the first, and uses its memory again
             assert Path(folder, "later").exists()
+            assert memory == [(_memory(trainer), _addresses(_memory(trainer)))]
 
-        _fit(engine, kind, {2: saving(f"{folder}/later"), 5: second_save}, in_background=True)
+        _fit(engine, kind, {2: first_save, 5: second_save}, in_background=True)
+    assert memory[0][0].num_bytes == 0
     assert Path(folder, "later5").exists()  # fit() waits for the last
 
 

@@ -1,0 +1,88 @@
+"""Copies of a state in host memory, for saves in the background: the memory of one copy is used again for the next."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import UntypedStorage
+from typing_extensions import override
+
+from ...upstream.torch_core import StateDictStager
+
+_log = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda  # its cudart() has no types
+_PINNED_FROM_BYTES = 4096  # less is not worth a page of its own
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for whichever thread
+
+
+class Stager(StateDictStager):
+    """Copies nested states, with torch's way through them, into memory that it keeps.
+
+    torch 2.13 keeps memory for as long as the tensor lives that was copied into it. FSDP1's state dicts, and full ones,
+    hold new tensors each time: all their memory would be allocated, and on CUDA pinned, again at each save. Here a
+    copy takes any memory of its size; what the latest state has no use for is freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
+        self._used: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more."""
+        self._kept, self._used = self._used, defaultdict(list)
+        try:
+            copied = self.stage(state)
+            if any(pinned for _, pinned in self._used):
+                torch.accelerator.current_stream().synchronize()
+        finally:
+            self._free()
+        if not isinstance(copied, dict):
+            raise TypeError(f"expected a copy of the state, got {type(copied).__name__}.")
+        return copied
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that it keeps."""
+        return sum(size * len(storages) for (size, _), storages in self._used.items())
+
+    @override
+    def close(self) -> None:
+        """Free the memory; what was copied must not be read any more."""
+        self._kept, self._used = self._used, defaultdict(list)
+        self._free()
+        super().close()  # type: ignore[no-untyped-call]
+
+    @override
+    def _stage_untyped_storage(self, storage: UntypedStorage, non_blocking: bool = False) -> UntypedStorage:
+        pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
+        size = storage.nbytes(), pinned
+        kept = self._kept[size]
+        memory = kept.pop(0) if kept else _allocated(*size)  # in order: the same for the same tensor
+        self._used[size].append(memory)
+        memory.copy_(storage, non_blocking=pinned)
+        return memory
+
+    def _free(self) -> None:
+        for (num_bytes, pinned), storages in self._kept.items():
+            for storage in storages if pinned else ():
+                error = int(_cuda.cudart().cudaHostUnregister(storage.data_ptr()))
+                if error:  # of an earlier call, as a rule, whose error arrives by itself
+                    _log.warning("CUDA could not unpin %s bytes of host memory (cudaError %s).", num_bytes, error)
+        self._kept.clear()
+
+
+def _allocated(num_bytes: int, pinned: bool) -> UntypedStorage:
+    storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+    if pinned:
+        error = int(_cuda.cudart().cudaHostRegister(storage.data_ptr(), num_bytes, _PORTABLE))
+        if error:
+            raise RuntimeError(
+                f"async_save=True copies the state to pinned host memory, and CUDA could not pin {num_bytes} bytes "
+                f"(cudaError {error}). Free host memory, or use async_save=False."
+            )
+    return storage

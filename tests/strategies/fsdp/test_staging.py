@@ -1,0 +1,110 @@
+"""Copies of states for saves in the background: exact, apart from what is copied, in memory that is used again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelight.strategies.fsdp.checkpoints.background_saves import BackgroundSaves
+from accelight.strategies.fsdp.checkpoints.staging import Stager
+from tests.ranks import run_on_ranks
+
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _state(value: float, width: int = 3000) -> dict[str, Any]:
+    """Return a state of new tensors, as FSDP1 makes one for each save."""
+    weight = torch.full((2, width), value, device=_DEVICE)
+    transposed = torch.arange(6.0, device=_DEVICE).reshape(2, 3).t() + value
+    return {
+        "weights": {"weight": weight, "tied": weight, "row": weight[1], "transposed": transposed},
+        "steps": [torch.tensor(value), 3, "three"],
+        "empty": torch.empty(0, 4, device=_DEVICE),
+    }
+
+
+def _tensors(state: dict[str, Any]) -> list[Tensor]:
+    return [*state["weights"].values(), state["steps"][0], state["empty"]]
+
+
+def _addresses(state: dict[str, Any]) -> list[int]:
+    return [tensor.untyped_storage().data_ptr() for tensor in _tensors(state)]
+
+
+@pytest.mark.gpu
+def test_memory_is_used_again_on_a_gpu() -> None:
+    _check_memory()
+
+
+def test_memory_is_used_again() -> None:
+    _check_memory()
+
+
+def _check_memory() -> None:
+    stager = Stager()
+    first, state = stager.copy(_state(1.0)), _state(2.0)
+    addresses, num_bytes = _addresses(first), stager.num_bytes
+    assert num_bytes == 2 * 3000 * 4 + 6 * 4 + 4
+    second = stager.copy(state)
+    assert (_addresses(second), stager.num_bytes) == (addresses, num_bytes)
+    assert not set(addresses[:-1]) & set(_addresses(state))
+    for copied, tensor in zip(_tensors(second), _tensors(state), strict=True):
+        assert copied.device.type == "cpu"
+        assert copied.stride() == tensor.stride()
+        assert torch.equal(copied, tensor.cpu())
+    expected = [tensor.clone() for tensor in _tensors(second)]
+    for tensor in _tensors(state):
+        tensor.zero_()
+    assert all(map(torch.equal, _tensors(second), expected))
+    weights = second["weights"]
+    assert weights["weight"] is weights["tied"]
+    assert weights["row"].untyped_storage().data_ptr() == weights["weight"].untyped_storage().data_ptr()
+    assert weights["weight"].is_pinned() is (_DEVICE == "cuda")
+    assert second["steps"][1:] == [3, "three"]
+
+
+def test_what_the_latest_state_has_no_use_for_is_freed() -> None:
+    stager = Stager()
+    stager.copy(_state(1.0, width=3000))
+    stager.copy(_state(2.0, width=10))
+    assert stager.num_bytes == 2 * 10 * 4 + 6 * 4 + 4
+    stager.close()
+    assert stager.num_bytes == 0
+
+
+class _UncopyableError(RuntimeError):
+    pass
+
+
+class _Uncopyable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _UncopyableError
+
+
+def test_after_a_copy_that_failed_the_next_one_is_right() -> None:
+    stager = Stager()
+    stager.copy(_state(1.0))
+    with pytest.raises(_UncopyableError):
+        stager.copy({**_state(2.0), "bad": _Uncopyable()})
+    assert torch.equal(stager.copy(_state(3.0))["weights"]["weight"], torch.full((2, 3000), 3.0))
+
+
+def _stage_too_early() -> None:
+    saves = BackgroundSaves(timedelta(seconds=60))
+    saves.connect(torch.device("cpu"))
+    staged = saves.stage(_state(1.0))
+    saves.start("Saving first", lambda group: None)
+    with pytest.raises(RuntimeError, match=r"Saving first is still under way: wait\(\) before the next"):
+        saves.stage(_state(2.0))
+    assert staged["weights"]["weight"].eq(1).all()
+    saves.wait()
+    assert saves.stage(_state(2.0))["weights"]["weight"].eq(2).all()
+    saves.close()
+
+
+def test_memory_that_is_being_written_is_not_used() -> None:
+    run_on_ranks(1, _stage_too_early)
