@@ -33,6 +33,7 @@ from ....checkpoint.writing.shards import parse_size
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
+from .host_blocks import in_host_memory
 
 _SUFFIX = ".safetensors"
 _SHARED_FROM_BYTES = 2**20  # an unsharded tensor that is smaller is not worth being written by several
@@ -165,28 +166,35 @@ def _create(output: AtomicFolder, plan: Plan) -> list[str]:
 def _write_parts(path: str, tensors: Sequence[PlannedTensor], parts: Mapping[str, _Part]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        for planned in tensors:
-            part = parts.get(planned.source.fqn)
-            if part is not None:
-                _write_part(fd, planned, part)
+        for (planned, position), start, values in in_host_memory(_pieces(tensors, parts)):
+            _write(fd, planned, position + start // planned.source.dtype.itemsize, _bytes_of(values))
         os.fsync(fd)  # on a network file system, each machine holds its own writes back
     finally:
         os.close(fd)
 
 
-def _write_part(fd: int, planned: PlannedTensor, part: _Part) -> None:
-    local = part.local.detach().to("cpu").contiguous()
-    source, target = planned.source.dtype, planned.dtype
-    view = _bytes_of(local)
-    for start, position, count in _runs(planned.source.shape, part):
-        values = view[start * source.itemsize : (start + count) * source.itemsize]
-        where = planned.start + position * target.itemsize
-        if source is target:
-            write_exactly(fd, values, where)
+def _pieces(
+    tensors: Sequence[PlannedTensor], parts: Mapping[str, _Part]
+) -> Iterator[tuple[tuple[PlannedTensor, int], Tensor]]:
+    """Yield (tensor, first element) and the bytes of each run that this rank writes, where they lie; no other bytes."""
+    for planned in tensors:
+        part, itemsize = parts.get(planned.source.fqn), planned.source.dtype.itemsize
+        if part is None:
             continue
-        for begin in range(0, len(values), BLOCK_BYTES):
-            block = convert_block(values[begin : begin + BLOCK_BYTES], source, target, f"Tensor {planned.name!r}")
-            write_exactly(fd, block, where + begin // source.itemsize * target.itemsize)
+        local = part.local.detach().contiguous().reshape(-1).view(torch.uint8)
+        for start, position, count in _runs(planned.source.shape, part):
+            yield (planned, position), local[start * itemsize : (start + count) * itemsize]
+
+
+def _write(fd: int, planned: PlannedTensor, position: int, values: memoryview) -> None:
+    source, target = planned.source.dtype, planned.dtype
+    where = planned.start + position * target.itemsize
+    if source is target:
+        write_exactly(fd, values, where)
+        return
+    for begin in range(0, len(values), BLOCK_BYTES):
+        block = convert_block(values[begin : begin + BLOCK_BYTES], source, target, f"Tensor {planned.name!r}")
+        write_exactly(fd, block, where + begin // source.itemsize * target.itemsize)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import safetensors_saving
+from accelight.strategies.fsdp.checkpoints.host_blocks import in_host_memory
 from accelight.strategies.fsdp.checkpoints.safetensors_saving import _Part, _runs
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import BLOCKS
@@ -60,6 +62,8 @@ def _save_both_ways(options: dict[str, Any], folder: str) -> list[Any]:
     trainer.save_checkpoint(f"{folder}/sharded")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_saving, "_SHARED_FROM_BYTES", 0)  # so that all have a part in unsharded parameters
+        through_blocks = partial(in_host_memory, block_bytes=64, copy_all=True)  # as from a device
+        patch.setattr(safetensors_saving, "in_host_memory", through_blocks)
         reports = [strategy.save_safetensors(f"{folder}/direct_{name}", **more) for name, more in OPTIONS.items()]
     reports.append(strategy.save_safetensors(f"{folder}/made/for/it/weights.safetensors"))
     return [(report.files, report.num_bytes, report.ties, report.skipped) for report in reports]
