@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from ..units.named_tensors import NamedTensor, named_tensors, open_tensors
 from ..units.sharded_root import inside_root
 
 _WHAT = "Loading a full state dict into the sharded model"
-_MAX_IN_FLIGHT = 8
+_NUM_IN_BATCH = 4
 _MAX_LISTED = 20
 
 
@@ -122,6 +122,8 @@ def send_from_rank_zero(
     with failing_together(_WHAT):
         parts = targets()
     device = accelerator.device if num_ranks() == 1 else sending_device(accelerator.device, _world())
+    if num_ranks() > 1 and device.type != "cpu":  # NCCL's first communication must be one of all ranks
+        dist.all_reduce(torch.zeros((), device=device))
     if _rank() == 0:
         _send(sources, reports, device)
         for need, part in zip(needs, parts, strict=True):
@@ -237,17 +239,39 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _send(sources: Mapping[str, Tensor], reports: list[list[_Need]], device: torch.device) -> None:
-    in_flight: deque[tuple[Any, Tensor]] = deque()  # the tensors must live until they have been sent
+    """Send each rank its parts, one batch while the next one is made ready.
+
+    Each receives in the order of its own tensors and sends nothing, so that no batch can wait for a later one.
+    """
+    batch: list[dist.P2POp] = []
+    in_flight: deque[tuple[list[dist.Work], list[dist.P2POp]]] = deque()  # tensors must live until they have been sent
+    for part, rank in _parts_of_others(sources, reports, device):
+        batch.append(dist.P2POp(dist.isend, _as_bytes(part), rank))
+        if len(batch) == _NUM_IN_BATCH:
+            in_flight.append((dist.batch_isend_irecv(batch), batch))
+            batch = []
+            if len(in_flight) > 1:
+                _wait(in_flight.popleft()[0])
+    if batch:
+        in_flight.append((dist.batch_isend_irecv(batch), batch))
+    for works, _ in in_flight:
+        _wait(works)
+
+
+def _parts_of_others(
+    sources: Mapping[str, Tensor], reports: list[list[_Need]], device: torch.device
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield each part that another rank needs, ready to be sent, and the rank."""
     for index in range(max(map(len, reports))):
         for rank, needs in enumerate(reports):
-            if rank == 0 or index >= len(needs) or 0 in needs[index].sizes:
-                continue
-            need = needs[index]
-            part = _cut(_source_of(need, sources), need).to(device=device, dtype=need.dtype).contiguous()
-            in_flight.append((dist.isend(_as_bytes(part), dst=rank), part))
-            if len(in_flight) > _MAX_IN_FLIGHT:
-                in_flight.popleft()[0].wait()
-    for work, _ in in_flight:
+            if rank != 0 and index < len(needs) and 0 not in needs[index].sizes:
+                need = needs[index]
+                part = _cut(_source_of(need, sources), need)
+                yield part.to(device=device, dtype=need.dtype).contiguous(), rank
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
         work.wait()
 
 
@@ -257,8 +281,7 @@ def _receive(needs: list[_Need], targets: list[Tensor], device: torch.device) ->
             continue
         direct = target.is_contiguous() and target.device == device
         part = target if direct else torch.empty(need.sizes, dtype=need.dtype, device=device)
-        work = dist.irecv(_as_bytes(part), src=0)
-        if work is not None:
-            work.wait()
+        # In a batch of its own: NCCL makes another communicator for each pair that communicates outside of batches.
+        _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, _as_bytes(part), 0)]))
         if not direct:
             target.copy_(part)

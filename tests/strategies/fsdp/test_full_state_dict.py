@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from accelight.strategies.fsdp import fsdp2_load_full_state_dict
 from accelight.strategies.fsdp.units.named_tensors import named_tensors
+from accelight.strategies.fsdp.weights.full_state_dict import _NUM_IN_BATCH
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.loading import assert_equals, build, full_dict, process, shard
 
@@ -23,16 +25,18 @@ from tests.strategies.fsdp.loading import assert_equals, build, full_dict, proce
 def _load(device: str, shape: tuple[int, ...] | None) -> int:
     model = shard(build(device), shape)
     parameters, expected = list(model.parameters()), full_dict()
-    sent = 0
-    isend = dist.isend
+    sent, batches = 0, list[int]()
+    batch_isend_irecv = dist.batch_isend_irecv
 
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counting(operations: list[dist.P2POp]) -> list[dist.Work]:
         nonlocal sent
-        sent += tensor.numel() * tensor.element_size()
-        return isend(tensor, *args, **kwargs)
+        sending = [one.tensor for one in operations if one.op is dist.isend]
+        sent += sum(tensor.nbytes for tensor in sending)
+        batches.append(len(operations))
+        return batch_isend_irecv(operations)
 
     source = build("cpu") if dist.get_rank() == 0 else None
-    with mock.patch.object(dist, "isend", counting):
+    with mock.patch.object(dist, "batch_isend_irecv", counting):
         fsdp2_load_full_state_dict(process(), model, expected if source else None, buffers_from=source)
     assert_equals(model, expected)
     assert model.low.dtype == torch.bfloat16
@@ -44,6 +48,7 @@ def _load(device: str, shape: tuple[int, ...] | None) -> int:
         named.local().numel() * named.local().element_size() for named in named_tensors(model) if named.persistent
     )
     kept += sum(layer.table.numel() * 4 for layer in model.layers) if device == "meta" else 0
+    assert max(batches, default=0) <= (_NUM_IN_BATCH if dist.get_rank() == 0 else 1)
     kept_elsewhere = torch.tensor(0 if dist.get_rank() == 0 else kept)
     dist.all_reduce(kept_elsewhere)
     assert sent == (kept_elsewhere.item() if dist.get_rank() == 0 else 0)
@@ -65,6 +70,26 @@ def test_every_shard_arrives_and_each_byte_is_sent_once(
 ) -> None:
     """huggingface/accelerate#3930: buffers, too, whether in the state dict or not."""
     run_on_ranks(world_size, _load, device, shape)
+
+
+def _load_many() -> None:
+    """Many parts, some larger than what a socket holds, a process that comes late, and one that needs less."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, 1 if width % 3 else 700, bias=False) for width in range(200, 240)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    generator = torch.Generator().manual_seed(1)
+    expected = {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    fsdp2_load_full_state_dict(process(), model, expected)
+    assert_equals(model, expected)
+
+
+def test_many_parts_arrive_whoever_is_late() -> None:
+    run_on_ranks(3, _load_many)
 
 
 def _load_offloaded() -> None:
