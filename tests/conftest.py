@@ -66,7 +66,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(_uses_deepspeed(item.path) for item in session.items) and not session.config.option.collectonly:
-        deepspeed_ops.start_building(session.config.rootpath / ".torch_extensions")
+        devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        deepspeed_ops.start_building(session.config.rootpath / ".torch_extensions", devices)
 
 
 def pytest_unconfigure() -> None:
@@ -79,10 +80,20 @@ def _uses_deepspeed(file: Path) -> bool:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _ops_are_built(request: pytest.FixtureRequest) -> None:
-    if _uses_deepspeed(request.path):
-        deepspeed_ops.wait_until_built()
-        preload(*_OF_DEEPSPEED)
+def _ops_are_built(request: pytest.FixtureRequest) -> Iterator[None]:
+    """DeepSpeed chooses between CPU and CUDA when it is imported: where both are, in processes of their own."""
+    if not _uses_deepspeed(request.path):
+        yield
+        return
+    on_gpu = request.path.name == "test_gpu.py"
+    device = "cuda" if on_gpu and torch.cuda.is_available() else "cpu"
+    deepspeed_ops.wait_until_built(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(deepspeed_ops.folder_for(device)))
+        if torch.cuda.is_available():
+            patch.setenv("DS_ACCELERATOR", device)
+        preload(*(() if on_gpu else _OF_DEEPSPEED))
+        yield
 
 
 @pytest.fixture(autouse=True)

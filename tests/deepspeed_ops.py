@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,40 +22,54 @@ for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
         builder.load()
 """
 _LONGEST_BUILD_S = 900.0
-_process: subprocess.Popen[bytes] | None = None
-_log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the tests)
+_processes: dict[str, subprocess.Popen[bytes]] = {}
+_logs: dict[str, IO[bytes]] = {}
 
 
-def start_building(folder: Path) -> None:
+def folder_for(device: str) -> Path:
+    """Return where ops for ``device`` are: those for CUDA apart, for they have the same names."""
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    return folder if device == "cpu" else folder / device
+
+
+def start_building(folder: Path, devices: Sequence[str]) -> None:
     """Build into ``folder``, which is this checkout's alone: no lock of a killed build elsewhere stops a test.
 
-    Where the environment names another folder, that is used, and its locks are left to their owners.
+    Where the environment names another folder, that is used, and its locks are left to their owners. DeepSpeed itself
+    would build for CUDA alone where there is a GPU, and the tests on the CPU inside of their time.
     """
-    global _process
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
         for lock in folder.glob("*/lock"):
             if not is_open(lock):  # of tests that were killed
                 lock.unlink(missing_ok=True)
-    _process = subprocess.Popen([sys.executable, "-c", _BUILD], stdout=_log, stderr=_log, stdin=subprocess.DEVNULL)
+    for device in devices:
+        log = _logs[device] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the tests)
+        where = {"DS_ACCELERATOR": device, "TORCH_EXTENSIONS_DIR": str(folder_for(device))}
+        command = [sys.executable, "-c", _BUILD]
+        _processes[device] = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **where}
+        )
 
 
-def wait_until_built() -> None:
+def wait_until_built(device: str) -> None:
     """Return when the ops are there, or fail with what the compiler said."""
-    assert _process is not None
     try:
-        status = _process.wait(_LONGEST_BUILD_S)
+        status = _processes[device].wait(_LONGEST_BUILD_S)
     except subprocess.TimeoutExpired:
-        _process.kill()
+        _processes[device].kill()
         raise
     if status:
-        _log.seek(0)
-        pytest.fail(f"DeepSpeed's ops could not be built (status {status}):\n{_log.read().decode()[-4000:]}")
+        _logs[device].seek(0)
+        output = _logs[device].read().decode()[-4000:]
+        pytest.fail(f"DeepSpeed's ops for {device} could not be built (status {status}):\n{output}")
 
 
 def end_building() -> None:
-    """End a build that nobody has waited for."""
-    if _process is not None and _process.poll() is None:
-        _process.kill()
-        _process.wait()
-    _log.close()
+    """End builds that nobody has waited for."""
+    for process in _processes.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    for log in _logs.values():
+        log.close()

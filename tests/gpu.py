@@ -9,6 +9,8 @@ import os
 
 import torch
 
+# Asked otherwise whether it is there, CUDA is of no use in processes that are forked afterwards.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 TRIED_ON_CPU = os.environ.get("ACCELIGHT_TRY_GPU_TESTS") == "1" and not torch.cuda.is_available()
 ACCELERATOR = "cpu" if TRIED_ON_CPU else "gpu"
 NUM_DEVICES = 2 if TRIED_ON_CPU else torch.cuda.device_count()

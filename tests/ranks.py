@@ -39,6 +39,7 @@ _PRELOAD = [
     "lightning.pytorch.strategies",
     "accelight.state",
 ]
+_MORE: tuple[str, ...] = ()
 _START_S = 120.0
 _MOST_THREADS = 100
 """Of a worker between two tests: DeepSpeed keeps engines, and with them groups, that nobody else knows any more."""
@@ -98,7 +99,7 @@ class _Pool:
 
     def _fork(self) -> _Worker:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload([*_PRELOAD, *_MORE])
         self.num_started += 1
         log, stacks = (self.folder / f"{self.num_started}.{kind}" for kind in ("log", "stacks"))
         ours, theirs = context.Pipe()
@@ -134,10 +135,14 @@ def _pool() -> _Pool:
 
 
 def preload(*modules: str) -> None:
-    """Let every process that is forked from now on have these modules, however often processes are thrown away."""
-    if set(modules) <= set(_PRELOAD):
+    """Let every process that is forked from now on have these modules, however often processes are thrown away.
+
+    Those of an earlier call are not there any more.
+    """
+    global _MORE
+    if modules == _MORE:
         return
-    _PRELOAD.extend(modules)
+    _MORE = modules
     for world_size in list(_pool().workers):
         _pool().discard(world_size)
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined] # the next process starts another one

@@ -1,7 +1,8 @@
-"""What the oracle grid leaves out, on CUDA with NCCL: checkpoints, first weights, compilation, fp16."""
+"""What the oracle grid leaves out, on CUDA with NCCL: checkpoints, first weights, compilation, fp16, two nodes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor
 
 from accelight.checkpoint import merge_fsdp_weights
+from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy
 from tests.gpu import ACCELERATOR, NUM_DEVICES
 from tests.ranks import run_on_ranks
@@ -30,9 +32,15 @@ RTOL = 1e-4
 
 
 def _fit(
-    options: dict[str, Any], epochs: int, *, save_to: str = "", resume_from: str | None = None, **trainer_options: Any
+    options: dict[str, Any],
+    epochs: int,
+    *,
+    save_to: str = "",
+    resume_from: str | None = None,
+    world_size: int = NUM_DEVICES,
+    **trainer_options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    outcome, world_size = Outcome(), NUM_DEVICES
+    outcome = Outcome()
     strategy = AccelFSDPStrategy(**options)
     trainer = quiet_trainer(
         strategy,
@@ -169,10 +177,10 @@ class _WithBuffer(TinyModule):
         return super().training_step(batch, batch_idx) * self.scale
 
 
-def _offload_with_buffers(engine: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _saved_with_buffers(engine: str, offload: bool, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     found: list[dict[str, Tensor]] = []
     for epochs, path in ((1, None), (2, f"{folder}/full.ckpt")):
-        options: dict[str, Any] = {**ENGINES[engine], "cpu_offload": True, "state_dict_type": "full_state_dict"}
+        options: dict[str, Any] = {**ENGINES[engine], "cpu_offload": offload, "state_dict_type": "full_state_dict"}
         strategy = AccelFSDPStrategy(ignored_modules="model.head", **options)
         trainer = quiet_trainer(strategy, NUM_DEVICES, accelerator=ACCELERATOR, max_epochs=epochs)
         trainer.fit(_WithBuffer(), rank_loader(NUM_DEVICES), ckpt_path=path)
@@ -183,10 +191,33 @@ def _offload_with_buffers(engine: str, folder: str) -> tuple[dict[str, Tensor], 
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["on_the_device", "offloaded"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_offloaded_buffers_and_ignored_modules_are_saved_and_resumed(engine: str, tmp_path: Path) -> None:
-    first, second = run_on_ranks(NUM_DEVICES, _offload_with_buffers, engine, str(tmp_path), init_group=False)[0]
+def test_buffers_and_ignored_modules_are_saved_and_resumed(engine: str, offload: bool, tmp_path: Path) -> None:
+    """In full checkpoints, all of whose tensors are in host memory, and as safetensors."""
+    arguments = engine, offload, str(tmp_path)
+    first, second = run_on_ranks(NUM_DEVICES, _saved_with_buffers, *arguments, init_group=False)[0]
     assert set(first) == set(second)
     written = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in second.items())
     assert not torch.equal(first["model.head.weight"], second["model.head.weight"])
+
+
+def _as_a_node(engine: str, folder: str) -> tuple[list[float], str]:
+    """Train on this process's first device, which is the other's, too: gloo alone lets two share one."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, NODE_RANK=rank)
+    options = {**ENGINES[engine], "state_dict_type": "sharded_state_dict", "process_group_backend": "gloo"}
+    nodes: dict[str, Any] = {"world_size": 2, "devices": 1, "num_nodes": 2}
+    losses, _ = _fit(options, 1, save_to=f"{folder}/nodes", **nodes)
+    more, _ = _fit(options, 2, resume_from=f"{folder}/nodes", **nodes)
+    device = str(PartialState().device)
+    return losses + more, device
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_nodes_on_one_device(engine: str, tmp_path: Path) -> None:
+    """What one GPU cannot show otherwise: shards, and FSDP1's too, which become NO_SHARD on one process."""
+    for losses, device in run_on_ranks(2, _as_a_node, engine, str(tmp_path), init_group=False):
+        assert losses == pytest.approx(train_plain(CASE, 2).losses, rel=RTOL)
+        assert device == {"gpu": "cuda:0"}.get(ACCELERATOR, ACCELERATOR)
