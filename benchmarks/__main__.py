@@ -7,6 +7,7 @@ import argparse
 from benchmarks import (
     accumulate,
     first_weights,
+    gpu,
     imports,
     load_full,
     merge,
@@ -22,6 +23,7 @@ from benchmarks import (
 BENCHMARKS = {
     "accumulate": accumulate,
     "first-weights": first_weights,
+    "gpu": gpu,
     "import": imports,
     "load-full": load_full,
     "merge": merge,
