@@ -5,7 +5,7 @@ collective. But each learns of the failure in a thread of its own, at a moment o
 outstanding, each process looks for a key in the store before each step, and who knows of a failure first writes the
 number of the next optimizer step there. Nobody can begin that step before, since the present one has collectives that
 need the writer; so all find the key in time, and all raise there. (On an accelerator the loop's thread could run ahead
-of its collectives; Lightning waits for one in each batch.)
+of its collectives; before each batch it waits for `Termination.agree`.)
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelight.checkpoint.formats.dtypes import DTYPES
 from accelight.strategies.fsdp.checkpoints.host_blocks import in_host_memory
+from tests.ranks import run_on_ranks
 
 
 def _pieces(sizes: Sequence[int], device: str = "cpu") -> Iterator[tuple[int, Tensor]]:
@@ -43,6 +44,10 @@ def test_every_byte_comes_once(sizes: list[int], block_bytes: int) -> None:
 
 @pytest.mark.gpu
 def test_every_byte_comes_from_a_gpu() -> None:
+    run_on_ranks(1, _check_gpu)
+
+
+def _check_gpu() -> None:
     sizes = [5, 3000, 0, 70_000, 2**20]
     expected = [values for _, values in _pieces(sizes)]
     for _ in range(20):  # each block is filled again while others are in flight

@@ -13,17 +13,15 @@ from accelight.strategies.fsdp.checkpoints.background_saves import BackgroundSav
 from accelight.strategies.fsdp.checkpoints.staging import Stager
 from tests.ranks import run_on_ranks
 
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def _state(value: float, width: int = 3000) -> dict[str, Any]:
+def _state(value: float, width: int = 3000, device: str = "cpu") -> dict[str, Any]:
     """Return a state of new tensors, as FSDP1 makes one for each save."""
-    weight = torch.full((2, width), value, device=_DEVICE)
-    transposed = torch.arange(6.0, device=_DEVICE).reshape(2, 3).t() + value
+    weight = torch.full((2, width), value, device=device)
+    transposed = torch.arange(6.0, device=device).reshape(2, 3).t() + value
     return {
         "weights": {"weight": weight, "tied": weight, "row": weight[1], "transposed": transposed},
         "steps": [torch.tensor(value), 3, "three"],
-        "empty": torch.empty(0, 4, device=_DEVICE),
+        "empty": torch.empty(0, 4, device=device),
     }
 
 
@@ -37,16 +35,16 @@ def _addresses(state: dict[str, Any]) -> list[int]:
 
 @pytest.mark.gpu
 def test_memory_is_used_again_on_a_gpu() -> None:
-    _check_memory()
+    run_on_ranks(1, _check_memory, "cuda")
 
 
 def test_memory_is_used_again() -> None:
-    _check_memory()
+    _check_memory("cpu")
 
 
-def _check_memory() -> None:
+def _check_memory(device: str) -> None:
     stager = Stager()
-    first, state = stager.copy(_state(1.0)), _state(2.0)
+    first, state = stager.copy(_state(1.0, device=device)), _state(2.0, device=device)
     addresses, num_bytes = _addresses(first), stager.num_bytes
     assert num_bytes == 2 * 3000 * 4 + 6 * 4 + 4
     second = stager.copy(state)
@@ -63,7 +61,7 @@ def _check_memory() -> None:
     weights = second["weights"]
     assert weights["weight"] is weights["tied"]
     assert weights["row"].untyped_storage().data_ptr() == weights["weight"].untyped_storage().data_ptr()
-    assert weights["weight"].is_pinned() is (_DEVICE == "cuda")
+    assert weights["weight"].is_pinned() is (device == "cuda")
     assert second["steps"][1:] == [3, "three"]
 
 
