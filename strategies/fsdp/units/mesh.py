@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ....state.process_group import require_group, timeout_of
 
@@ -26,7 +26,8 @@ def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, devi
         ValueError: If ``given`` has not two dimensions, or they do not multiply to ``world_size``.
     """
     if given is None:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+        # Not init_device_mesh(): where CUDA is visible and the group is gloo's, it starts another one for each mesh.
+        return DeviceMesh.from_group(require_group("Sharding"), device_type, mesh_dim_names=("shard",))
     shape = tuple(given.shape) if isinstance(given, DeviceMesh) else tuple(given)
     if len(shape) != 2 or shape[0] * shape[1] != world_size:
         raise ValueError(

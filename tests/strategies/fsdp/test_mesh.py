@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from accelight.strategies.fsdp.units.mesh import build_mesh
 from tests.ranks import free_port, run_on_ranks
+from tests.scripts import run_script
 
 
 def _reduce_twice(ports: list[int]) -> list[tuple[float, float, bool]]:
@@ -29,3 +31,37 @@ def test_hybrid_groups_of_one_process_group_after_another() -> None:
     found = run_on_ranks(4, _reduce_twice, [free_port(), free_port()], init_group=False)
     expected = [(11.0, 101.0, True), (11.0, 1010.0, True), (1100.0, 101.0, True), (1100.0, 1010.0, True)]
     assert found == [[each] * 2 for each in expected]
+
+
+def _mesh_beside_a_gpu() -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # all that torch asks for
+        mesh = build_mesh(None, 2, "cpu")
+    value = torch.ones(())
+    dist.all_reduce(value, group=mesh.get_group("shard"))
+    assert value == 2
+    return mesh.get_group() is dist.group.WORLD
+
+
+def test_training_on_the_cpu_beside_a_gpu_starts_no_group_of_its_own() -> None:
+    assert run_on_ranks(2, _mesh_beside_a_gpu) == [True, True]
+
+
+_SPLIT_TWICE = """
+import torch
+import torch.distributed as dist
+
+device = torch.device("cuda", 0)
+for _ in range(2):
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+    dist.split_group(split_ranks=[[0]])
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(reason="github.com/pytorch/pytorch/issues/192106: gloo's part cannot be split a second time")
+def test_torch_splits_groups_in_a_second_process_group() -> None:
+    """When it passes, `_hybrid_mesh` may give way to `init_device_mesh`."""
+    run_script(_SPLIT_TWICE)
