@@ -31,6 +31,8 @@ class Stager(StateDictStager):
         super().__init__()
         self._kept: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
         self._used: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
+        self._copied: dict[tuple[torch.device, int, int], tuple[UntypedStorage, UntypedStorage]] = {}
+        """By their place, storages and their copies, while a state is copied: several tensors may share one."""
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more."""
@@ -40,6 +42,7 @@ class Stager(StateDictStager):
             if any(pinned for _, pinned in self._used):
                 torch.accelerator.current_stream().synchronize()
         finally:
+            self._copied.clear()
             self._free()
         if not isinstance(copied, dict):
             raise TypeError(f"expected a copy of the state, got {type(copied).__name__}.")
@@ -59,12 +62,16 @@ class Stager(StateDictStager):
 
     @override
     def _stage_untyped_storage(self, storage: UntypedStorage, non_blocking: bool = False) -> UntypedStorage:
+        place = storage.device, storage.data_ptr(), storage.nbytes()
+        if place in self._copied:
+            return self._copied[place][1]
         pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
         size = storage.nbytes(), pinned
         kept = self._kept[size]
         memory = kept.pop(0) if kept else _allocated(*size)  # in order: the same for the same tensor
         self._used[size].append(memory)
         memory.copy_(storage, non_blocking=pinned)
+        self._copied[place] = storage, memory
         return memory
 
     def _free(self) -> None:
