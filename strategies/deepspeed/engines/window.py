@@ -198,6 +198,8 @@ class Window:
             )
         pairs = list(zip(self._parameters, agreed.some, agreed.mixed, strict=True))
         self.used.update(each for each, some, _ in pairs if some and each in self._leaves)
+        if self.stage == 2 and not any(agreed.some):
+            self._zero.setup_buckets()  # which the first gradient would have done: it reduces them all the same
         mixed = [each for each, _, differs in pairs if differs and each not in self._leaves]
         if not mixed:
             return

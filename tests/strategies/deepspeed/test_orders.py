@@ -40,6 +40,8 @@ class Fit:
     """Where manual optimization zeroes gradients: ``"first"`` or ``"last"``, and what else it does."""
     unused: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Batches, and the ranks that leave the layer ``branch`` out there."""
+    beside: tuple[int, ...] = ()
+    """Batches whose loss is not the model's."""
     events: tuple[tuple[str, int, str], ...] = ()
     """Hook, batch, what happens."""
     validate_every: int | None = None
@@ -82,6 +84,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         self.present_batch, plan = batch_idx, self.plan
+        if batch_idx in plan.beside:
+            return torch.zeros((), requires_grad=True)
         if not plan.manual:
             return self.loss(batch, batch_idx)
         optimizer: Any = self.optimizers()
@@ -338,6 +342,7 @@ SCRIPTS: dict[str, list[Fit]] = {
         Fit(accumulate=2, events=(("on_train_batch_end", 2, "clamp"), ("on_train_batch_start", 4, "clamp")))
     ],
     "a layer unused in some batches": [Fit(optimizer="decay", unused=ALIKE), Fit(optimizer="adamw", unused=ALIKE)],
+    "losses beside the model": [Fit(optimizer="decay", beside=(0, 1, 2, 4), accumulate=2), Fit(beside=(0, 3))],
     "counts of steps in a checkpoint": [
         Fit(optimizer="adamw", unused=ALIKE, events=(("on_train_batch_end", 4, "save"),)),
         Fit("fresh checkpoint", optimizer="adamw"),
@@ -356,7 +361,7 @@ SCRIPTS: dict[str, list[Fit]] = {
 
 
 @pytest.mark.core(
-    "fit after a stop in mid-window-3", "from checkpoints-3", "part is trained-3", "zeroing last-3", "drops-2"
+    "fit after a stop in mid-window-3", "from checkpoints-3", "part is trained-3", "zeroing last-3", "drops-2", "beside the model-2"
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
