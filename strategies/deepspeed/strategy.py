@@ -52,7 +52,14 @@ from .engines.library import (
     quietly,
     require_deepspeed,
 )
-from .engines.optimizers import check_elementwise, choose, compiled_cpu_adam, for_offload, prefer_torch_adam
+from .engines.optimizers import (
+    check_elementwise,
+    check_parameters,
+    choose,
+    compiled_cpu_adam,
+    for_offload,
+    prefer_torch_adam,
+)
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.user_clipping import refuse_norm
 from .engines.window import Window
@@ -254,9 +261,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
         told = not is_auto_value(config.get_value("gradient_accumulation_steps", AUTO))
         self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if told else None)
-        masters = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
+        kept = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
         with full_shapes(module):
             chosen = choose(module, config)
+        kept.states.take(chosen.real)
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
         check_async_io(settings)
@@ -265,6 +273,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             settings = settings.changed({"checkpoint.load_universal": True})
         optimizer = chosen.real
         if optimizer is not None:
+            check_parameters(optimizer, module)
             check_elementwise(optimizer, settings.zero_stage)
             optimizer, settings = for_offload(optimizer, settings)
         elif settings.offloads_optimizer and settings.defines_adam:
@@ -280,7 +289,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             lr_scheduler=chosen.scheduler_callable,
         )
         chosen.take_schedule(engine)
-        masters.give(engine)
+        kept.masters.give(engine)
         self.model = engine
         holds_parameters = settings.zero_stage == 3 and self.find_unused_parameters
         if holds_parameters:
@@ -288,6 +297,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         elif settings.zero_stage == 3:
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
+        kept.states.give(self._window)
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are
             norms = TotalNorms(partial(refuse_norm, module))

@@ -13,6 +13,7 @@ from torch import nn
 from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
 from .config_errors import readable_config_errors
+from .earlier_states import keeping_adagrad
 from .engine_registry import remember
 from .layer_outputs import OpaqueOutputs
 from .library import deepspeed_library, ninja_on_path
@@ -42,7 +43,7 @@ def start_engine(
     arguments = argparse.Namespace(device_rank=0 if device.index is None else device.index)
     check_build_locks(*ops_of_optimizer(settings))
     outputs = OpaqueOutputs(module) if settings.zero_stage == 3 else None
-    with ninja_on_path(), readable_config_errors():
+    with ninja_on_path(), readable_config_errors(), keeping_adagrad(optimizer):
         engine, *_ = deepspeed_library().initialize(
             args=arguments,
             config=settings.config,

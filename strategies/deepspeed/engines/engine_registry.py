@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ..config.settings import DeepSpeedSettings
+from .earlier_states import EarlierStates
 from .layer_outputs import let_go
 from .library import deepspeed_library
 from .master_weights import MasterWeights
@@ -30,6 +32,16 @@ _OF_PARAMETERS = {
 """What DeepSpeed's stage 3 adds to parameters, beside what is called ``ds_...``."""
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What engines that have ended leave to the next."""
+
+    masters: MasterWeights = field(default_factory=MasterWeights)
+    """The fp32 weights of what was trained in 16 bits."""
+    states: EarlierStates = field(default_factory=EarlierStates)
+    """Of the optimizers of the user's code."""
+
+
 def remember(engine: Any, settings: DeepSpeedSettings) -> None:
     """Note that an engine is on its module, made with these settings."""
     _ENGINES[engine] = settings
@@ -40,7 +52,7 @@ def engine_of(module: nn.Module) -> tuple[Any, DeepSpeedSettings] | None:
     return next((found for found in _ENGINES.items() if found[0].module is module), None)
 
 
-def end_engines_on(module: nn.Module, *, stage: int) -> MasterWeights:
+def end_engines_on(module: nn.Module, *, stage: int) -> Kept:
     """End every engine that has a parameter of this module.
 
     Parameters keep their values. Those that stage 3 has partitioned stay partitioned for another engine of that stage;
@@ -51,15 +63,16 @@ def end_engines_on(module: nn.Module, *, stage: int) -> MasterWeights:
         stage: The next engine's ZeRO stage.
 
     Returns:
-        The fp32 weights of what was trained in 16 bits.
+        What the next engine goes on with.
     """
-    mine, masters = set(module.parameters()), MasterWeights()
+    mine, kept = set(module.parameters()), Kept()
     for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:
-        masters.keep(engine)
+        kept.masters.keep(engine)
+        kept.states.keep(engine)
         end_engine(engine)
     if stage != 3:
         unpartition(module)
-    return masters
+    return kept
 
 
 def end_engine(engine: Any) -> None:

@@ -152,6 +152,24 @@ class _StandIns:
         return stand_in
 
 
+def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Check that an optimizer trains parameters of the module, which alone DeepSpeed follows.
+
+    Raises:
+        ValueError: If it has another; it says where.
+    """
+    own = set(module.parameters())
+    groups = enumerate(optimizer.param_groups)
+    strange = [(group, place) for group, each in groups for place, one in enumerate(each["params"]) if one not in own]
+    if strange:
+        group, place = strange[0]
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(strange)} parameters that are not of {type(module).__name__} (the "
+            f"first: group {group}, place {place}), and DeepSpeed trains the module's alone. Register what they belong "
+            "to as a submodule, or make the optimizer over self.parameters() in configure_optimizers()."
+        )
+
+
 _NOT_ELEMENTWISE = ("Adafactor", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
 
 

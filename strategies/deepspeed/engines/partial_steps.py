@@ -8,7 +8,7 @@ on the pieces of those that have one: neither momentum nor decay touches the oth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,40 @@ class PiecewiseSteps:
                 counted[key] = value
         own[piece.parameter] = counted
 
+    # ------------------------------------------------------------------ from engine to engine
+    def states(self) -> Iterator[tuple[partitions.Piece, State, State]]:
+        """Yield each piece that has stepped: what the optimizer keeps for its elements, and what it counts for it."""
+        for group, pieces in self._pieces.items():
+            counts, flat = self._counts(group), partitions.masters(self._zero)[group]
+            state = self._zero.optimizer.state.get(flat, {})
+            for piece in pieces:
+                if piece.parameter in counts:
+                    spread = {key: piece.of(value) for key, value in state.items() if _is_spread(value, flat)}
+                    yield piece, spread, counts[piece.parameter]
+
+    def take_states(self, states: Iterable[tuple[nn.Parameter, State]]) -> None:
+        """Take over the state of whole parameters: of those that are given, and of no other."""
+        optimizer, flats = self._zero.optimizer, partitions.masters(self._zero)
+        mine = {piece.parameter: piece for pieces in self._pieces.values() for piece in pieces}
+        for parameter, state in states:
+            if parameter not in mine:
+                continue
+            piece = mine[parameter]
+            part = {
+                key: value.reshape(-1)[piece.start : piece.start + piece.numel]
+                if _is_of(parameter, key, value)
+                else value
+                for key, value in state.items()
+            }
+            own = self._own.setdefault(piece.group, {})
+            self._take_state(piece, flats[piece.group], part, own)
+            if "step" in own[parameter]:
+                own[parameter]["step"] = _step_for(optimizer, own[parameter]["step"])
+        for group, own in self._own.items():
+            optimizer.state[flats[group]].update(
+                _copied(max(own.values(), key=lambda each: float(each.get("step", 0))))
+            )
+
     # ------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, State]:
         """Return what is counted for each parameter, by its name, if it differs anywhere; every rank must call it."""
@@ -160,6 +194,20 @@ class PiecewiseSteps:
 def _is_spread(value: Any, flat: Tensor) -> bool:
     """Whether it has an element for each of the flat partition's, like a momentum."""
     return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0
+
+
+def _is_of(parameter: nn.Parameter, key: str, value: Any) -> bool:
+    """Whether it has an element for each of a parameter's."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return isinstance(value, Tensor) and key != "step" and value.shape == shape
+
+
+def _step_for(optimizer: Any, step: Any) -> Any:
+    """Return a count of steps as the optimizer has it: DeepSpeed's Adam on the CPU has a number, torch's a tensor."""
+    if type(optimizer).__name__.startswith("DeepSpeedCPU"):
+        return int(step)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    return torch.tensor(float(step)) if is_torchs and not isinstance(step, Tensor) else step
 
 
 def _copied(state: Mapping[str, Any]) -> State:

@@ -18,7 +18,6 @@ order, with zeros for those that are missing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,6 +30,7 @@ from .changed_weights import LostChanges, take_changed_weights
 from .dropped_gradients import drop_gradients
 from .partial_steps import PiecewiseSteps
 from .same_path import WAY_OUT, gather
+from .told_optimizers import let_go, tell_window
 from .used_parameters import agree, ranks_without, will_get_gradients
 
 _NAME = "accelight_window"
@@ -61,9 +61,10 @@ class Window:
         else:
             self._parameters = [each for each in optimized if each.requires_grad]
         self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
-        self._is_plain = isinstance(zero, torch.optim.Optimizer)
-        if not self._is_plain:
-            zero.add_param_group = _refuse_group
+        self.is_plain = isinstance(zero, torch.optim.Optimizer)
+        """Whether the optimizer is torch's own, with the parameters as they are."""
+        self.given: tuple[torch.optim.Optimizer, list[list[nn.Parameter]]] | None = None
+        """The optimizer of the user's code, and the parameters of its groups; see `EarlierStates`."""
         self.used: set[nn.Parameter] = set()
         """Parameters that have a gradient in this window, on any rank."""
         self._leaves: set[nn.Parameter] = set()
@@ -80,9 +81,7 @@ class Window:
             self._follow_zero()
         self.lost_changes = LostChanges(engine.module, self.names) if self.stage == 3 else None
         self._clear, self._is_stepping = zero.zero_grad, False
-        zero.accelight_window = self
-        kind: type = type(zero)
-        zero.__class__ = _telling_class(kind)
+        tell_window(zero, self)
         engine.__dict__[_NAME] = self  # not as a submodule
 
     @contextmanager
@@ -102,6 +101,8 @@ class Window:
             yield
         finally:
             module.__dict__.pop("zero_grad", None)
+            if self.is_plain:
+                let_go(self._zero)  # the user's own, which may train elsewhere
 
     def _follow_zero(self) -> None:
         zero = self._zero
@@ -174,7 +175,7 @@ class Window:
                 hook.remove()
 
     def _check_frozen(self) -> None:
-        if self._is_plain:  # torch's own, which holds what it was given
+        if self.is_plain:  # torch's own, which holds what it was given
             optimizer: torch.optim.Optimizer = self._zero
             self._parameters = [
                 each for group in optimizer.param_groups for each in group["params"] if each.requires_grad
@@ -279,7 +280,7 @@ class Window:
 
     def _check_plain(self) -> None:
         unused = [self.names[each] for each in self._parameters if each not in self.used]
-        if unused and self.used and not self._is_plain:
+        if unused and self.used and not self.is_plain:
             raise RuntimeError(
                 f"{', '.join(unused)} had no gradient on any rank in this window: {type(self._zero).__name__} of "
                 "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
@@ -329,7 +330,7 @@ class Window:
             yield
             return
         max_norm, self._clip_norm = self._clip_norm, None
-        if self._is_plain:
+        if self.is_plain:
             nn.utils.clip_grad_norm_(self.used, max_norm)
             yield
             return
@@ -360,27 +361,6 @@ class Window:
         for parameter in self._parameters:
             parameter.grad = None
         drop_gradients(self.engine)
-
-
-@functools.cache
-def _telling_class(base: type) -> type:
-    """Return a class of optimizers whose ``zero_grad()`` drops the window.
-
-    A method of the instance would not do: Lightning's own optimizers derive from the class, and call its methods.
-    """
-
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.accelight_window.zero_grad(*args, **kwargs)
-
-    return type(base.__name__, (base,), {"zero_grad": zero_grad, "__module__": base.__module__})
-
-
-def _refuse_group(param_group: Any) -> None:
-    raise RuntimeError(
-        "DeepSpeed's optimizer takes no parameter group after fit() has begun (add_param_group, BaseFinetuning). Give "
-        "the optimizer every parameter at once and freeze those in on_train_start() that train later, or unfreeze "
-        "them between two calls of fit(), or use stage 0 in fp32."
-    )
 
 
 def window_of(engine: Any) -> Window | None:

@@ -35,6 +35,7 @@ class Fit:
     accumulate: int = 1
     clip: float | None = None
     optimizer: str = "sgd"
+    """Or the object that an earlier fit has used (``"kept"``)."""
     trains: str = "all"
     manual: str = ""
     """Where manual optimization zeroes gradients: ``"first"`` or ``"last"``, and what else it does."""
@@ -111,6 +112,11 @@ class Module(LightningModule):
         self.loss(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.plan.optimizer != "kept":
+            self.optimizer = self.new_optimizer()
+        return self.optimizer
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
         matrices = [each for each in self.net.parameters() if each.ndim > 1]  # also where stage 3 has partitioned them
         parameters: Any = {
             "all": self.parameters(),
@@ -122,6 +128,8 @@ class Module(LightningModule):
         }[self.plan.trains]
         if self.plan.optimizer == "adamw":  # a large eps: else it steps on the sign of gradients that are nearly 0
             return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3)
+        if self.plan.optimizer == "adagrad":  # has state from the start
+            return torch.optim.Adagrad(parameters, lr=0.01, initial_accumulator_value=0.1)
         decay = 0.1 if self.plan.optimizer == "decay" else 0.0
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=decay)
 
@@ -342,7 +350,13 @@ SCRIPTS: dict[str, list[Fit]] = {
         Fit(accumulate=2, events=(("on_train_batch_end", 2, "clamp"), ("on_train_batch_start", 4, "clamp")))
     ],
     "a layer unused in some batches": [Fit(optimizer="decay", unused=ALIKE), Fit(optimizer="adamw", unused=ALIKE)],
-    "losses beside the model": [Fit(optimizer="decay", beside=(0, 1, 2, 4), accumulate=2), Fit(beside=(0, 3))],
+    "a loss beside": [Fit(optimizer="decay", beside=(0, 1, 2, 4), accumulate=2), Fit(beside=(0, 3))],
+    "an optimizer that goes on": [
+        Fit(optimizer="adamw", trains="groups", unused=ALIKE, epochs=1),
+        Fit(optimizer="kept", events=(("on_train_batch_end", 3, "raise"),)),
+        Fit(optimizer="kept", accumulate=2),
+    ],
+    "groups of Adagrad": [Fit(optimizer="adagrad", trains="groups"), Fit(optimizer="kept")],
     "counts of steps in a checkpoint": [
         Fit(optimizer="adamw", unused=ALIKE, events=(("on_train_batch_end", 4, "save"),)),
         Fit("fresh checkpoint", optimizer="adamw"),
@@ -361,7 +375,13 @@ SCRIPTS: dict[str, list[Fit]] = {
 
 
 @pytest.mark.core(
-    "fit after a stop in mid-window-3", "from checkpoints-3", "part is trained-3", "zeroing last-3", "drops-2", "beside the model-2"
+    "fit after a stop in mid-window-3",
+    "from checkpoints-3",
+    "part is trained-3",
+    "zeroing last-3",
+    "drops-2",
+    "beside-2",
+    "Adagrad-2",
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -380,15 +400,18 @@ def test_ranks_that_use_different_layers(stage: int, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- engines after engines
-def change_strategies(stages: list[int], folder: Path, more: dict[str, Any]) -> Any:
+def change_strategies(stages: list[int], plans: list[Fit], folder: Path) -> Any:
     order = iter(stages)
-    return Script(lambda: deepspeed_strategy(next(order), **more), folder).run([Fit(accumulate=2) for _ in stages])
+    return Script(lambda: deepspeed_strategy(next(order)), folder).run(plans)
 
 
-def test_each_fit_may_have_another_stage(tmp_path: Path) -> None:
-    stages = [3, 2, 3, 1, 0]
-    expected = Script(None, tmp_path).run([Fit(accumulate=2) for _ in stages])
-    found = run_on_ranks(NUM_RANKS, change_strategies, stages, tmp_path, {})[0]
+@pytest.mark.core("kept")
+@pytest.mark.parametrize("optimizer", ["sgd", "kept"])
+def test_each_fit_may_have_another_stage(optimizer: str, tmp_path: Path) -> None:
+    stages = [3, 2, 3, 1, 0, 2]
+    plans = [Fit(optimizer="decay"), *[Fit(accumulate=2, optimizer=optimizer) for _ in stages[1:]]]
+    expected = Script(None, tmp_path).run(plans)
+    found = run_on_ranks(NUM_RANKS, change_strategies, stages, plans, tmp_path)[0]
     for (_, weights), (_, weights_expected) in zip(found, expected, strict=True):
         for name, weight in weights_expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5)
@@ -502,6 +525,11 @@ class WholeMatrices(Module):
         return torch.optim.Adafactor(self.parameters())
 
 
+class OfAnotherModule(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
+
+
 class Branching(Module):
     def __init__(self, rank: int | None) -> None:
         super().__init__(rank)
@@ -533,6 +561,7 @@ def attempt(kind: type[Module], stage: int) -> str:
         (AddingGroup, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
         (ForgettingToZero, "RuntimeError: manual_backward() followed optimizer.step() without zero_grad()"),
         (WholeMatrices, "ValueError: Adafactor computes with full parameters"),
+        (OfAnotherModule, "ValueError: SGD has 2 parameters that are not of OfAnotherModule"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
 )
