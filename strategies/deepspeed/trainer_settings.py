@@ -38,8 +38,6 @@ def settings_for_training(
         ValueError: If the config contradicts the Trainer, or a value cannot be found out; it names each key.
     """
     algorithm = trainer.gradient_clip_algorithm
-    if trainer.gradient_clip_val and algorithm is not None and algorithm.value != "norm":
-        raise ValueError("DeepSpeed clips gradients by their norm only. Use gradient_clip_algorithm='norm'.")
     clip_val = trainer.gradient_clip_val
     config = plugin.config_for_trainer(clips=bool(clip_val))
     config.config.setdefault("zero_allow_untested_optimizer", True)
@@ -53,6 +51,7 @@ def settings_for_training(
         train_batch_size=_train_batch_size(trainer),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         gradient_clip_val=None if clip_val is None else float(clip_val),
+        clips_by_value=algorithm is not None and algorithm.value == "value",
         mixed_precision=precision,
         optimizer=chosen.optimizer,
         scheduler=chosen.scheduler,

@@ -35,6 +35,8 @@ class TrainingFacts:
     """Of the Trainer; 1 counts as not given."""
     gradient_clip_val: float | None = None
     """Of the Trainer; None and 0 count as not given."""
+    clips_by_value: bool = False
+    """Whether the Trainer is to clip each gradient, and not their norm."""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"
     """Of the Trainer; ``"no"`` counts as not given."""
     optimizer: DummyOptim | Optimizer | None = None
@@ -155,6 +157,10 @@ class _Filling:
         given = self.facts.gradient_clip_val
         if given:
             self.match("gradient_clipping", given, "Trainer(gradient_clip_val)")
+        if given and self.facts.clips_by_value:
+            self.mismatches.append(
+                "- Trainer(gradient_clip_algorithm='value'): DeepSpeed clips gradients by their norm only; use 'norm'"
+            )
         if self.known("gradient_clipping") is None:
             self.config.set_value("gradient_clipping", float(given or 0.0))
 

@@ -156,7 +156,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = {
     "windows_differ": (_sgd, {"gradient_accumulation_steps": 3}, {"accumulate_grad_batches": 2}, None, "3 in the Deep"),
     "clipping_differs": (_sgd, {"gradient_clipping": 3.0}, {"gradient_clip_val": 2.0}, None, "3.0 in the Deep"),
     "clipping_by_value": (
-        _sgd, {}, {"gradient_clip_val": 2.0, "gradient_clip_algorithm": "value"}, None, "by their norm only",
+        _sgd, {"gradient_clipping": 3.0}, {"gradient_clip_val": 2.0, "gradient_clip_algorithm": "value"}, None,
+        "Trainer(gradient_clip_val)=2.0\n- Trainer(gradient_clip_algorithm='value'): DeepSpeed clips",
     ),
     "precisions_differ": (_sgd, {"fp16": {"enabled": True}}, {"precision": "bf16-mixed"}, None, "contradict"),
     "batch_size_unknown": (_sgd, {}, {}, _custom_batches, "set train_micro_batch_size_per_gpu"),
