@@ -1,4 +1,4 @@
-"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``, called by the user, over gradients that are cut up.
+"""torch's functions that clip gradients and take their norm, called by the user, over gradients that are cut up.
 
 FSDP1's gradients are plain tensors: torch would take this rank's part for the whole, without a word. Those of FSDP2 are
 DTensors, which torch does not take together with the plain ones of ignored modules.
@@ -24,17 +24,23 @@ class TotalNorms:
 
     Args:
         norm: Given gradients and the norm's type, returns their norm; None leaves it to torch.
+        check: Given a function's name and parameters whose gradients it is to change, raises if it cannot see them.
     """
 
-    def __init__(self, norm: Callable[[list[Tensor], float], Tensor | None]) -> None:
-        self._norm = norm
+    def __init__(
+        self,
+        norm: Callable[[list[Tensor], float], Tensor | None],
+        check: Callable[[str, list[Tensor]], None] = lambda *_: None,
+    ) -> None:
+        self._norm, self._check = norm, check
         self._torchs: list[tuple[CellType, Any]] = []
 
     def follow(self) -> None:
         """Begin; what was followed before is let go."""
         self.let_go()
         self._replace(clip_grad._get_total_norm, self._total_norm)
-        self._replace(clip_grad._clip_grads_with_norm_, _scale)
+        self._replace(clip_grad._clip_grads_with_norm_, self._scale)
+        self._replace(clip_grad.clip_grad_value_, self._clip_values)
 
     def let_go(self) -> None:
         """Undo `follow`."""
@@ -65,17 +71,32 @@ class TotalNorms:
             raise RuntimeError(f"The total norm of order {norm_type} is {norm.item()}: it cannot be clipped.")
         return norm
 
+    def _scale(
+        self,
+        torchs: Callable[..., None],
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        total_norm: Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check("clip_grads_with_norm_", parameters)
+        gradients = gradients_of(parameters)
+        if len({isinstance(gradient, DTensor) for gradient in gradients}) == 2:  # of ignored modules, too
+            clip_to_norm(gradients, local_tensor(total_norm), max_norm)
+        else:
+            torchs(parameters, max_norm, total_norm, foreach)
 
-def _scale(
-    torchs: Callable[..., None],
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
-) -> None:
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients = gradients_of(parameters)
-    if len({isinstance(gradient, DTensor) for gradient in gradients}) == 2:  # of ignored modules, too
-        clip_to_norm(gradients, local_tensor(total_norm), max_norm)
-    else:
-        torchs(parameters, max_norm, total_norm, foreach)
+    def _clip_values(
+        self,
+        torchs: Callable[..., None],
+        parameters: Tensor | Iterable[Tensor],
+        clip_value: float,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check("clip_grad_value_", parameters)
+        sharded = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor)]
+        others = [parameter for parameter in parameters if not isinstance(parameter.grad, DTensor)]  # ignored modules'
+        for alike in filter(None, (sharded, others)):
+            torchs(alike, clip_value, foreach)

@@ -61,7 +61,7 @@ from .engines.optimizers import (
     prefer_torch_adam,
 )
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
-from .engines.user_clipping import refuse_norm
+from .engines.user_clipping import refuse_change, refuse_norm
 from .engines.window import Window
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
@@ -300,7 +300,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         kept.states.give(self._window)
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are
-            norms = TotalNorms(partial(refuse_norm, module))
+            norms = TotalNorms(partial(refuse_norm, module), partial(refuse_change, module))
             norms.follow()
             self._while_fitting.callback(norms.let_go)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs

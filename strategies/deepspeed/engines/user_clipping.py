@@ -23,3 +23,19 @@ def refuse_norm(module: nn.Module, gradients: Sequence[Tensor], norm_type: float
         f"{type(module).__name__} in buffers of its own. Use self.clip_gradients(optimizer, gradient_clip_val=...), in "
         "configure_gradient_clipping() too, or Trainer(gradient_clip_val=...); the norm is strategy.last_grad_norm."
     )
+
+
+def refuse_change(module: nn.Module, function: str, parameters: Sequence[Tensor]) -> None:
+    """Refuse a function of torch that is to change gradients of ``module`` while DeepSpeed trains it.
+
+    Raises:
+        RuntimeError: If one of the parameters is the module's.
+    """
+    own = {id(parameter) for parameter in module.parameters()}
+    if not any(id(parameter) in own for parameter in parameters):
+        return
+    raise RuntimeError(
+        f"torch.nn.utils.{function} would change nothing: DeepSpeed keeps the gradients of {type(module).__name__} in "
+        "buffers of its own, and clips them by their norm only. Use self.clip_gradients(optimizer, "
+        "gradient_clip_val=...), in configure_gradient_clipping() too, or Trainer(gradient_clip_val=...)."
+    )

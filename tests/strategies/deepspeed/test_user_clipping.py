@@ -25,13 +25,26 @@ class ClipsByTorch(TinyModule):
         torch.nn.utils.clip_grad_norm_(self.parameters(), LIMIT)
 
 
+class ClipsValues(TinyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), LIMIT)
+
+
+class Scales(TinyModule):
+    """By a norm of its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), LIMIT, torch.ones(()))
+
+
 class ClipsAnother(ClipsBySelf):
     """Norms of what DeepSpeed does not train are torch's business."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         other = torch.ones(3, requires_grad=True)
         other.grad = torch.full((3,), 2.0)
-        assert torch.nn.utils.clip_grad_norm_([other], 1.0) == pytest.approx(12**0.5)
+        torch.nn.utils.clip_grad_value_([other], 1.0)
+        assert torch.nn.utils.clip_grad_norm_([other], 1.0) == pytest.approx(3**0.5)
 
 
 def fit(kind: type[TinyModule], config: dict[str, Any], precision: str) -> tuple[Outcome, str]:
@@ -60,10 +73,21 @@ def test_what_takes_effect(kind: type[TinyModule], stage: int) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "32-true"), (2, "32-true"), (3, "32-true"), (0, "bf16-mixed")])
-def test_what_would_clip_nothing_is_refused(stage: int, precision: str) -> None:
-    for found, message in run_on_ranks(2, fit, ClipsByTorch, ds_config(stage), precision):
-        assert message.startswith("torch.nn.utils.clip_grad_norm_ (or get_total_norm) would clip nothing")
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision", "expected"),
+    [
+        (ClipsByTorch, 1, "32-true", "clip_grad_norm_ (or get_total_norm) would clip nothing"),
+        (ClipsByTorch, 2, "32-true", "clip_grad_norm_ (or get_total_norm) would clip nothing"),
+        (ClipsByTorch, 3, "32-true", "clip_grad_norm_ (or get_total_norm) would clip nothing"),
+        (ClipsByTorch, 0, "bf16-mixed", "clip_grad_norm_ (or get_total_norm) would clip nothing"),
+        (ClipsValues, 2, "32-true", "clip_grad_value_ would change nothing"),
+        (ClipsValues, 3, "32-true", "clip_grad_value_ would change nothing"),
+        (Scales, 2, "32-true", "clip_grads_with_norm_ would change nothing"),
+    ],
+)
+def test_what_would_clip_nothing_is_refused(kind: type[TinyModule], stage: int, precision: str, expected: str) -> None:
+    for found, message in run_on_ranks(2, fit, kind, ds_config(stage), precision):
+        assert message.startswith(f"torch.nn.utils.{expected}")
         assert found.global_step == 0
 
 

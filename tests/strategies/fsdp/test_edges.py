@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.edges import (
@@ -62,6 +62,11 @@ class ClipsHead(UserModule):
         self.seen.append(clip_grad_norm_(self.net.head.parameters(), LIMIT).item())
 
 
+class ClipsValues(UserModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), LIMIT / 10)
+
+
 class ClipsSomethingElse(UserModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.rank == 0:  # nobody else's business
@@ -74,7 +79,7 @@ class ClipsSomethingElse(UserModule):
 @ALL_KINDS
 @pytest.mark.parametrize(
     "module",
-    [ClipsInHook, ClipsWhereLightningDoes, ClipsManually, ClipsInTwoSteps, ClipsSomethingElse],
+    [ClipsInHook, ClipsWhereLightningDoes, ClipsManually, ClipsInTwoSteps, ClipsValues, ClipsSomethingElse],
     ids=lambda module: module.__name__,
 )
 def test_torchs_clipping_sees_the_whole(kind: str, module: type[UserModule]) -> None:
@@ -89,6 +94,7 @@ def test_torchs_clipping_of_a_part(kind: str) -> None:
 @ALL_KINDS
 def test_torchs_clipping_of_ignored_modules(kind: str) -> None:
     assert_as_one_process(Fit(ClipsInHook), kind, ignored_modules=r"net\.branch")
+    assert_as_one_process(Fit(ClipsValues), kind, ignored_modules=r"net\.branch")
     assert_as_one_process(Fit(ClipsManually), kind, ignored_modules="second")
     assert_as_one_process(Fit(ClipsSecond), kind, ignored_modules="second")
 
