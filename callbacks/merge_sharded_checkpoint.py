@@ -20,7 +20,7 @@ from ..state.arguments import named_arguments
 from ..strategies.common.storage_paths import local_path
 from ..strategies.upstream.lightning import AsyncCheckpointIO, Callback, LightningModule, ModelCheckpoint, Trainer
 from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
-from .pretrained_check import check_loadable
+from .pretrained_check import check_complete, check_loadable
 from .pretrained_files import PretrainedFiles, find_pretrained
 from .trainer_package import check_trainer
 
@@ -132,6 +132,8 @@ class MergeShardedCheckpoint(Callback):
         self._files = find_pretrained(pl_module, self.strip_prefix, others) if self.pretrained_files else None
         if self._files is not None:
             check_loadable(self._files, pl_module, trainer.strategy.model)  # each process by itself, to the same end
+            if getattr(trainer.strategy, "exclude_frozen_parameters", False):  # DeepSpeed's
+                check_complete(self._files, pl_module)
         if trainer.is_global_zero:
             self._queue = MergeQueue(MergeOptions(self._arguments(), self.remove_checkpoint_dir))
 

@@ -65,6 +65,23 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
         )
 
 
+def check_complete(files: PretrainedFiles, module: nn.Module) -> None:
+    """Check that nothing of the model is frozen, for a strategy that leaves what is frozen out of its checkpoints.
+
+    Raises:
+        ValueError: If something is.
+    """
+    prefix = f"{files.prefix}." if files.prefix else ""
+    named = [(clean_name(name), parameter) for name, parameter in module.named_parameters()]
+    frozen = [name for name, one in named if name.startswith(prefix) and not one.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"exclude_frozen_parameters=True leaves {_listed(frozen)} out of checkpoints, and so of what is merged: "
+            f"from_pretrained would initialise them anew. Leave exclude_frozen_parameters out; or {_INSTEAD}, with "
+            "strict=False."
+        )
+
+
 def _has_peft_around(prefix: str, module: nn.Module) -> bool:
     """Whether a module around the model has PEFT's configuration; layers inside of it show by their names."""
     around: list[Any] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from .files import is_regular, read_regular
 MANIFEST_NAME = "accelight.json"
 FORMAT_VERSION = 2
 _FIRST_VERSION = 1  # without digests
-_KEYS = {"format_version", "ties", "model_prefix", "module_attribute", "digests", "crc32"}
+_KEYS = {"format_version", "ties", "model_prefix", "module_attribute", "left_out", "digests", "crc32"}
 _MAX_BYTES = 256 * 2**20
 
 
@@ -37,6 +37,8 @@ class Manifest:
     """Attribute under which the LightningModule holds its model, e.g. ``model``; empty if it holds layers itself."""
     digests: Digests = field(default_factory=dict)
     """Of the checkpoint's other files; empty where they are not known."""
+    left_out: tuple[str, ...] = ()
+    """Parameters of the module that were not saved: frozen ones, where the user asked for that."""
 
     def __post_init__(self) -> None:
         if self.model_prefix not in ("model", "state_dict", "module"):
@@ -45,6 +47,8 @@ class Manifest:
             raise ValueError(f"module_attribute must be an attribute's name or None, got {self.module_attribute!r}.")
         if not isinstance(self.ties, Mapping):
             raise ValueError(f"ties must map alias to fqn, got {self.ties!r}.")
+        if not all(isinstance(name, str) for name in self.left_out):
+            raise ValueError(f"left_out must be names, got {brief(self.left_out)}.")
         for alias, fqn in self.ties.items():
             if not (isinstance(alias, str) and isinstance(fqn, str) and alias and fqn):
                 raise ValueError(f"ties must map names to names, got {alias!r}: {fqn!r}.")
@@ -61,6 +65,7 @@ def write_manifest(
     ties: Mapping[str, str] | None = None,
     module_attribute: str | None = None,
     digests: Digests | None = None,
+    left_out: Sequence[str] = (),
 ) -> Path:
     """Write ``accelight.json`` into a checkpoint's folder; one process calls it, after the folder exists.
 
@@ -71,17 +76,20 @@ def write_manifest(
         module_attribute: Attribute of the LightningModule that is its model, for ``strip_prefix="auto"``; empty if it
             holds layers itself, None if that is not known.
         digests: Of the other files, where they are known.
+        left_out: Parameters that were not saved.
 
     Returns:
         The file's path.
     """
-    manifest = Manifest(model_prefix, dict(ties or {}), module_attribute, digests or {})
+    manifest = Manifest(model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out))
     content: dict[str, object] = {
         "format_version": FORMAT_VERSION if digests else _FIRST_VERSION,
         "model_prefix": manifest.model_prefix,
         "ties": dict(sorted(manifest.ties.items())),
         "module_attribute": manifest.module_attribute,
     }
+    if left_out:
+        content["left_out"] = sorted(left_out)
     if digests:
         content["digests"] = {name: digests[name].to_json() for name in sorted(digests)}
         content["crc32"] = _own_crc32(content)
@@ -131,11 +139,15 @@ def _parse(content: Any) -> Manifest:
     digests = content.get("digests", {})
     if not isinstance(digests, dict):
         raise ValueError(f"digests must map files to digests, got {brief(digests)}.")
+    left_out = content.get("left_out", [])
+    if not isinstance(left_out, list):
+        raise ValueError(f"left_out must list names, got {brief(left_out)}.")
     return Manifest(
         content.get("model_prefix", ""),
         content.get("ties", {}),
         content.get("module_attribute"),
         {name: FileDigest.from_json(one) for name, one in digests.items()},
+        tuple(left_out),
     )
 
 

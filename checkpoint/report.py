@@ -23,7 +23,7 @@ class MergeReport:
     ties: dict[str, str]
     """Alias to the name of the tensor it shares, as in the output."""
     skipped: dict[str, str]
-    """What the checkpoint holds and the output does not, by its name in the checkpoint, with the reason."""
+    """What the output lacks of the checkpoint, or of the model that was saved: names in the checkpoint, and why."""
     verified: bool
     """Whether the output was read back and compared with its sources."""
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from accelight.callbacks import MergeShardedCheckpoint
-from accelight.callbacks.pretrained_check import check_loadable
+from accelight.callbacks.pretrained_check import check_complete, check_loadable
 from accelight.callbacks.pretrained_files import find_pretrained
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.ranks import run_on_ranks
@@ -142,6 +142,16 @@ def fit(strategy: str, model: nn.Module, callback: MergeShardedCheckpoint) -> Li
     trainer = quiet_trainer(STRATEGIES[strategy](), 2, max_epochs=1, limit_train_batches=1, callbacks=[callback])
     trainer.fit(module, rank_loader(2))
     return module
+
+
+def test_frozen_weights_that_checkpoints_leave_out() -> None:
+    module = Language(gpt2())
+    files = find_pretrained(module, None)
+    assert files is not None
+    check_complete(files, module)
+    files.model.transformer.wte.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"leaves net.transformer.wte.weight out of checkpoints.*initialise them anew"):
+        check_complete(files, module)
 
 
 def refuse(strategy: str, folder: str) -> list[str]:

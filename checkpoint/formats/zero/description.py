@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 from ...manifest import Manifest
@@ -48,9 +49,15 @@ def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointI
         has_digests=bool(manifest.digests),
         epoch=states.steps["epoch"],
         global_step=states.steps["global_step" if states.is_lightning else "global_steps"],
-        skipped=dict(checkpoint.skipped),
+        skipped={**checkpoint.skipped, **left_out(manifest, checkpoint.tensors)},
         kind_in_words=_KINDS[kind],
     )
+
+
+def left_out(manifest: Manifest, stored: Container[str]) -> dict[str, str]:
+    """Return the parameters that a checkpoint lacks by the user's wish, with the reason."""
+    reason = "frozen, and not in the checkpoint (saved with exclude_frozen_parameters)"
+    return {name: reason for name in manifest.left_out if name not in stored}
 
 
 def _shard_file(folder: Path, path: Path, num_chunks: int) -> ShardFile:

@@ -11,7 +11,7 @@ from ..format import Format
 from ..safe_paths import file_inside
 from ..source import Source
 from ..torch_save.torch_file import check_written
-from .description import describe_zero
+from .description import describe_zero, left_out
 from .files import LATEST_NAME, has_zero_files, latest_tag, remove_pointers
 from .reader import read_zero
 
@@ -30,7 +30,8 @@ class ZeROFormat(Format):
         manifest = _manifest(folder)
         source = read_zero(folder).source()
         more = {alias: name for alias, name in manifest.ties.items() if alias not in source.tensors}
-        return source, replace(manifest, ties={**more, **source.ties})
+        skipped = {**source.skipped, **left_out(manifest, source.tensors)}
+        return replace(source, skipped=skipped), replace(manifest, ties={**more, **source.ties})
 
     def describe(self, folder: Path) -> CheckpointInfo:
         """Describe it from its states, and from ``accelight.json`` in or above the folder."""

@@ -61,12 +61,16 @@ def save(
         take_changed_weights(engine.optimizer)  # since the last step: the next would have done it
     weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}
 
+    with _told_what_is_trained(engine):
+        left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
+
     def complete(folder: Path) -> None:
         (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
         # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
-        write_manifest(folder, model_prefix="module", ties=find_ties(engine.module), digests=digests_of(folder))
+        ties, digests = find_ties(engine.module), digests_of(folder)
+        write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
 
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):

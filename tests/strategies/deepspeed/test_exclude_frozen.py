@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from accelight.checkpoint import merge_fsdp_weights
+from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights
 from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, whole_weights
@@ -54,7 +54,10 @@ def train_and_resume(path: str, stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_frozen_is_left_out(tmp_path: Path, stage: int) -> None:
     weights = run_on_ranks(2, train_and_resume, str(tmp_path / "saved"), stage)[0]
-    merge_fsdp_weights(tmp_path / "saved", tmp_path / "merged")
+    report = merge_fsdp_weights(tmp_path / "saved", tmp_path / "merged")
+    info = inspect_checkpoint(tmp_path / "saved")
+    for skipped in (report.skipped, info.skipped):
+        assert {name for name, why in skipped.items() if "exclude_frozen_parameters" in why} == set(FROZEN)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert sorted(merged) == sorted({"seen", *(f"model.{name}" for name in weights)} - set(FROZEN))
     for name in set(merged) - {"seen"}:
