@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks
@@ -15,9 +16,13 @@ from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, ra
 
 
 class Sampling(TinyModule):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.inference_mode():
             self.sample = self.model(torch.ones(1, 5))
+            torch.testing.assert_close(self(torch.ones(1, 5)), self.sample)
 
 
 def call_after_fit(strategy: str) -> tuple[list[float], list[float]]:
@@ -40,7 +45,7 @@ def sample_in_half_precision(strategy: str) -> torch.dtype:
     return module.sample.dtype
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3"])
 def test_mixed_precision_in_the_users_inference_mode(strategy: str) -> None:
     assert run_on_ranks(2, sample_in_half_precision, strategy) == [torch.bfloat16] * 2
 

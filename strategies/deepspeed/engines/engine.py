@@ -15,6 +15,7 @@ from .build_locks import check_build_locks, ops_of_optimizer
 from .config_errors import readable_config_errors
 from .earlier_states import keeping_adagrad
 from .engine_registry import remember
+from .input_dtypes import cast_inputs
 from .layer_outputs import OpaqueOutputs
 from .library import deepspeed_library, ninja_on_path
 from .window import Window
@@ -55,6 +56,7 @@ def start_engine(
         )
     if outputs is not None:
         outputs.follow(engine)
+    cast_inputs(engine)
     remember(engine, settings)
     return engine
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..config.settings import DeepSpeedSettings
+from . import input_dtypes, layer_outputs
 from .earlier_states import EarlierStates
-from .layer_outputs import let_go
 from .library import deepspeed_library
 from .master_weights import MasterWeights
 from .window import window_of
@@ -83,7 +83,8 @@ def end_engine(engine: Any) -> None:
         window.forget()
     release_parameters(engine)
     engine.destroy()
-    let_go(engine)
+    layer_outputs.let_go(engine)
+    input_dtypes.let_go(engine)
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if hasattr(engine, name):
             getattr(engine, name).remove()

@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -78,7 +79,8 @@ class SamePath:
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
         if not self._coordinator.is_complete_trace():
             self._compared.compare(f"{'goes' if forward else 'goes back'} through {self._name(layer)!r}")
-        self._fetch(layer, forward)
+        with torch.inference_mode(False):  # what is gathered in the user's stays, and would not train
+            self._fetch(layer, forward)
 
     def _depart_together(self, layer: nn.Module) -> None:
         was_complete = self._coordinator.is_complete_trace()
