@@ -16,6 +16,8 @@ from pathlib import Path
 from .safe_loading import reading_safely
 
 TAG, FOLDER, LATEST = "checkpoint", "checkpoint_universal", "latest_universal"
+_REFUSED = 3
+"""Exit status where the reason is the last line."""
 
 
 def is_converted(checkpoint: Path) -> bool:
@@ -27,10 +29,13 @@ def convert(checkpoint: Path) -> None:
     """Write the universal form of a checkpoint into it, in a process of its own.
 
     Raises:
+        ValueError: If its optimizer is none that DeepSpeed converts.
         RuntimeError: If the conversion fails; the message has its output.
     """
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == _REFUSED:
+        raise ValueError(done.stderr.strip().splitlines()[-1])
     if done.returncode:
         raise RuntimeError(
             f"{checkpoint} could not be converted to DeepSpeed's universal form:\n{done.stdout[-2000:]}"
@@ -55,6 +60,13 @@ def _convert_here(checkpoint: Path) -> None:
     try:
         with reading_safely():
             ds_to_universal.main(arguments)
+    except KeyError as error:  # of stages 1 to 3 alike
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise ValueError(
+            "DeepSpeed converts the states of Adam and AdamW (exp_avg, exp_avg_sq) and of no other optimizer; "
+            f"{error} is missing here. Resume with as many processes as saved it, or merge the weights "
+            "(merge_fsdp_weights), load them into the module and begin with a new optimizer."
+        ) from None
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # what fails on a full disk must not keep it full
         raise
@@ -67,7 +79,11 @@ def _convert_here(checkpoint: Path) -> None:
 def main() -> None:
     """Convert the checkpoint that the command line names."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _convert_here(Path(sys.argv[1]))
+    try:
+        _convert_here(Path(sys.argv[1]))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(_REFUSED)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelight.state import PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy
+from accelight.strategies.deepspeed.checkpoints import universal
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, trainer_for, whole_weights
 from tests.strategies.oracle import (
@@ -195,6 +196,14 @@ def test_16bit_weights_beside_the_shards(tmp_path: Path) -> None:
     assert sorted(found) == sorted([*(f"model.{name}" for name in expected), "seen"])
     for name, weight in expected.items():
         torch.testing.assert_close(found[f"model.{name}"], weight.bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.exhaustive
+def test_the_state_of_sgd_has_no_universal_form(tmp_path: Path) -> None:
+    run_on_ranks(2, save_stage2, tmp_path)
+    with pytest.raises(ValueError, match=r"^DeepSpeed converts the states of Adam and AdamW"):
+        universal.convert(tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").glob("*universal*"))
 
 
 def test_refused_checkpoints(tmp_path: Path) -> None:
