@@ -44,7 +44,10 @@ def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such checkpoint.")
     if path.is_dir():
-        raise ValueError(f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either.")
+        raise ValueError(
+            f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either. "
+            "Give ckpt_path what trainer.save_checkpoint() wrote."
+        )
     is_regular(path)  # else an error
     if not zipfile.is_zipfile(path):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,17 @@ def readable_config_errors() -> Iterator[None]:
     """Let an engine be made inside this context.
 
     Raises:
-        ValueError: With each key that DeepSpeed does not know, and the one that was meant, or does not take.
+        ValueError: With each key that DeepSpeed does not know, and the one that was meant, or does not take; or if the
+            device lacks the precision.
     """
     try:
         yield
     except ValueError as error:
+        if lacking := re.fullmatch(r"Type (\w+) is not supported on your device\.", str(error)):
+            raise ValueError(
+                f"DeepSpeed does not compute in {lacking[1]} on this device. Use another Trainer(precision=...), "
+                "'bf16-mixed' or '32-true', and leave the fp16 section out of the DeepSpeed config, or another device."
+            ) from None
         if type(error).__name__ != "ValidationError" or not hasattr(error, "errors"):  # pydantic's
             raise
         known = _keys_of(error)
