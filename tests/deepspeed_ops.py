@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -22,8 +24,10 @@ for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
         builder.load()
 """
 _LONGEST_BUILD_S = 900.0
+_LONGEST_END_S = 20.0
 _processes: dict[str, subprocess.Popen[bytes]] = {}
 _logs: dict[str, IO[bytes]] = {}
+_began_at: dict[str, float] = {}
 
 
 def folder_for(device: str) -> Path:
@@ -47,8 +51,14 @@ def start_building(folder: Path, devices: Sequence[str]) -> None:
         log = _logs[device] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the tests)
         where = {"DS_ACCELERATOR": device, "TORCH_EXTENSIONS_DIR": str(folder_for(device))}
         command = [sys.executable, "-c", _BUILD]
+        _began_at[device] = time.time()
         _processes[device] = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **where}
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **where},
+            start_new_session=True,  # with its compilers
         )
 
 
@@ -66,10 +76,22 @@ def wait_until_built(device: str) -> None:
 
 
 def end_building() -> None:
-    """End builds that nobody has waited for."""
-    for process in _processes.values():
+    """End builds that nobody has waited for, with their compilers and locks."""
+    for device, process in _processes.items():
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            _interrupt(process)
+            for lock in folder_for(device).glob("*/lock"):
+                if lock.stat().st_mtime >= _began_at[device] - 1 and not is_open(lock):
+                    lock.unlink(missing_ok=True)
     for log in _logs.values():
         log.close()
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """End a build as Ctrl-C does: torch takes its lock away then."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(_LONGEST_END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
