@@ -26,6 +26,9 @@ _ENGINE = (
     f"{_FSDP}/test_checkpoint.py::test_resume_continues_as_if_nothing_had_happened[{{engine}}-sharded_state_dict]",
     f"{_FSDP}/test_exceptions.py::test_exceptions_arrive_and_training_goes_on[{{engine}}-forward]",
     f"{_FSDP}/test_exceptions.py::test_exceptions_arrive_and_training_goes_on[{{engine}}-backward]",
+    f"{_FSDP}/test_grid.py::test_processes_train_as_one[2_processes-{{engine}}-tied-bf16-mixed]",
+    f"{_FSDP}/test_strategy.py::test_hybrid_sharding_trains_the_same[{{version}}]",
+    "tests/strategies/test_orders.py::test_random_orders[0-{engine}]",
 )
 _BACKGROUND = f"{_FSDP}/test_async_save.py::test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for"
 _FILES = f"{_FSDP}/test_save_safetensors.py::test_the_files_are_those_of_a_merge"
@@ -55,6 +58,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"{_ZERO}/test_short_windows.py",
         f"{_ZERO}/test_grid.py::test_trains_as_a_plain_loop[stage2]",
         f"{_ZERO}/test_grid.py::test_trains_as_a_plain_loop[stage3_offload]",
+        *(f"tests/strategies/test_orders.py::test_random_orders[0-zero{stage}]" for stage in (1, 2, 3)),
     ),
     "checkpoints": (
         f"{_FSDP}/test_interop.py",
