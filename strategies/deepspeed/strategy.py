@@ -24,6 +24,7 @@ from ..common.live_group import tell_what_comes_too_late
 from ..common.loop_tracker import LoopTracker
 from ..common.made_again import made_again
 from ..common.refused_callbacks import PRUNING, check_callbacks
+from ..common.sharded_elsewhere import refuse_module_of_fsdp
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
@@ -244,6 +245,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._termination.follow(trainer)
         self.optimizers, self.lr_scheduler_configs = [], []
         module = self.lightning_module
+        refuse_module_of_fsdp(module)
         self.precision_plugin.convert_module(module)  # in place
         self.deepspeed_plugin.set_moe_leaf_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -80,6 +80,26 @@ def test_fp16_where_deepspeed_has_none() -> None:
         assert "Use another Trainer(precision=...), 'bf16-mixed' or '32-true'" in message
 
 
+def change_strategies(first: str, second: str) -> str:
+    module = TinyModule(Case(epochs=1), Outcome())
+    quiet_trainer(strategy_named(first), 2, max_epochs=1).fit(module, rank_loader(2))
+    with pytest.raises(RuntimeError, match="already") as caught:
+        quiet_trainer(strategy_named(second), 2, max_epochs=1).fit(module, rank_loader(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("fsdp2", "zero2", "TinyModule is already sharded with FSDP, and DeepSpeed cannot take it over"),
+        ("zero3", "fsdp1", "TinyModule is already partitioned with DeepSpeed's stage 3, and FSDP cannot take it over"),
+    ],
+)
+def test_a_module_stays_with_the_strategy_that_sharded_it(first: str, second: str, expected: str) -> None:
+    for message in run_on_ranks(2, change_strategies, first, second):
+        assert message.startswith(expected)
+
+
 def misspell() -> str:
     config = ds_config(2, reduce_bucket_sise=5, overlap_comm="maybe")
     with pytest.raises(ValueError, match="DeepSpeed does not take this config") as caught:

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ...common.sharded_elsewhere import SHARDED_FORM, refuse_module_of_stage_3
 from .optimizer_parameters import EarlyParameters
-
-_ATTRIBUTE = "_accelight_sharded_form"
 
 
 class ShardedRoot(nn.Module):
@@ -82,16 +81,17 @@ class ShardedForm:
 def remember_form(module: nn.Module, form: ShardedForm) -> None:
     """Note on ``module`` what it was sharded into."""
     # Past nn.Module.__setattr__, which would register the root as a child of its own child.
-    module.__dict__[_ATTRIBUTE] = form
+    module.__dict__[SHARDED_FORM] = form
 
 
 def recall_form(module: nn.Module, version: int) -> ShardedForm | None:
     """Return what ``module`` was sharded into, or None if it has not been sharded.
 
     Raises:
-        RuntimeError: If it was sharded by the other FSDP version.
+        RuntimeError: If it was sharded by the other FSDP version, or by DeepSpeed.
     """
-    form: ShardedForm | None = module.__dict__.get(_ATTRIBUTE)
+    refuse_module_of_stage_3(module)
+    form: ShardedForm | None = module.__dict__.get(SHARDED_FORM)
     if form is not None and form.version != version:
         raise RuntimeError(
             f"{type(module).__name__} is already sharded with FSDP{form.version} and cannot be sharded again with "
