@@ -103,6 +103,14 @@ def test_accelerates_files_by_rank(tmp_path: Path) -> None:
             read(tmp_path)
 
 
+def test_torch_checkpointings_layout(tmp_path: Path) -> None:
+    for name in ("metadata.pkl", "model_0.pt", "model_1.pt", "optimizer_0.pt"):
+        (tmp_path / name).touch()
+    for read in (inspect_checkpoint, lambda path: merge_fsdp_weights(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"holds metadata\.pkl and model_0\.pt: torch_checkpointing's layout"):
+            read(tmp_path)
+
+
 def test_what_is_there_is_listed(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"file {number}").touch()

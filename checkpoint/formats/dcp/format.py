@@ -15,6 +15,9 @@ from .metadata import METADATA_NAME, DCPMetadata, read_dcp_metadata
 from .reader import dcp_source
 from .safetensors_shards import SHARD_PATTERN, has_safetensors_shards, read_safetensors_shards
 
+_TORCH_CHECKPOINTING_NAME = "metadata.pkl"
+"""meta-pytorch/torch_checkpointing's description, beside a file for each of the checkpoint's items and processes."""
+
 
 class DCPFormat(Format):
     """Records in ``.distcp`` files, and ``.metadata``, which says where each lies."""
@@ -49,6 +52,13 @@ class DCPFormat(Format):
                 f"holds {by_rank[0]}, one of {len(by_rank)} files that Accelerate wrote with use_dcp=False or as "
                 "LOCAL_STATE_DICT: they belong to that number of processes, and do not say where their parts lie in "
                 "the whole. Load them there with load_fsdp_model(), and save with use_dcp=True and SHARDED_STATE_DICT."
+            )
+        of_first_rank = next((path.name for path in sorted(folder.glob("*_0.pt"))), None)
+        if of_first_rank is not None and (folder / _TORCH_CHECKPOINTING_NAME).is_file():
+            return (
+                f"holds {_TORCH_CHECKPOINTING_NAME} and {of_first_rank}: torch_checkpointing's layout, which newer "
+                "versions of torchtitan write. Its description is a pickle that may run any code, and is not read "
+                "here. Load it with torch_checkpointing, and save it with torch.distributed.checkpoint."
             )
         if not any(folder.glob(f"__*{METADATA_NAME}")):
             return None
