@@ -36,6 +36,13 @@ def keeping_adagrad(optimizer: Any) -> Iterator[None]:
         optimizer.__class__ = kind
 
 
+def drive_adagrad(engine: Any) -> None:
+    """Let schedules that were made for the config's Adagrad drive the one that DeepSpeed has put in its place."""
+    stepping, made = getattr(engine.optimizer, "optimizer", None), engine.basic_optimizer
+    if isinstance(stepping, Adagrad) and isinstance(made, Adagrad) and stepping is not made:
+        stepping.param_groups = made.param_groups
+
+
 class EarlierStates:
     """Carries the state of the user's optimizer from engine to engine."""
 

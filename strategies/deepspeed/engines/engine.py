@@ -13,7 +13,7 @@ from torch import nn
 from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
 from .config_errors import readable_config_errors
-from .earlier_states import keeping_adagrad
+from .earlier_states import drive_adagrad, keeping_adagrad
 from .engine_registry import remember
 from .input_dtypes import cast_inputs
 from .layer_outputs import OpaqueOutputs
@@ -56,6 +56,7 @@ def start_engine(
         )
     if outputs is not None:
         outputs.follow(engine)
+    drive_adagrad(engine)
     cast_inputs(engine)
     remember(engine, settings)
     return engine

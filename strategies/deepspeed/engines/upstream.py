@@ -54,6 +54,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_unmanaged_backward_count": (_ENGINE, "counts the backwards of a window; dropped with the window"),
     "_flush_coalesced_reduction_zero12": (_ENGINE, "reduces the gradients that a backward held back, stages 1 and 2"),
     "_flush_coalesced_reduction_zero3": (_ENGINE, "reduces the gradients that a backward held back, stage 3"),
+    "basic_optimizer": (_ENGINE, "the optimizer that the engine made, before ZeRO puts another Adagrad in its place"),
     "allreduce_gradients": (_ENGINE, "reduces the gradients of a window at stages 0 and 1"),
     "enable_backward_allreduce": (_ENGINE, "off while the engine steps on gradients that are reduced already"),
     "inside_no_sync_ctxt": (_ENGINE, "lets a backward hold its gradients back"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -207,6 +209,25 @@ def test_mistakes_have_a_way_out() -> None:
     assert not wrong
     assert errors["{'train_micro_batch_size_per_gpu': 2}"] == "7"  # the key that the error named
     assert errors["{'gradient_accumulation_steps': 2}"] == "4"  # the config's number counts (lightning#19891)
+
+
+def schedule_adagrad(stage: int) -> tuple[float, float]:
+    def make(parameters: Any) -> Any:
+        optimizer = DummyOptim(parameters, lr=0.1)
+        halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+        return [optimizer], [DummyScheduler(optimizer, lr_scheduler_callable=halving)]
+
+    config = {**ds_config(stage), "optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
+    trainer = trainer_for(Case(), config, max_epochs=1)
+    trainer.fit(Returning(make), rank_loader(1))
+    [found] = trainer.lr_scheduler_configs[0].scheduler.get_last_lr()
+    return trainer.optimizers[0].param_groups[0]["lr"], float(found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_drives_adagrad_of_the_config(stage: int) -> None:
+    [(used, scheduled)] = run_on_ranks(1, schedule_adagrad, stage)
+    assert used == scheduled < 0.01
 
 
 # ---------------------------------------------------------------------- several models, construction
