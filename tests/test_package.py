@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_wheel_holds_every_source_and_nothing_else(built: tuple[Path, Path]) -> 
     assert names == expected
 
 
+def test_the_description_has_no_links_that_are_dead_elsewhere(built: tuple[Path, Path]) -> None:
+    archive = zipfile.ZipFile(built[1])
+    [name] = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+    described = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in described
+    assert "docs/state.md, docs/checkpoint.md" in described
+    assert not re.findall(r"\]\((?!https?://|#)", described)
+
+
 def test_sdist_holds_the_tests(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = archive.getnames()
@@ -76,7 +86,7 @@ def test_an_editable_install_is_this_checkout(tmp_path: Path) -> None:
     """Without any other package: the parts are found in their folders, and merging needs none."""
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     checkout = tmp_path / "checkout"  # setuptools writes beside the sources
-    for name in ("package", *PARTS, "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("package", *PARTS, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
