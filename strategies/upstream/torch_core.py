@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -15,16 +19,21 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 __all__ = [
     "ActivationWrapper",  # what is inside of a unit's wrappers is compiled where they cannot be
     "CheckpointWrapper",  # a unit that recomputes already is not wrapped again
     "OffloadWrapper",  # what moves activations to host memory is not compiled
     "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
     "StateDictStager",  # the way through nested states of any kind, each tensor copied to host memory
+    "all_gather_single",  # its name until torch 2.12 is deprecated
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
     "offload_wrapper",  # inputs of recomputed units in host memory, as Accelerate has it
+    "reduce_scatter_single",  # the same
     "tree_leaves",  # tensors inside state dicts
     "tree_map_only",  # the same, to change them
 ]

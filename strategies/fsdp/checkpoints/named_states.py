@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
+from ...upstream.torch_core import all_gather_single
 from ..engines.fsdp1_units import units_of
 
 States = dict[str, dict[str, Any]]
@@ -225,7 +226,7 @@ def _gather_views(unit: Any, shard: Tensor) -> list[Tensor]:
     handle = unit._handle
     group = handle.process_group
     full = torch.empty(group.size() * shard.numel(), dtype=shard.dtype, device=shard.device)
-    dist.all_gather_into_tensor(full, shard, group=group)
+    all_gather_single(full, shard, group=group)
     return list(handle._get_unflat_views(full[: handle.flat_param._unpadded_unsharded_size.numel()]))
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...upstream.torch_core import reduce_scatter_single
 from ...upstream.torch_fsdp1 import _div_if_needed, _get_reduce_scatter_tensors
 from .fsdp1_units import forget_gradient, units_of
 
@@ -143,7 +144,7 @@ def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
     if unit._handle.uses_sharded_strategy:
         padded, reduced = _get_reduce_scatter_tensors(unit, gradient)
         _div_if_needed(padded, unit._gradient_predivide_factor)
-        dist.reduce_scatter_tensor(reduced, padded, group=unit.process_group)
+        reduce_scatter_single(reduced, padded, group=unit.process_group)
         if hasattr(unit, "_inter_node_pg"):
             dist.all_reduce(reduced, group=unit._inter_node_pg)
     else:
