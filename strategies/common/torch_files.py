@@ -42,7 +42,8 @@ def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
         RuntimeError: On every rank, if it is damaged.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such checkpoint.")
+        # As Lightning begins it: scripts look for these words.
+        raise FileNotFoundError(f"Checkpoint file not found: {path}. Give what trainer.save_checkpoint() wrote.")
     if path.is_dir():
         raise ValueError(
             f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either. "

@@ -100,6 +100,22 @@ def test_a_module_stays_with_the_strategy_that_sharded_it(first: str, second: st
         assert message.startswith(expected)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
+def test_a_checkpoint_that_is_not_there(strategy: str, tmp_path: Path) -> None:
+    path = tmp_path / "nothing.ckpt"
+    for message in run_on_ranks(2, resume, strategy, str(path)):
+        assert message.startswith(f"Checkpoint file not found: {path}")  # plain Lightning's words
+        assert "trainer.save_checkpoint(" in message
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2"])
+def test_saving_before_the_setup_is_told_as_that(strategy: str, tmp_path: Path) -> None:
+    trainer = quiet_trainer(strategy_named(strategy), 1)
+    trainer.strategy.connect(TinyModule(Case(), Outcome()))
+    with pytest.raises(RuntimeError, match="from the strategy's setup on"):
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+
+
 def misspell() -> str:
     config = ds_config(2, reduce_bucket_sise=5, overlap_comm="maybe")
     with pytest.raises(ValueError, match="DeepSpeed does not take this config") as caught:

@@ -72,10 +72,11 @@ class Checkpointer:
         """
         if storage_options is not None:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
+        engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         folder = local_path(self._strategy.broadcast(str(path)), _WHAT)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        engine, plugin = self._strategy.deepspeed_engine, self._strategy.deepspeed_plugin
+        plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
         with plain_modules(state, TRACES):
             engine_checkpoints.save(

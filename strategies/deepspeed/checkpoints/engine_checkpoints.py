@@ -244,8 +244,9 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
 def _check_folder(path: Path) -> None:
     if not (path / universal.TAG).is_dir():
         kind = "is a file that torch.save() has not written" if path.is_file() else "has no 'checkpoint' in it"
+        found = f"{path} {kind}" if path.exists() else f"Checkpoint file not found: {path}"  # as Lightning begins it
         raise FileNotFoundError(
-            f"{path} {kind if path.exists() else 'does not exist'}: a checkpoint is the folder that "
+            f"{found}: a checkpoint is the folder that "
             "trainer.save_checkpoint(path) writes with AccelDeepSpeedStrategy, or the file that it writes with others. "
             "Weights alone, from elsewhere, belong into the module before fit()."
         )

@@ -121,9 +121,10 @@ class Checkpointer:
 
     def model_state(self) -> dict[str, Any]:
         """Return the weights as ``state_dict_type`` has them; all processes must call it."""
+        form = self._strategy.form  # else an error: before the setup there may be no process group to meet in
         meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
         if self._local:
-            return local_state.local_model_state(self._strategy.form)
+            return local_state.local_model_state(form)
         full = self._strategy.engine.settings.full_weights if self._full else None
         return sharded_checkpoints.model_state(self._state_dict_module(), full, self._strategy.root_device)
 
