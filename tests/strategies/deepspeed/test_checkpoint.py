@@ -213,7 +213,7 @@ def test_refused_checkpoints(tmp_path: Path) -> None:
         ("number", "saved by 2 rank(s)"),
         ("number", "load_universal=True"),
         ("stage", "saved with ZeRO stage 1 or 2"),
-        ("absent", "does not exist"),
+        ("absent", "Checkpoint file not found"),
         ("foreign", "weights_only=False"),
         ("foreign", "pathlib"),
     ):
