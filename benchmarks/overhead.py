@@ -4,7 +4,7 @@ Accelerate's own loop, FSDP2 forced on the CPU where it would fall back to DDP, 
 All sides are alive at once and take turns of 24 steps (`turns`); differences are those within a round, with intervals
 of 95 % by bootstrap (`paired`)::
 
-    python -m benchmarks overhead                              # about three minutes on two idle cores
+    python -m benchmarks overhead                              # about eight minutes on two idle cores
     ACCELIGHT_BENCH_REPEATS=1000 python -m benchmarks overhead # narrower intervals
 
 ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"). With more of them than cores, waiting is measured.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import tempfile
 import time
 import traceback
@@ -89,7 +90,7 @@ def turn(sides: Sides, side: str, what: str = "go") -> float:
 
 
 def in_rounds(turns: Mapping[str, Callable[[], float]], num_rounds: int, num_unmeasured: int = _WARM_UP) -> Rounds:
-    """Take every turn once in each round, none always after the same one.
+    """Take every turn once in each round, in random order: what comes after another may find its disk busy.
 
     Args:
         turns: By name.
@@ -97,10 +98,10 @@ def in_rounds(turns: Mapping[str, Callable[[], float]], num_rounds: int, num_unm
         num_unmeasured: Rounds before them.
     """
     rounds: Rounds = {name: [] for name in turns}
-    names = list(turns)
+    names, order = list(turns), random.Random(0)
     for number in range(num_unmeasured + num_rounds):
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
+        order.shuffle(names)
+        for name in names:
             seconds = turns[name]()
             if number >= num_unmeasured:
                 rounds[name].append(seconds)
