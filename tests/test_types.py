@@ -48,7 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
     for part in ("package", "state", "checkpoint", "strategies", "callbacks"):  # a build writes beside the sources
         shutil.copytree(ROOT / part, folder / "sources" / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "sources" / name)
     venv.create(folder / "env", with_pip=False)
     python = folder / "env" / "bin" / "python"
