@@ -280,7 +280,6 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
     os.dup2(log_file.fileno(), 1)
     os.dup2(log_file.fileno(), 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
-    faulthandler.enable(log_file)
     import torch
 
     torch.set_num_threads(1)
@@ -291,9 +290,11 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             order: _Order = connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        # Stacks when the time is up; and on SIGUSR1, for those who wait for a rank that failed. For each order anew,
-        # since a Trainer "restores" signal handlers that are not Python's to their default.
+        # Stacks when the process dies, when the time is up, and on SIGUSR1, for those who wait for a rank that failed.
+        # For each order anew, since a Trainer "restores" signal handlers that are not Python's to their default.
         stacks_file.truncate(0)
+        faulthandler.disable()  # or the next line would leave a lost handler lost
+        faulthandler.enable(log_file)
         faulthandler.dump_traceback_later(order.timeout_s, file=stacks_file)
         faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
         try:
