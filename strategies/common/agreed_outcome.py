@@ -28,13 +28,21 @@ def raise_together(
     if num_ranks() > 1:
         everyone = [None] * num_ranks()
         dist.all_gather_object(everyone, list(problems), group=group)
-    ranks_by_problem: dict[str, list[int]] = {}
-    for rank, found in enumerate(everyone):
-        for problem in found or ():
-            ranks_by_problem.setdefault(problem, []).append(rank)
-    if ranks_by_problem:
-        lines = [f"{_ranks(ranks, len(everyone))}: {problem}" for problem, ranks in ranks_by_problem.items()]
+    if lines := told_by_rank([found or () for found in everyone]):
         raise RuntimeError("\n".join([f"{what} failed.", *lines])) from cause
+
+
+def told_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each problem, with the ranks that have it.
+
+    Args:
+        problems: Of each rank.
+    """
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, found in enumerate(problems):
+        for problem in found:
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    return [f"{_ranks(ranks, len(problems))}: {problem}" for problem, ranks in ranks_by_problem.items()]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,15 +16,49 @@ from .atomic_folders import drop_unfinished, replace
 from .own_files import check_replaceable, keep_files_of_others
 
 
+class NewFolder:
+    """A folder that takes its name when it is complete. One rank calls this, wherever the others write from.
+
+    Args:
+        path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unfinished = path.with_name(f".{path.name}.unfinished")
+        """Where to write until then."""
+
+    def begin(self) -> None:
+        """Make the folder, empty.
+
+        Raises:
+            IsADirectoryError: If ``path`` is a folder that is no checkpoint; nothing is written then.
+        """
+        check_replaceable(self.path)
+        if self.unfinished.exists():  # left by a killed run
+            shutil.rmtree(self.unfinished)
+        self.unfinished.mkdir(parents=True)
+
+    def finish(self, complete: Callable[[Path], None]) -> None:
+        """Let ``complete`` write what is missing into the folder that it is told, and give it its name."""
+        with telling_full_disk(self.unfinished):
+            complete(self.unfinished)
+            keep_files_of_others(self.path, self.unfinished)
+            replace(self.path, self.unfinished)
+
+    def drop(self) -> None:
+        """Remove what was written: a full disk would stay full."""
+        drop_unfinished(self.unfinished)
+
+
 @contextmanager
 def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
     """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
 
-    The body must fail on every rank if it fails on one. What it has written is removed then: a full disk would stay
-    full.
+    The body must fail on every rank if it fails on one.
 
     Args:
-        path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
+        path: As for `NewFolder`.
         complete: Called with the folder on rank 0, in the end.
         group: Through which the ranks agree; the default group by default.
 
@@ -31,27 +66,14 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
         RuntimeError: On every rank, if rank 0 failed outside of the body.
         IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-
-    def prepare() -> None:
-        check_replaceable(path)
-        if unfinished.exists():  # left by a killed run
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
-
-    def finish() -> None:
-        with telling_full_disk(unfinished):
-            complete(unfinished)
-            keep_files_of_others(path, unfinished)
-            replace(path, unfinished)
-
-    run_on_rank_zero(prepare, f"preparing {unfinished}", group)
+    folder = NewFolder(path)
+    run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
-        yield unfinished
-        run_on_rank_zero(finish, f"finishing {path}", group)
+        yield folder.unfinished
+        run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
     except BaseException:
         if dist.get_rank() == 0:
-            drop_unfinished(unfinished)
+            folder.drop()
         raise
 
 

@@ -261,6 +261,8 @@ class AccelFSDPStrategy(TrainerHooks):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name == "Trainer.save_checkpoint":
+            return  # our saves have ended on all processes, by a word of rank 0
         if dist.is_available() and dist.is_initialized():
             dist.barrier(device_ids=None if self.root_device.index is None else [self.root_device.index])
 

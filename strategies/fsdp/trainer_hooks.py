@@ -237,7 +237,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        self._checkpointer.save(checkpoint, self.broadcast(str(filepath)), storage_options)
+        self._checkpointer.save(checkpoint, str(filepath), storage_options)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -286,7 +286,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpointer.read(self.broadcast(str(checkpoint_path)), weights_only)
+        return self._checkpointer.read(str(checkpoint_path), weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

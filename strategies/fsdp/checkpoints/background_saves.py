@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from ....state.process_group import group_store
 from ....state.process_record import set_device
-from ...common.agreed_outcome import failing_together, num_ranks
+from ...common.agreed_outcome import num_ranks
+from ...common.store_messages import store_messages
+from .sharded_saving import MESSAGES
 from .staging import Stager
 
 _log = logging.getLogger(__name__)
@@ -178,7 +180,7 @@ def _run(
         save(group)
         with current.lock:
             current.complete = True
-        with failing_together("What waited for it", group):
+        with store_messages(MESSAGES).failing_together("What waited for it"):
             for action in current.afterwards:
                 action()
     except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.report import MergeReport
 from ....state.same_call import meet
-from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_file
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import is_remote, local_path
+from ...common.store_messages import store_messages
 from ...common.torch_files import check_full, read_torch, save_torch
 from ...upstream.lightning import (
     _PATH,
@@ -39,11 +40,13 @@ from ..units.sharded_root import ShardedForm
 from . import local_state, sharded_checkpoints, sharded_loading
 from .accelerate_folders import find_accelerate_folder
 from .background_saves import BackgroundSaves
+from .kept_plans import KeptPlans
 from .optimizer_states import optimizer_state
 from .plain_modules import traces_of
-from .random_states import CHECKPOINT_KEY, ResumedRandomState, gather_random_states
+from .random_states import CHECKPOINT_KEY, ResumedRandomState, random_state
 from .safetensors_saving import save_safetensors
 from .scaler_state import share_scaler_state
+from .sharded_saving import MESSAGES, save_sharded, serialised_on_rank_zero
 
 _Stage = Callable[[dict[str, Any]], dict[str, Any]]
 """Copies a state that training goes on to change; or returns it as it is, where nothing changes."""
@@ -98,6 +101,7 @@ class Checkpointer:
         self._strategy = strategy
         self.saves = saves
         """Where saves go on while training does; None where it waits for them."""
+        self._plans = KeptPlans()
         self._random_state = ResumedRandomState()
         self._path = ""
         """Of the checkpoint that was loaded last."""
@@ -137,11 +141,10 @@ class Checkpointer:
         return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, full)
 
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
-        """Write what the Trainer gathered, or begin to; all processes must call it with the same path."""
+        """Write what the Trainer gathered, or begin to; all processes must call it, and rank 0's path is taken."""
         self.wait()
         checkpoint = dict(checkpoint)  # callbacks and the module were shown the Trainer's, and may have kept it
-        if "optimizer_states" in checkpoint:  # not one of weights alone
-            checkpoint[CHECKPOINT_KEY] = gather_random_states(self._strategy.root_device)
+        path = self._meet_for_save(checkpoint, path)
         share_scaler_state(checkpoint)
         save, saves = self._full_save if self._full else self._folder_save, self.saves
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
@@ -150,6 +153,17 @@ class Checkpointer:
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
                 saves.start(f"Saving {path}", save(checkpoint, path, storage_options, saves.stage))
+
+    def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
+        """Give rank 0's ``checkpoint`` the random states of all ranks; return rank 0's path."""
+
+        def on_rank_zero(states: list[dict[str, Any]]) -> str:
+            if "optimizer_states" in checkpoint:  # not one of weights alone
+                checkpoint[CHECKPOINT_KEY] = states
+            return path
+
+        own = random_state(self._strategy.root_device)
+        return store_messages(MESSAGES).through_rank_zero(own, on_rank_zero, f"saving {path}")
 
     @property
     def _trainer_state(self) -> TrainerState | None:
@@ -185,15 +199,14 @@ class Checkpointer:
             )
         folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
-        with failing_together(f"saving {path}"):
-            metadata = sharded_checkpoints.serialised(checkpoint)
+        metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
         if self._local:
             local = stage(local_state.local_state(weights, optimizer_states))
             return partial(local_state.save_local, folder, local, metadata)
         key, form = self._strategy.engine.model_key, self._strategy.form
         state = sharded_checkpoints.sharded_state(key, weights, optimizer_states)
         staged, manifest = stage(state), Manifest(key, form.ties, form.module_attribute)
-        return lambda group: sharded_checkpoints.save_sharded(folder, staged, metadata, manifest, group)
+        return lambda group: save_sharded(folder, staged, metadata, manifest, self._plans, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint when no save goes on any more that is to replace it.
@@ -228,7 +241,8 @@ class Checkpointer:
     def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the Trainer's checkpoint of any kind; what only a sharded model can take is loaded from it later.
 
-        Weights of a full one are in it, for the user's ``on_load_checkpoint`` to look at and rename.
+        All processes must call it, and rank 0's path is taken. Weights of a full one are in it, for the user's
+        ``on_load_checkpoint`` to look at and rename.
 
         Raises:
             RuntimeError: Without a module connected to the Trainer.
@@ -237,8 +251,9 @@ class Checkpointer:
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self._path = path
-        checkpoint = self._read(path, weights_only, fitting=fitting)
+        messages = store_messages(sharded_loading.MESSAGES)
+        self._path = messages.from_rank_zero(lambda: path, f"loading {path}")
+        checkpoint = self._read(self._path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
         random_states = checkpoint.pop(CHECKPOINT_KEY, None)
         if fitting and random_states:

@@ -37,7 +37,7 @@ class _TellingFileSystem(FileSystem):
 
 
 @dataclass(frozen=True)
-class _Written(WriteResult):
+class Written(WriteResult):
     """What torch tells rank 0 of a record, with its digest."""
 
     digest: int
@@ -76,7 +76,7 @@ class FolderWriter(FileSystemWriter):
                 for one in own:
                     place = one.storage_data
                     digest = directory_digest(fd, place.offset, place.length, what)
-                    written.append(_Written(one.index, one.size_in_bytes, place, digest))
+                    written.append(Written(one.index, one.size_in_bytes, place, digest))
         return written
 
     @override
@@ -84,7 +84,7 @@ class FolderWriter(FileSystemWriter):
         super().finish(metadata, results)
         records: dict[str, list[tuple[int, int, int]]] = {}
         for one in chain.from_iterable(results):
-            if isinstance(one, _Written):
+            if isinstance(one, Written):
                 place = one.storage_data
                 records.setdefault(place.relative_path, []).append((place.offset, place.length, one.digest))
         for name, own in records.items():

@@ -16,17 +16,7 @@ CHECKPOINT_KEY = "accelight_random_states"
 """Where a checkpoint holds one state for each process, in rank order."""
 
 
-def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
-    """Return the states of all ranks on rank 0, and nothing elsewhere; every rank calls it."""
-    if dist.get_world_size() == 1:
-        return [_collect(device)]
-    is_zero = dist.get_rank() == 0
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(_collect(device), states if is_zero else None, dst=0)
-    return states if is_zero else []
-
-
-def _collect(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Any]:
     """Return this process's state, of nothing but what ``torch.load(weights_only=True)`` reads."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {

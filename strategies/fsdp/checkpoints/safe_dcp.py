@@ -86,6 +86,7 @@ class SafeReader(FileSystemReader):
         super().__init__(path)
         self.fs = _RegularFiles()
         self._digests = digests or {}
+        self._metadata: Metadata | None = None
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -115,6 +116,12 @@ class SafeReader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the folder's metadata, read once."""
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         path = pathlib.Path(self.path) / METADATA_NAME
         content = read_regular(path, MAX_METADATA_BYTES, "a description")
         if METADATA_NAME in self._digests:

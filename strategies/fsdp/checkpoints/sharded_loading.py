@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,21 +26,23 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
-from ....checkpoint.digests import Digests, FileDigest
+from ....checkpoint.digests import FileDigest
 from ....checkpoint.files import is_regular, open_regular
 from ....checkpoint.manifest import read_manifest
-from ...common.agreed_outcome import failing_together
 from ...common.held_weights import STORED_WEIGHTS
+from ...common.store_messages import store_messages
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
 from .accelerate_folders import OPTIMIZER_KEY, AccelerateFolder, missing_prefix, trainer_state
 from .optimizer_states import restore_full_optimizer, restore_optimizer
 from .safe_dcp import SafePlanner, SafeReader
-from .sharded_checkpoints import METADATA_FILE, naming_ranks
+from .sharded_checkpoints import METADATA_FILE
 from .state_dicts import without_torch_noise
 
 _log = logging.getLogger(__name__)
 
+MESSAGES = "loads"
+"""The thread that trains loads; another may save meanwhile."""
 _MODEL_KEYS = ("model", "state_dict")
 
 
@@ -54,18 +57,17 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with failing_together(f"loading {path}"):
+    with store_messages(MESSAGES).failing_together(f"loading {path}"):
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
-        names = _names(path, digests)
+        reader = SafeReader(path, digests)
+        names = reader.read_metadata().state_dict_metadata
         checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
-    checkpoint[STORED_WEIGHTS] = StoredPart(path, model_key, names, digests=digests)
+    checkpoint[STORED_WEIGHTS] = StoredPart(path, model_key, reader)
     if "lr_schedulers" in checkpoint:  # not one of weights alone
         num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
-        checkpoint["optimizer_states"] = [
-            StoredPart(path, f"optimizer_{index}", names, digests=digests) for index in range(num_stored)
-        ]
+        checkpoint["optimizer_states"] = [StoredPart(path, f"optimizer_{index}", reader) for index in range(num_stored)]
     return checkpoint
 
 
@@ -80,14 +82,17 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with failing_together(f"loading {folder.model.parent}"):
-        names, held = _names(folder.model), [_names(path) for path in folder.optimizers]
+    with store_messages(MESSAGES).failing_together(f"loading {folder.model.parent}"):
+        reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
+        names = reader.read_metadata().state_dict_metadata
+        for one in readers:
+            one.read_metadata()
         model_key = _model_key(names, folder.model)
     weights = [name.removeprefix(f"{model_key}.") for name in names]
     checkpoint = trainer_state(folder, with_optimizer=with_optimizer)
-    checkpoint[STORED_WEIGHTS] = StoredPart(folder.model, model_key, names, weights)
+    checkpoint[STORED_WEIGHTS] = StoredPart(folder.model, model_key, reader, weights)
     checkpoint["optimizer_states"] = [
-        StoredPart(path, OPTIMIZER_KEY, own, weights) for path, own in zip(folder.optimizers, held, strict=True)
+        StoredPart(path, OPTIMIZER_KEY, own, weights) for path, own in zip(folder.optimizers, readers, strict=True)
     ]
     return checkpoint
 
@@ -99,17 +104,15 @@ class StoredPart:
     path: Path
     key: str
     """Above all of its names."""
-    names: Mapping[str, Any] = field(repr=False)
-    """What DCP's metadata says of each entry of the folder."""
+    reader: SafeReader = field(repr=False)
+    """Of the folder; it keeps the metadata."""
     of_accelerate: Sequence[str] = field(default=(), repr=False)
     """The names of all weights, where Accelerate saved them: they may lack the attribute that holds the model."""
-    digests: Digests = field(default_factory=dict, repr=False)
-    """Of the folder's files, where they are known."""
 
     def own(self) -> dict[str, Any]:
         """Return the part's entries, without its key."""
-        start = f"{self.key}."
-        return {name.removeprefix(start): entry for name, entry in self.names.items() if name.startswith(start)}
+        start, entries = f"{self.key}.", self.reader.read_metadata().state_dict_metadata
+        return {name.removeprefix(start): entry for name, entry in entries.items() if name.startswith(start)}
 
     def prefix(self, present: Iterable[str], attribute: str | None) -> str:
         """Return what its names lack in front, beside those that are present."""
@@ -169,11 +172,6 @@ class StoredOptimizer(Protocol):
         """Load it; every rank must call it."""
 
 
-def _names(path: Path, digests: Digests | None = None) -> Mapping[str, Any]:
-    names: Mapping[str, Any] = SafeReader(path, digests).read_metadata().state_dict_metadata
-    return names
-
-
 def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | None = None) -> dict[str, Any]:
     """Return what the file for everything beside weights and optimizer state holds.
 
@@ -195,9 +193,14 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
 
 
 def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> None:
-    reader = SafeReader(part.path, part.digests)
-    with naming_ranks(f"loading {part.path}"):
-        load(state, storage_reader=reader, planner=SafePlanner(allow_partial_load=partial))
+    """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
+    planner = SafePlanner(allow_partial_load=partial)
+    with store_messages(MESSAGES).failing_together(f"loading {part.path}"):
+        try:
+            load(state, storage_reader=part.reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which is no Exception, and holds one
+            [(own, _)] = error.failures.values()
+            raise own from error
 
 
 def _model_key(names: Iterable[str], path: Path) -> str:

@@ -21,6 +21,7 @@ def without_torch_noise() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*_get_pg_default_device.*")
         warnings.filterwarnings("ignore", ".*Multiple backends are registered with this ProcessGroup.*")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", ".*FSDP.state_dict_type.*", FutureWarning)
         warnings.filterwarnings("ignore", ".*NO_SHARD.*")
         yield

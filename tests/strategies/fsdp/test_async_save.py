@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_flatten
 
@@ -22,22 +22,11 @@ from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpo
 from accelight.strategies.fsdp.checkpoints.staging import Stager
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
+from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 KINDS = ["sharded_state_dict", "full_state_dict"]
 NUM_STEPS = 7
-
-
-class AtStep(Callback):
-    """Does something after each of some steps."""
-
-    def __init__(self, actions: dict[int, Callable[[Trainer], None]]) -> None:
-        self.actions = actions
-        self.steps: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.steps.append(trainer.global_step)
-        self.actions.get(trainer.global_step, lambda trainer: None)(trainer)
 
 
 def _fit(engine: str, kind: str, actions: dict[int, Callable[[Trainer], None]], *, in_background: bool) -> AtStep:
@@ -65,8 +54,8 @@ def held_back() -> Iterator[threading.Event]:
         return held
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((checkpointing, "save_sharded"), (checkpointer, "new_file")):
-            patch.setattr(module, name, hold(getattr(module, name)))
+        for name in ("save_sharded", "new_file"):
+            patch.setattr(checkpointer, name, hold(getattr(checkpointer, name)))
         yield go_on
 
 

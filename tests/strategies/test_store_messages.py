@@ -1,0 +1,95 @@
+"""Messages to rank 0 and from it: nobody waits for more, failures reach all, and the store is cleared up."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from accelight.strategies.common.store_messages import store_messages
+from tests.ranks import run_on_ranks
+
+
+def _talk() -> tuple[list[object], int]:
+    messages, rank = store_messages("a test"), dist.get_rank()
+    heard: list[object] = []
+    before = 0
+    for number in range(20):
+        heard.append(messages.from_rank_zero(lambda number=number: f"{number} of {rank}", "telling"))  # type: ignore[misc]
+        heard.append(messages.through_rank_zero(rank + number, lambda ranks: [*reversed(ranks)], "asking"))
+        if number == 1:
+            dist.barrier()
+            before = messages._store.num_keys()
+            dist.barrier()
+    messages.through_rank_zero(None, lambda _: None, "the last")
+    dist.barrier()
+    return heard, messages._store.num_keys() - before
+
+
+def test_all_hear_what_rank_zero_makes_of_what_all_say() -> None:
+    expected = [word for number in range(20) for word in (f"{number} of 0", [number + 2, number + 1, number])]
+    for heard, num_more_keys in run_on_ranks(3, _talk):
+        assert heard == expected
+        assert num_more_keys <= 0  # however many messages there were
+
+
+def _refuse(*_: object) -> None:
+    raise ValueError("cannot")
+
+
+def _say(kind: str) -> None:
+    messages, rank = store_messages("a test"), dist.get_rank()
+    if kind == "told":
+        messages.from_rank_zero(_refuse, "telling")
+    elif kind == "asked":
+        messages.through_rank_zero(rank, _refuse, "telling")
+    elif kind == "unpicklable":
+        messages.from_rank_zero(lambda: lambda: None, "telling")
+    else:
+        with messages.failing_together("telling"):
+            if rank:
+                _refuse()
+
+
+def _fail(kind: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _say(kind)
+    assert store_messages("a test").from_rank_zero(lambda: "go on", "telling") == "go on"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("told", "telling failed on rank 0: ValueError: cannot"),
+        ("asked", "telling failed on rank 0: ValueError: cannot"),
+        ("unpicklable", "telling failed on rank 0: "),
+        ("together", "telling failed.\nprocesses 1, 2: ValueError: cannot"),
+    ],
+)
+def test_a_failure_reaches_all_and_the_next_message_too(kind: str, words: str) -> None:
+    for message in run_on_ranks(3, _fail, kind):
+        assert message.startswith(words)
+
+
+def _end(watched: bool) -> None:
+    messages = store_messages("a test")
+    if dist.get_rank() == 1:
+        os._exit(3)
+    messages.through_rank_zero(None, lambda _: None, "asking", dist.group.WORLD if watched else None)
+
+
+@pytest.mark.parametrize(
+    ("watched", "words"),
+    [
+        (True, "asking failed on rank 0: RuntimeError: A process has ended: process 1 did not finish."),
+        (False, "asking failed on rank 0: RuntimeError: process 1 did not finish in 3 s."),
+    ],
+)
+def test_the_end_of_a_process_is_told(watched: bool, words: str) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_on_ranks(3, _end, watched, group_timeout_s=60 if watched else 3)
+    report = str(caught.value)
+    assert "rank 1: died with exit code 3" in report
+    assert report.count(words) == 2
