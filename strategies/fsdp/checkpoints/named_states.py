@@ -10,20 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
+from ...common.store_messages import store_messages
 from ...upstream.torch_core import all_gather_single
 from ..engines.fsdp1_units import units_of
 
 States = dict[str, dict[str, Any]]
 """By parameter name, what the optimizer keeps of it."""
+Told = list[dict[str, Any]]
+"""Of each parameter of a unit, what the optimizer keeps of it: dtypes of tensors, and values of all else."""
 Keep = Callable[[Tensor], Any]
 """Takes a full tensor (FSDP1's) or a DTensor, and returns what the checkpoint is to hold."""
+
+
+_MESSAGES = "optimizer states"
 
 
 class Layout:
@@ -71,8 +76,11 @@ class Layout:
             held = optimizer.state.get(parameter) if parameter not in self._in_units else None
             if held:
                 states[name] = {key: _own(value, keep) for key, value in held.items()}
-        for unit, names in self.units:
-            states.update(_collect_unit(unit, names, optimizer, keep, shards))
+        told = [_told(unit, optimizer) for unit, _ in self.units]
+        if any(unit._handle.uses_sharded_strategy for unit, _ in self.units):
+            told = store_messages(_MESSAGES).through_rank_zero(told, _merged, "collecting optimizer states")
+        for (unit, names), known in zip(self.units, told, strict=True):
+            states.update(_collect_unit(unit, names, optimizer, known, keep, shards))
         return states
 
     def names_of(self, parameters: Sequence[nn.Parameter]) -> list[list[str]]:
@@ -172,7 +180,37 @@ def _held(unit: Any, optimizer: Optimizer) -> list[Mapping[str, Any]]:
     return [optimizer.state.get(parameter, {}) for parameter in flat_param._params]
 
 
-def _collect_unit(unit: Any, names: Sequence[str], optimizer: Optimizer, keep: Keep, shards: bool) -> States:
+def _told(unit: Any, optimizer: Optimizer) -> Told:
+    """Return what this rank knows of the state of each parameter in a sharded ``unit``."""
+    if not unit._handle.uses_sharded_strategy:
+        return []
+    return [
+        {
+            key: value if not isinstance(value, Tensor) else value.dtype if value.dim() else value.cpu()
+            for key, value in own.items()
+        }
+        if info.in_shard
+        else {}
+        for own, info in zip(_held(unit, optimizer), _pieces(unit), strict=True)
+    ]
+
+
+def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
+    """Return what is known of all units when all ranks have told theirs; the first to know something is believed."""
+    merged: list[Told] = []
+    for of_unit in zip(*ranks, strict=True):
+        merged.append([])
+        for of_parameter in zip(*of_unit, strict=True):
+            known: dict[str, Any] = {}
+            for one in reversed(of_parameter):
+                known.update(one)
+            merged[-1].append(known)
+    return merged
+
+
+def _collect_unit(
+    unit: Any, names: Sequence[str], optimizer: Optimizer, told: Told, keep: Keep, shards: bool
+) -> States:
     handle = unit._handle
     flat_param, held = handle.flat_param, _held(unit, optimizer)
     is_flat = flat_param._params is None
@@ -185,23 +223,8 @@ def _collect_unit(unit: Any, names: Sequence[str], optimizer: Optimizer, keep: K
                 states.setdefault(name, {})[key] = _own(value, keep)
         return states
     infos = _pieces(unit)
-    told = [
-        {
-            key: value.dtype if isinstance(value, Tensor) and value.dim() else _own(value, keep)
-            for key, value in own.items()
-        }
-        if info.in_shard
-        else {}
-        for own, info in zip(held, infos, strict=True)
-    ]
-    everyone: list[Any] = [None] * handle.process_group.size()
-    dist.all_gather_object(everyone, told, group=handle.process_group)
-    merged: list[dict[str, Any]] = [{} for _ in names]
-    for ranks in everyone:
-        for known, one in zip(merged, ranks, strict=True):
-            known.update({key: value for key, value in one.items() if key not in known})
     by_key: dict[tuple[str, torch.dtype], list[int]] = {}
-    for index, (name, known) in enumerate(zip(names, merged, strict=True)):
+    for index, (name, known) in enumerate(zip(names, told, strict=True)):
         for key, value in known.items():
             if isinstance(value, torch.dtype):
                 by_key.setdefault((key, value), []).append(index)
