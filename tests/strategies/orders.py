@@ -57,6 +57,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
+    "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
 }
 """Ways to run an engine that must not change what is trained."""
 
@@ -85,7 +86,9 @@ class Fit(_Code):
     call: str = "fit"
     """Or ``validate``, ``predict``."""
     start: str = "same"
-    """``same`` module as before; ``resume`` it from the last checkpoint; a ``fresh`` module from that."""
+    """``same`` module as before; ``resume`` it from a checkpoint; a ``fresh`` module from that."""
+    back: int = 1
+    """Which checkpoint that is: the last, the last but one, ...; the first if there are fewer."""
     accumulate: int = 1
     epochs: int = 1
     batches: int = 4
@@ -453,7 +456,7 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
             use_distributed_sampler=False,
         )
         validation = loader(2, rank, iterable=False) if fit.validate_every or fit.call == "validate" else None
-        path = last[-1] if fit.start != "same" and last else None
+        path = last[-min(fit.back, len(last))] if fit.start != "same" and last else None
         try:
             if fit.call == "fit":
                 trainer.fit(module, loader(fit.batches, rank, script.iterable), validation, ckpt_path=path)

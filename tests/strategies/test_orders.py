@@ -129,6 +129,16 @@ FOUND: dict[str, Script] = {
     "the gradient of an input between backward and step": Script(
         (Fit(batches=2, events=(Event("on_after_backward", 0, "adversary"),)),), manual="zbs"
     ),
+    "a fresh module from a checkpoint of the middle of a window": Script(
+        (
+            Fit(accumulate=2, batches=5, epochs=2, events=(Event("on_after_backward", 2, "save"),)),
+            Fit(start="fresh", back=2, accumulate=2),
+        ),
+        optimizer="adamw",
+        schedule="step",
+        sharded=True,
+        option="background",
+    ),
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
     ),
@@ -138,15 +148,17 @@ FOUND: dict[str, Script] = {
 
 def pick_fit(pick: Pick, number: int, manual: bool) -> Fit:
     start = pick(["same", "resume", "fresh"]) if number else "same"
+    back = pick([1, 1, 2, 3]) if start != "same" else 1
     call = pick(["fit", "fit", "fit", "fit", "validate", "predict"])
     if call != "fit":
-        return Fit(call=call, start=start)
+        return Fit(call=call, start=start, back=back)
     batches = pick([2, 3, 4, 5, 6])
     validate_every = pick([None, None, *range(1, batches + 1)])
     hooks = HOOKS if validate_every else tuple(hook for hook in HOOKS if "validation" not in hook)
     events = tuple(Event(pick(hooks), pick([0, 1, 2, 3, 4]), pick(ACTIONS)) for _ in range(pick([0, 1, 2, 3])))
     return Fit(
         start=start,
+        back=back,
         accumulate=1 if manual else pick([1, 2, 3]),
         epochs=pick([1, 2]),
         batches=batches,
