@@ -37,7 +37,7 @@ class StoreMessages:
 
     Args:
         group: The default process group.
-        name: Of these; each thread needs its own.
+        name: Of these messages; each thread needs its own.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -199,8 +199,12 @@ class _Watch:
 _messages: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreMessages]] = weakref.WeakKeyDictionary()
 
 
-def store_messages(name: str) -> StoreMessages:
-    """Return the messages of this name in the default process group, the same at each call."""
+def store_messages(name: str = "the main thread") -> StoreMessages:
+    """Return the messages of this name in the default process group, the same at each call.
+
+    Args:
+        name: What another thread does. Two threads must not share messages: their orders may differ between ranks.
+    """
     group = require_group(f"What the processes tell each other of {name}")
     by_name = _messages.setdefault(group, {})
     if name not in by_name:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from ....state.process_group import group_store
 from ....state.process_record import set_device
 from ...common.agreed_outcome import num_ranks
-from ...common.store_messages import store_messages
-from .sharded_saving import MESSAGES
+from ...common.store_messages import StoreMessages
 from .staging import Stager
 
 _log = logging.getLogger(__name__)
@@ -79,12 +78,13 @@ class BackgroundSaves:
             self._stager = Stager()
         return self._stager.copy(state)
 
-    def start(self, what: str, save: Callable[[dist.ProcessGroup], None]) -> None:
+    def start(self, what: str, save: Callable[[dist.ProcessGroup], None], messages: StoreMessages) -> None:
         """Let ``save`` run in the background, on every rank; `wait` first.
 
         Args:
             what: Names the save in errors.
             save: Given the group for its collectives. It must fail on every rank if it fails on one.
+            messages: Through which the ranks agree that all is done.
         """
         self._check_idle()
         if self._groups is None:
@@ -93,7 +93,9 @@ class BackgroundSaves:
         self._num_saves += 1
         current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
         # Not a daemon: a process that ends waits for its save.
-        current.thread = threading.Thread(target=_run, args=(current, save, group, self._device), name="accelight-save")
+        current.thread = threading.Thread(
+            target=_run, args=(current, save, group, messages, self._device), name="accelight-save"
+        )
         current.thread.start()
 
     def _check_idle(self) -> None:
@@ -172,7 +174,11 @@ class BackgroundSaves:
 
 
 def _run(
-    current: _Save, save: Callable[[dist.ProcessGroup], None], group: dist.ProcessGroup, device: torch.device
+    current: _Save,
+    save: Callable[[dist.ProcessGroup], None],
+    group: dist.ProcessGroup,
+    messages: StoreMessages,
+    device: torch.device,
 ) -> None:
     """Body of the thread."""
     try:
@@ -180,7 +186,7 @@ def _run(
         save(group)
         with current.lock:
             current.complete = True
-        with store_messages(MESSAGES).failing_together("What waited for it"):
+        with messages.failing_together("What waited for it"):
             for action in current.afterwards:
                 action()
     except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,8 +47,10 @@ from .plain_modules import traces_of
 from .random_states import CHECKPOINT_KEY, ResumedRandomState, random_state
 from .safetensors_saving import save_safetensors
 from .scaler_state import share_scaler_state
-from .sharded_saving import MESSAGES, save_sharded, serialised_on_rank_zero
+from .sharded_saving import save_sharded, serialised_on_rank_zero
 
+_NUMBERS = itertools.count(1)
+"""On rank 0: of the next model that is saved."""
 _Stage = Callable[[dict[str, Any]], dict[str, Any]]
 """Copies a state that training goes on to change; or returns it as it is, where nothing changes."""
 _Write = Callable[[dist.ProcessGroup | None], None]
@@ -152,18 +155,20 @@ class Checkpointer:
             if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
-                saves.start(f"Saving {path}", save(checkpoint, path, storage_options, saves.stage))
+                write = save(checkpoint, path, storage_options, saves.stage)
+                saves.start(f"Saving {path}", write, self._plans.messages)
 
     def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
         """Give rank 0's ``checkpoint`` the random states of all ranks; return rank 0's path."""
 
-        def on_rank_zero(states: list[dict[str, Any]]) -> str:
+        def on_rank_zero(states: list[dict[str, Any]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
                 checkpoint[CHECKPOINT_KEY] = states
-            return path
+            return path, self._plans.number or next(_NUMBERS)
 
-        own = random_state(self._strategy.root_device)
-        return store_messages(MESSAGES).through_rank_zero(own, on_rank_zero, f"saving {path}")
+        own, what = random_state(self._strategy.root_device), f"saving {path}"
+        path, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
+        return path
 
     @property
     def _trainer_state(self) -> TrainerState | None:
@@ -251,8 +256,7 @@ class Checkpointer:
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        messages = store_messages(sharded_loading.MESSAGES)
-        self._path = messages.from_rank_zero(lambda: path, f"loading {path}")
+        self._path = store_messages().from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
         random_states = checkpoint.pop(CHECKPOINT_KEY, None)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
+from ...common.store_messages import StoreMessages, store_messages
 from ...upstream.torch_core import ShardedTensor, _StorageInfo
 from .dcp_writer import Written
 from .saving_plan import FullFromRankZero
@@ -46,9 +47,16 @@ class KeptPlans:
     """The last plans of one model; all ranks keep theirs together."""
 
     def __init__(self) -> None:
+        self.number = 0
+        """Of the model, the same on all ranks; 0 before that is agreed on."""
         self._plans: list[KeptPlan] = []
         self._group: dist.ProcessGroup | None = None
         self._num_plans = 0
+
+    @property
+    def messages(self) -> StoreMessages:
+        """Of whichever thread writes this model's checkpoints; another model's may write at the same time."""
+        return store_messages(f"the saves of model {self.number}")
 
     def find(self, form: Any) -> KeptPlan | None:
         """Return the plan for a form, if one was made by this process group."""

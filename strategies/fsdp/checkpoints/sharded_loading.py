@@ -41,8 +41,6 @@ from .state_dicts import without_torch_noise
 
 _log = logging.getLogger(__name__)
 
-MESSAGES = "loads"
-"""The thread that trains loads; another may save meanwhile."""
 _MODEL_KEYS = ("model", "state_dict")
 
 
@@ -57,7 +55,7 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages(MESSAGES).failing_together(f"loading {path}"):
+    with store_messages().failing_together(f"loading {path}"):
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
         reader = SafeReader(path, digests)
@@ -82,7 +80,7 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages(MESSAGES).failing_together(f"loading {folder.model.parent}"):
+    with store_messages().failing_together(f"loading {folder.model.parent}"):
         reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
         names = reader.read_metadata().state_dict_metadata
         for one in readers:
@@ -195,7 +193,7 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
 def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> None:
     """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
     planner = SafePlanner(allow_partial_load=partial)
-    with store_messages(MESSAGES).failing_together(f"loading {part.path}"):
+    with store_messages().failing_together(f"loading {part.path}"):
         try:
             load(state, storage_reader=part.reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # which is no Exception, and holds one

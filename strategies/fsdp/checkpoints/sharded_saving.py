@@ -28,9 +28,6 @@ from .kept_plans import KeptPlan, KeptPlans, Places, form_of
 from .saving_plan import FullFromRankZero
 from .sharded_checkpoints import METADATA_FILE, naming_ranks, write_metadata
 
-MESSAGES = "saves"
-"""Whose thread writes a checkpoint."""
-
 
 @dataclass
 class _Report:
@@ -69,7 +66,7 @@ def save_sharded(
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
-    folder, messages, what = NewFolder(path), store_messages(MESSAGES), f"saving {path}"
+    folder, messages, what = NewFolder(path), plans.messages, f"saving {path}"
     writer, planner = FolderWriter(folder.unfinished), FullFromRankZero()
 
     def complete(unfinished: Path) -> None:
@@ -138,5 +135,5 @@ def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:
         RuntimeError: On every rank, if something cannot be pickled.
     """
     buffer = io.BytesIO()
-    store_messages(MESSAGES).from_rank_zero(lambda: torch.save(dict(metadata), buffer), what)
+    store_messages().from_rank_zero(lambda: torch.save(dict(metadata), buffer), what)
     return buffer.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints.checkpointer import Checkpointer
 from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-from accelight.strategies.fsdp.checkpoints.kept_plans import KeptPlans
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.fsdp.steps import AtStep
@@ -44,7 +44,7 @@ def _checkpointer(trainer: Trainer) -> Checkpointer:
 
 def _forget_plans(trainer: Trainer, *ranks: int) -> None:
     if dist.get_rank() in ranks:
-        _checkpointer(trainer)._plans = KeptPlans()
+        _checkpointer(trainer)._plans._plans.clear()
 
 
 def _fit(engine: str, actions: dict[int, Callable[[Trainer], None]], **options: Any) -> None:
@@ -189,3 +189,34 @@ def test_the_end_of_a_process_in_a_later_save_is_noticed_at_once(in_background: 
     assert f"finishing {tmp_path}/failed failed on rank 0: RuntimeError: A process has ended" in str(caught.value)
     assert "process 1 did not finish." in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
+
+
+def _save_two_models(folder: str) -> None:
+    """An inner Trainer saves while the outer one's save goes on."""
+    go_on = threading.Event()
+    write = FolderWriter.write_data
+
+    def held(self: Any, *args: Any) -> Any:
+        if str(self.path).endswith(".outer.unfinished"):
+            assert go_on.wait(60)
+        return write(self, *args)
+
+    def train_another(trainer: Trainer) -> None:
+        trainer.save_checkpoint(f"{folder}/outer")
+        for name in ("inner1", "inner2"):
+            _fit("fsdp2", {1: _saving(folder, name), 2: _saving(folder, f"{name}_later")})
+        assert not Path(folder, "outer").exists()
+        go_on.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderWriter, "write_data", held)
+        _fit("fsdp2", {1: train_another, 3: _saving(folder, "outer_later")}, async_save=True)
+
+
+def test_another_model_is_saved_while_one_is(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_two_models, str(tmp_path))
+    names = ["inner1", "inner1_later", "inner2", "inner2_later", "outer", "outer_later"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    first, second = (_content(tmp_path / name) for name in ("inner1_later", "inner2_later"))
+    assert first == second
+    assert _content(tmp_path / "outer") == _content(tmp_path / "inner1")

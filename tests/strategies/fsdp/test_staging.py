@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accelight.strategies.common.store_messages import store_messages
 from accelight.strategies.fsdp.checkpoints.background_saves import BackgroundSaves
 from accelight.strategies.fsdp.checkpoints.staging import Stager
 from tests.ranks import run_on_ranks
@@ -95,7 +96,7 @@ def _stage_too_early() -> None:
     saves = BackgroundSaves(timedelta(seconds=60))
     saves.connect(torch.device("cpu"))
     staged = saves.stage(_state(1.0))
-    saves.start("Saving first", lambda group: None)
+    saves.start("Saving first", lambda group: None, store_messages("a test"))
     with pytest.raises(RuntimeError, match=r"Saving first is still under way: wait\(\) before the next"):
         saves.stage(_state(2.0))
     assert staged["weights"]["weight"].eq(1).all()
