@@ -21,7 +21,8 @@ from .processes import run_on_main
 from .progress import Progress, ProgressCallback
 from .report import MergeReport
 from .writing.atomic_folder import AtomicFolder
-from .writing.copying import OnBytes, compare_tensors, copy_tensors, same_bytes
+from .writing.copying import OnBytes, can_link, compare_tensors, copy_tensors, same_bytes
+from .writing.linking import Linker
 from .writing.output import check_conflicts, check_destination, stale_files
 from .writing.plan import Plan, PlannedFile, make_plan
 from .writing.shards import parse_size
@@ -48,6 +49,7 @@ class _Request:
     exclude: tuple[str, ...] | None
     threads: int
     verify: bool
+    reflink: bool
 
 
 def merge_fsdp_weights(
@@ -64,6 +66,7 @@ def merge_fsdp_weights(
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
+    reflink: bool = True,
 ) -> MergeReport:
     """Merge a sharded checkpoint into the weights of one model, by copying bytes.
 
@@ -88,6 +91,10 @@ def merge_fsdp_weights(
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
             with the checksums that torch wrote when it was saved.
+        reflink: Let the output share its bytes with the checkpoint where the shards were aligned for it, as accelight
+            saves large ones, and the file system can (XFS, btrfs): next to nothing is written then. Tensors that can be
+            shared come first in such a checkpoint's output, wherever it is made. False copies everything, in the order
+            of the safetensors library.
 
     Returns:
         What was written, tied and left out.
@@ -114,6 +121,7 @@ def merge_fsdp_weights(
         exclude=patterns(exclude, "exclude"),
         threads=threads or DEFAULT_THREADS,
         verify=verify or remove_checkpoint_dir,
+        reflink=reflink,
     )
     shown = Progress(progress)
     return run_on_main(lambda: _merge(request, shown))
@@ -131,9 +139,10 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         dtype=request.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
+        reflink=request.reflink,
     )
     check_conflicts(request.output_path, plan)
-    _write(request, plan, progress, partial(source.check, set(selection.names.values())))
+    num_linked = _write(request, plan, progress, partial(source.check, set(selection.names.values())))
     if request.remove:
         found.format.remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
@@ -146,6 +155,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         ties=dict(selection.ties),
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
+        num_linked_bytes=num_linked,
     )
 
 
@@ -158,6 +168,7 @@ def plan_merge(
     dtype: DType | None,
     max_shard_bytes: int | None,
     safe: bool,
+    reflink: bool = False,
 ) -> tuple[Source, Selection, Plan]:
     """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
@@ -168,6 +179,7 @@ def plan_merge(
         dtype=dtype or source.dtype,
         max_shard_bytes=max_shard_bytes,
         safe=safe,
+        reflink=reflink,
     )
     return source, selection, plan
 
@@ -188,14 +200,16 @@ def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:
     return located
 
 
-def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> None:
+def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> int:
+    """Write the files, and return how many bytes of them were linked."""
+    num_linked = 0
     progress.start(plan.num_bytes * (3 if request.verify else 1))
     try:
         with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
-            folder.check_space(plan.num_bytes)
             if request.safe:
-                _write_safetensors(request, plan, folder, progress)
+                num_linked = _write_safetensors(request, plan, folder, progress)
             else:
+                folder.check_space(plan.num_bytes)
                 for file in plan.files:
                     _write_bin(request, file, folder, progress)
             if request.verify:
@@ -206,16 +220,37 @@ def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[O
         progress.finish()
     finally:
         progress.close()
+    return num_linked
 
 
-def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> None:
-    opened = [(file, folder.create(file.name, file.num_bytes)) for file in plan.files]
-    copy_tensors(opened, request.threads, progress.add)
-    if not request.verify:
-        return
-    folder.forget_cache()
-    for file, fd in opened:
-        compare_tensors(file, fd, progress.add)
+def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> int:
+    opened, linker = _create(plan, folder)
+    copy_tensors(opened, request.threads, progress.add, linker)
+    if request.verify:
+        folder.forget_cache()
+        for file, fd in opened:
+            compare_tensors(file, fd, progress.add)
+    return linker.num_bytes if linker is not None else 0
+
+
+def _create(plan: Plan, folder: AtomicFolder) -> tuple[list[tuple[PlannedFile, int]], Linker | None]:
+    """Make the files, and room for what will be copied into them; also return what links the rest."""
+    linker = None
+    opened: list[tuple[PlannedFile, int]] = []
+    if plan.num_linkable:
+        opened = [(file, folder.create(file.name, None)) for file in plan.files]
+        linker = Linker() if can_link(opened) else None
+    folder.check_space(plan.num_bytes - (plan.num_linkable if linker is not None else 0))
+    if linker is not None:
+        for file, fd in opened:
+            os.ftruncate(fd, file.num_bytes)
+        return opened, linker
+    if opened:
+        for file, _ in opened:
+            folder.reserve(file.name, file.num_bytes)
+    else:
+        opened = [(file, folder.create(file.name, file.num_bytes)) for file in plan.files]
+    return opened, None
 
 
 def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progress: Progress) -> None:

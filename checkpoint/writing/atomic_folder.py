@@ -70,8 +70,12 @@ class AtomicFolder:
         fd, temporary = self._open(name)
         self._files[name] = (fd, temporary)
         if num_bytes:
-            _reserve(fd, num_bytes, self.folder / name)
+            self.reserve(name, num_bytes)
         return fd
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Reserve room for a file that was created."""
+        _reserve(self._files[name][0], num_bytes, self.folder / name)
 
     def path_of(self, name: str) -> Path:
         """Return where a shared file lies until `commit`."""

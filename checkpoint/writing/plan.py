@@ -11,6 +11,7 @@ from ..formats.dtypes import DType, is_floating
 from ..formats.safetensors.header import Entry, lay_out
 from ..formats.source import SourceTensor
 from ..names import Selection
+from .linkable import LINK_BYTES, Sized, first_in_file, linkable_tensors
 from .shards import file_names, index_bytes, split
 
 
@@ -42,6 +43,8 @@ class PlannedFile:
     """In the file's order."""
     ties: Mapping[str, str]
     """Alias to name, of the tensors in this file."""
+    num_linkable: int = 0
+    """Bytes that can be links to the source's, where the file system has such; the file is laid out for them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Plan:
         """Bytes of all files together."""
         return sum(file.num_bytes for file in self.files) + len(self.index)
 
+    @property
+    def num_linkable(self) -> int:
+        """Bytes of all files that can be links."""
+        return sum(file.num_linkable for file in self.files)
+
 
 def make_plan(
     selection: Selection,
@@ -65,6 +73,7 @@ def make_plan(
     dtype: DType | None = None,
     max_shard_bytes: int | None = None,
     safe: bool = True,
+    reflink: bool = False,
 ) -> Plan:
     """Lay the output out.
 
@@ -74,6 +83,7 @@ def make_plan(
         dtype: For floating-point tensors; None keeps each one's own.
         max_shard_bytes: Limit of the tensors in one file; None for a single file.
         safe: Safetensors; False for torch's own format.
+        reflink: Whether safetensors are laid out for links, where most of the source is aligned for them.
 
     Raises:
         CheckpointError: If nothing is written, or safetensors cannot hold something.
@@ -83,6 +93,7 @@ def make_plan(
         raise CheckpointError(f"No tensor is left to write: {reasons}.")
     planned = {name: _target(tensors[source], dtype) for name, source in selection.names.items()}
     sizes = {name: prod(tensor.shape) * target.itemsize for name, (tensor, target) in planned.items()}
+    linkable = linkable_tensors(planned, sizes) if reflink and safe else {}
     groups = split(sizes, max_shard_bytes)
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     files = []
@@ -90,7 +101,7 @@ def make_plan(
     for file_name, group in zip(file_names(len(groups), stem, suffix), groups, strict=True):
         members = set(group)
         ties = {alias: name for alias, name in selection.ties.items() if name in members}
-        files.append(_plan_file(file_name, {name: planned[name] for name in group}, ties, sizes, safe))
+        files.append(_plan_file(file_name, {name: planned[name] for name in group}, ties, sizes, linkable, safe))
         file_of |= dict.fromkeys([*group, *([] if safe else ties)], file_name)  # torch's files hold both names
     if len(files) == 1:
         return Plan(tuple(files), None, b"")
@@ -103,9 +114,10 @@ def _target(tensor: SourceTensor, dtype: DType | None) -> tuple[SourceTensor, DT
 
 def _plan_file(
     name: str,
-    members: Mapping[str, tuple[SourceTensor, DType]],
+    members: Mapping[str, Sized],
     ties: Mapping[str, str],
     sizes: Mapping[str, int],
+    linkable: Mapping[str, int],
     safe: bool,
 ) -> PlannedFile:
     if not safe:
@@ -114,6 +126,8 @@ def _plan_file(
     if "format" in ties:
         raise CheckpointError("A tied tensor is called 'format', which the safetensors header uses itself.")
     entries = [Entry(fqn, dtype, source.shape, sizes[fqn]) for fqn, (source, dtype) in members.items()]
-    header, starts, num_bytes = lay_out(entries, {"format": "pt", **dict(sorted(ties.items()))})
+    metadata = {"format": "pt", **dict(sorted(ties.items()))}
+    first = first_in_file(members, sizes, linkable)
+    header, starts, num_bytes = lay_out(entries, metadata, first=first, unit=LINK_BYTES if first else 8)
     tensors = tuple(PlannedTensor(fqn, *members[fqn], start) for fqn, start in starts.items())
-    return PlannedFile(name, header, num_bytes, tensors, ties)
+    return PlannedFile(name, header, num_bytes, tensors, ties, sum(linkable[fqn] for fqn in first))

@@ -7,13 +7,14 @@ compact JSON, padded with spaces to 8 bytes, behind its length as a little-endia
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
 from ..dtypes import DType
 
 MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
+_LENGTH_BYTES = 8
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -27,8 +28,16 @@ class Entry:
     num_bytes: int
 
 
-def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+def lay_out(
+    entries: Iterable[Entry], metadata: Mapping[str, str], *, first: Sequence[str] = (), unit: int = 8
+) -> tuple[bytes, dict[str, int], int]:
     """Return the header's bytes, each tensor's position in the file in file order, and the file's size.
+
+    Args:
+        entries: The tensors.
+        metadata: The header's.
+        first: Tensors that come before all others, in this order; the library has none.
+        unit: The first tensor begins at a multiple of this; the library takes 8.
 
     Raises:
         CheckpointError: If safetensors has no word for a dtype, a name is no text, or the header grows too large.
@@ -36,7 +45,9 @@ def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[byte
     parts = [f'{{"__metadata__":{_json(dict(metadata))}']
     starts: dict[str, int] = {}
     position = 0
-    for entry in sorted(entries, key=lambda one: (-one.dtype.rank, one.name)):
+    places = {name: place for place, name in enumerate(first)}
+    last = len(places)
+    for entry in sorted(entries, key=lambda one: (places.get(one.name, last), -one.dtype.rank, one.name)):
         starts[entry.name] = position
         position += entry.num_bytes
         parts.append(_describe(entry, position))
@@ -44,12 +55,12 @@ def lay_out(entries: Iterable[Entry], metadata: Mapping[str, str]) -> tuple[byte
         text = (",".join(parts) + "}").encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"A tensor's name is not valid text: {error}.") from error
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % unit)
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"The header would have {len(text)} bytes, safetensors reads up to {MAX_HEADER_BYTES}. Set max_shard_size."
         )
-    header = len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}, len(header) + position
 
 
