@@ -263,7 +263,8 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     ) -> MergeReport:
         """Save the weights as safetensors; each process writes its own bytes and none gathers them. All must call it.
 
-        The files are those that ``merge_fsdp_weights`` makes of a sharded checkpoint, and appear when complete.
+        The files are those that ``merge_fsdp_weights(reflink=False)`` makes of a sharded checkpoint, and appear when
+        complete.
 
         Args:
             path: A file ``NAME.safetensors``, or a folder for ``model.safetensors``, which all processes see.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,6 +23,7 @@ from ....checkpoint.digests import FileDigest
 from ....checkpoint.disk_space import telling_full_disk
 from ....checkpoint.formats.dcp.metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save.zip_file import directory_digest
+from .aligned_file import AlignedFile, Place, in_writing_order, places
 
 
 class _TellingFileSystem(FileSystem):
@@ -28,12 +31,22 @@ class _TellingFileSystem(FileSystem):
 
     num_bytes: int | None = None
     """Of the file that is written next, where that is known."""
+    wanted: Sequence[Place | None] = ()
+    """Where the records of the file that is written next are to lie, if that matters for any of them."""
+    gaps: Mapping[int, int] = MappingProxyType({})
+    """Before the records of the last file, see `AlignedFile`."""
 
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with telling_full_disk(Path(path), self.num_bytes), super().create_stream(path, mode) as stream:
-            yield stream
+        with telling_full_disk(Path(path), self.num_bytes):
+            if any(self.wanted) and mode == "wb":
+                with AlignedFile(Path(path), self.wanted) as aligned:
+                    self.gaps = aligned.gaps
+                    yield cast("io.IOBase", aligned)
+            else:
+                with super().create_stream(path, mode) as stream:
+                    yield stream
 
 
 @dataclass(frozen=True)
@@ -54,13 +67,14 @@ class FolderWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._files.num_bytes = sum(map(_num_bytes, plan.items))
+        files, items = self._files, in_writing_order(plan.items)
+        files.num_bytes, files.wanted, files.gaps = sum(map(_num_bytes, items)), places(items), {}
         try:
-            results = super().write_data(plan, planner).wait()
+            results = super().write_data(replace(plan, items=items), planner).wait()
         finally:
-            self._files.num_bytes = None
+            files.num_bytes, files.wanted = None, ()
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._with_digests(results))
+        written.set_result(self._with_digests([_without_gap(one, files.gaps) for one in results]))
         return written
 
     def _with_digests(self, results: list[WriteResult]) -> list[WriteResult]:
@@ -92,6 +106,14 @@ class FolderWriter(FileSystemWriter):
             end = own[-1][0] + own[-1][1]
             self.digests[name] = FileDigest.of_records(end, [digest for _, _, digest in own])
         self.digests[METADATA_NAME] = FileDigest.of((Path(self.path) / METADATA_NAME).read_bytes())
+
+
+def _without_gap(result: WriteResult, gaps: Mapping[int, int]) -> WriteResult:
+    """Return a record as it lies in its file: torch took the gap before it for its beginning."""
+    place = result.storage_data
+    gap = gaps.get(place.offset, 0)
+    place = replace(place, offset=place.offset + gap, length=place.length - gap)
+    return replace(result, size_in_bytes=place.length, storage_data=place)
 
 
 _RECORD_BYTES = 1200  # what torch puts around a tensor, about
