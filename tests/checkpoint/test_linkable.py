@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from math import prod
 from pathlib import Path
+
+import pytest
 
 from accelight.checkpoint.formats.dtypes import DTYPES
 from accelight.checkpoint.formats.source import Piece, SourceTensor
 from accelight.checkpoint.names import Selection
 from accelight.checkpoint.writing.linkable import LINK_BYTES, MIN_LINKED_BYTES, first_element, middle
+from accelight.checkpoint.writing.linking import Linker
 from accelight.checkpoint.writing.plan import Plan, make_plan
 
 ROWS = 2 * MIN_LINKED_BYTES // LINK_BYTES
@@ -95,3 +100,19 @@ def test_each_file_for_itself() -> None:
     assert len(files) > 1
     assert all(file.tensors[0].start % LINK_BYTES == 0 for file in files if file.num_linkable)
     assert sum(file.num_linkable for file in files) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked for links")
+def test_what_fails_otherwise_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(2 * LINK_BYTES))
+    folder, file = os.open(tmp_path, os.O_RDONLY), os.open(tmp_path / "file", os.O_RDWR)
+    try:
+        linker = Linker()
+        with pytest.raises(OSError, match="Is a directory") as raised:
+            linker.link(tmp_path / "source", folder, 0, file, 0, LINK_BYTES)
+        assert raised.value.filename == str(tmp_path / "source")
+        assert not linker.link(tmp_path / "file", file, 1, file, 0, LINK_BYTES)  # into itself, at half a block
+        assert linker.num_bytes == 0
+    finally:
+        os.close(folder)
+        os.close(file)
