@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import empty, peak_bytes, python, time_into
 
@@ -114,12 +115,11 @@ def compare(folder: Path, layout: str, target: str) -> None:
     print(f"  targets: {target}")
 
 
-def save_checkpoint(folder: Path, layout: str, num_bytes: int) -> None:
+def save_checkpoint(folder: Path, layout: str, num_bytes: int, code: str = _SAVE) -> None:
     """Write a checkpoint of two processes into ``folder``, once as DCP has it and once as safetensors."""
     folder.mkdir()
     savers = [
-        subprocess.Popen([*python(_SAVE), str(folder), layout, str(num_bytes), str(rank)])
-        for rank in range(_NUM_SHARDS)
+        subprocess.Popen([*python(code), str(folder), layout, str(num_bytes), str(rank)]) for rank in range(_NUM_SHARDS)
     ]
     statuses = [saver.wait() for saver in savers]
     if any(statuses):
@@ -127,12 +127,22 @@ def save_checkpoint(folder: Path, layout: str, num_bytes: int) -> None:
 
 
 def save_shards(folder: str, layout: str, num_bytes: str, rank: str) -> None:
-    """Save one process's half of a model with torch.distributed.checkpoint: matrices, and a vector to each."""
-    import torch
+    """Save one process's half of a model with torch.distributed.checkpoint."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = rank_state(folder, layout, num_bytes, rank)
+    save({"model": state}, storage_writer=FileSystemWriter(f"{folder}/in"))
+    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
+    dist.destroy_process_group()
+
+
+def rank_state(folder: str, layout: str, num_bytes: str, rank: str) -> dict[str, Any]:
+    """Start a process group, and return one process's half of a model: matrices, and a vector to each."""
+    import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -146,6 +156,4 @@ def save_shards(folder: str, layout: str, num_bytes: str, rank: str) -> None:
     for layer in range(max(1, int(num_bytes) // (side * side * 4))):
         state[f"layers.{layer}.weight"] = DTensor.from_local(torch.rand(shape), mesh, [Shard(dim)], run_check=False)
         state[f"layers.{layer}.bias"] = DTensor.from_local(torch.rand(half), mesh, [Shard(0)], run_check=False)
-    save({"model": state}, storage_writer=FileSystemWriter(f"{folder}/in"))
-    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
-    dist.destroy_process_group()
+    return state
