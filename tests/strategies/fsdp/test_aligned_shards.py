@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -47,12 +47,27 @@ class Large(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Saving(Callback):
+    """Saves twice, so that the folder that is looked at is one that went by a kept plan."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def _save(version: int, in_background: bool, path: str) -> None:
     kind = "sharded_state_dict"
     strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type=kind, async_save=in_background)
-    trainer = quiet_trainer(strategy, 2, max_steps=1)
+    trainer = quiet_trainer(strategy, 2, max_steps=2, callbacks=[Saving(path)])
     trainer.fit(Large(), rank_loader(2))
-    trainer.save_checkpoint(path)
+
+
+def _resume(version: int, path: str) -> int:
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=version), 2, max_steps=3)
+    trainer.fit(Large(), rank_loader(2), ckpt_path=path)
+    return trainer.global_step
 
 
 @pytest.mark.core("2-True")
@@ -62,6 +77,7 @@ def test_saves_of_the_strategy(version: int, in_background: bool, tmp_path: Path
     folder = tmp_path / "in"
     run_on_ranks(2, _save, version, in_background, str(folder))
     _check_gaps(folder)
+    assert run_on_ranks(2, _resume, 3 - version, str(folder)) == [3, 3]  # every byte is checked
     found = find_checkpoint(folder)
     _, _, plan = plan_merge(
         found, strip_prefix=None, include=None, exclude=None, dtype=None, max_shard_bytes=None, safe=True, reflink=True
