@@ -92,9 +92,9 @@ def merge_fsdp_weights(
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
             with the checksums that torch wrote when it was saved.
         reflink: Let the output share its bytes with the checkpoint where the shards were aligned for it, as accelight
-            saves large ones, and the file system can (XFS, btrfs): next to nothing is written then. Tensors that can be
-            shared come first in such a checkpoint's output, wherever it is made. False copies everything, in the order
-            of the safetensors library.
+            saves large ones, and the file system can (XFS, btrfs): next to nothing is written then. Tensors that are
+            shared come first in the output. False copies everything, in the order of the safetensors library, as is
+            done where nothing can be shared.
 
     Returns:
         What was written, tied and left out.
@@ -139,7 +139,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         dtype=request.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
-        reflink=request.reflink,
+        link_to=request.output_path if request.reflink else None,
     )
     check_conflicts(request.output_path, plan)
     num_linked = _write(request, plan, progress, partial(source.check, set(selection.names.values())))
@@ -168,19 +168,25 @@ def plan_merge(
     dtype: DType | None,
     max_shard_bytes: int | None,
     safe: bool,
-    reflink: bool = False,
+    link_to: Path | None = None,
 ) -> tuple[Source, Selection, Plan]:
-    """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
+    """Return what a checkpoint holds, what of it is wanted, and the files that this makes.
+
+    They are laid out for links only if ``link_to`` is given, and files under it can be linked to the checkpoint's.
+    """
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
-    plan = make_plan(
+    planned = partial(
+        make_plan,
         selection,
         _locate(source, selection),
         dtype=dtype or source.dtype,
         max_shard_bytes=max_shard_bytes,
         safe=safe,
-        reflink=reflink,
     )
+    plan = planned(reflink=link_to is not None)
+    if link_to is not None and plan.num_linkable and not can_link(plan.files, link_to):
+        plan = planned()
     return source, selection, plan
 
 
@@ -235,22 +241,13 @@ def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, prog
 
 def _create(plan: Plan, folder: AtomicFolder) -> tuple[list[tuple[PlannedFile, int]], Linker | None]:
     """Make the files, and room for what will be copied into them; also return what links the rest."""
-    linker = None
-    opened: list[tuple[PlannedFile, int]] = []
-    if plan.num_linkable:
-        opened = [(file, folder.create(file.name, None)) for file in plan.files]
-        linker = Linker() if can_link(opened) else None
-    folder.check_space(plan.num_bytes - (plan.num_linkable if linker is not None else 0))
-    if linker is not None:
-        for file, fd in opened:
-            os.ftruncate(fd, file.num_bytes)
-        return opened, linker
-    if opened:
-        for file, _ in opened:
-            folder.reserve(file.name, file.num_bytes)
-    else:
-        opened = [(file, folder.create(file.name, file.num_bytes)) for file in plan.files]
-    return opened, None
+    folder.check_space(plan.num_bytes - plan.num_linkable)
+    if not plan.num_linkable:
+        return [(file, folder.create(file.name, file.num_bytes)) for file in plan.files], None
+    opened = [(file, folder.create(file.name, None)) for file in plan.files]
+    for file, fd in opened:
+        os.ftruncate(fd, file.num_bytes)
+    return opened, Linker()
 
 
 def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progress: Progress) -> None:

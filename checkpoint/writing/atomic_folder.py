@@ -70,12 +70,8 @@ class AtomicFolder:
         fd, temporary = self._open(name)
         self._files[name] = (fd, temporary)
         if num_bytes:
-            self.reserve(name, num_bytes)
+            _reserve(fd, num_bytes, self.folder / name)
         return fd
-
-    def reserve(self, name: str, num_bytes: int) -> None:
-        """Reserve room for a file that was created."""
-        _reserve(self._files[name][0], num_bytes, self.folder / name)
 
     def path_of(self, name: str) -> Path:
         """Return where a shared file lies until `commit`."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 
 from ..errors import CheckpointError
 from ..files import BLOCK_BYTES, FilePool, read_exactly, write_exactly
@@ -183,14 +185,22 @@ def _linked(work: _Work, files: FilePool, linker: Linker) -> bool:
     return linker.link(run.path, files.fd(run.path), run.source, work.fd, work.start, run.num_bytes)
 
 
-def can_link(planned: list[tuple[PlannedFile, int]]) -> bool:
-    """Return whether the output's disk can link to the sources: tried with the first range."""
+def can_link(planned: Sequence[PlannedFile], folder: Path) -> bool:
+    """Return whether files under ``folder``, which need not exist, can link to the sources: tried with one range."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        trial = TemporaryFile(dir=folder)  # noqa: SIM115 (closed below)
+    except OSError:  # told when the output is to be made there
+        return False
     files = FilePool()
     try:
-        work = next((one for one in _all_work(planned, files, link=True) if _is_link(one)), None)
+        all_work = _all_work([(file, trial.fileno()) for file in planned], files, link=True)
+        work = next((one for one in all_work if _is_link(one)), None)
         return work is not None and _linked(work, files, Linker())
     finally:
         files.close()
+        trial.close()
 
 
 def copy_tensors(

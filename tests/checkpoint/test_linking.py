@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelight.checkpoint import merge_fsdp_weights
@@ -43,6 +43,12 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+def assert_holds(file: Path, state: dict[str, torch.Tensor]) -> None:
+    merged = load_file(file)
+    assert merged.keys() == state.keys()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in state.items())
+
+
 def written_bytes() -> int:
     """Return what this process has had written to disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
@@ -57,28 +63,28 @@ def test_one_in_a_hundred_bytes_is_written(disk: Path, tmp_path: Path) -> None:
     assert written_bytes() - written <= 0.01 * report.num_bytes
     assert report.num_linked_bytes >= 0.99 * report.num_bytes
     assert "linked" in str(report)
+    assert_holds(disk / "out/model.safetensors", state)
     copied = merge_fsdp_weights(disk / "in", tmp_path / "copied", verify=True)  # another disk
     assert copied.num_linked_bytes == 0
-    assert filecmp.cmp(disk / "out/model.safetensors", tmp_path / "copied/model.safetensors", shallow=False)
-    merged = load_file(disk / "out/model.safetensors")
-    assert merged.keys() == state.keys()
-    assert all(torch.equal(merged[name], tensor) for name, tensor in state.items())
+    merge_fsdp_weights(disk / "in", disk / "copied", reflink=False)
+    assert filecmp.cmp(disk / "copied/model.safetensors", tmp_path / "copied/model.safetensors", shallow=False)
+    save_file(state, tmp_path / "library.safetensors", {"format": "pt"})
+    assert filecmp.cmp(tmp_path / "library.safetensors", tmp_path / "copied/model.safetensors", shallow=False)
 
 
 @pytest.mark.core("xfs")
-def test_the_output_outlives_the_shards(disk: Path, tmp_path: Path) -> None:
-    save_aligned(disk / "in")
-    merge_fsdp_weights(disk / "in", tmp_path / "copied")
+def test_the_output_outlives_the_shards(disk: Path) -> None:
+    state = save_aligned(disk / "in")
     shard = disk / "in/__0_0.distcp"
     merge_fsdp_weights(disk / "in", disk / "out")
     shard.write_bytes(bytes(shard.stat().st_size))  # into the shared blocks
-    assert filecmp.cmp(disk / "out/model.safetensors", tmp_path / "copied/model.safetensors", shallow=False)
+    assert_holds(disk / "out/model.safetensors", state)
     save_aligned(disk / "other")
     report = merge_fsdp_weights(disk / "other", disk / "out2", remove_checkpoint_dir=True)
     assert report.num_linked_bytes
     assert not (disk / "other").exists()
     fill(disk / "full")  # takes every block that was freed
-    assert filecmp.cmp(disk / "out2/model.safetensors", tmp_path / "copied/model.safetensors", shallow=False)
+    assert_holds(disk / "out2/model.safetensors", state)
 
 
 @pytest.mark.core("xfs")
