@@ -157,11 +157,16 @@ def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: st
         raise RuntimeError(f"Cannot go on: {outcome}")
 
 
-def poll(ask: Callable[[], T | None], timeout_s: float) -> T | None:
+def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOWEST_POLL_S) -> T | None:
     """Ask again and again, ever more slowly, until there is an answer; None after ``timeout_s``.
 
     ``Store.wait`` would keep Ctrl-C waiting, lock the store's connection for other threads, and print a warning at
     each timeout.
+
+    Args:
+        ask: Returns the answer, or None while there is none.
+        timeout_s: Seconds to ask for.
+        slowest_s: Longest pause between two questions.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
@@ -170,5 +175,5 @@ def poll(ask: Callable[[], T | None], timeout_s: float) -> T | None:
         if remaining_s <= 0:
             return None
         time.sleep(min(pause_s, remaining_s))
-        pause_s = min(pause_s * 1.5, _SLOWEST_POLL_S)
+        pause_s = min(pause_s * 1.5, slowest_s)
     return answer

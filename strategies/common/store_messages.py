@@ -44,6 +44,7 @@ class StoreMessages:
         self._store = group_store(f"accelight/messages/{name}")
         self._rank, self._num_ranks = group.rank(), group.size()
         self._group = weakref.ref(group)
+        self._slowest_s = max(0.01, 5e-5 * self._num_ranks)  # all together ask 20,000 times a second at most
         self._told: list[str] = []
         self._is_watched = staying.is_needed(group)
         self.num_uses = 0
@@ -134,7 +135,7 @@ class StoreMessages:
         def all_are_there() -> bool | None:
             return self._store.add(key, 0) == len(others) or watch.is_broken() or None
 
-        if (others and poll(all_are_there, self._timeout_s()) is None) or watch.is_broken():
+        if (others and poll(all_are_there, self._timeout_s(), self._slowest_s) is None) or watch.is_broken():
             absent = [rank for rank in others if not self._store.check([f"{key}/{rank}"])]
             ended = "A process has ended: " if watch.is_broken() else ""
             raise RuntimeError(
@@ -155,8 +156,8 @@ class StoreMessages:
             return is_there() or (watch is not None and watch.is_broken()) or None
 
         try:
-            answer = poll(is_there_or_never, self._timeout_s() + _GRACE_S)
-            if answer and poll(is_there, _GRACE_S) is None:
+            answer = poll(is_there_or_never, self._timeout_s() + _GRACE_S, self._slowest_s)
+            if answer and poll(is_there, _GRACE_S, self._slowest_s) is None:
                 raise RuntimeError(f"{what} failed: a process has ended, and process 0 does not say which.")
             if answer is None:
                 raise RuntimeError(f"{what} failed: process 0 said nothing for {self._timeout_s():g} s.")
