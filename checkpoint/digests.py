@@ -8,14 +8,16 @@ this is the zip that was written, and not one of another save; and the zip says 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import CheckpointError
 
 _WIDTH = 4
+_BLOCK = 2**20
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,27 @@ class FileDigest:
         Raises:
             CheckpointError: If it is another one.
         """
-        self.check_size(path, len(content))
-        if self.crc32 is not None and zlib.crc32(content) != self.crc32:
+        self._check(path, len(content), zlib.crc32(content))
+
+    def _check(self, path: Path, num_bytes: int, crc32: int) -> None:
+        self.check_size(path, num_bytes)
+        if self.crc32 is not None and crc32 != self.crc32:
             raise CheckpointError(
-                f"{path} is damaged: its CRC-32 is {zlib.crc32(content):08x}, accelight.json says {self.crc32:08x}. "
-                f"{HINT}"
+                f"{path} is damaged: its CRC-32 is {crc32:08x}, accelight.json says {self.crc32:08x}. {HINT}"
             )
+
+    def check_stream(self, path: Path, stream: BinaryIO) -> None:
+        """Check the content of an open file, and go back to its beginning.
+
+        Raises:
+            CheckpointError: If it is another one.
+        """
+        num_bytes = found = 0
+        while block := stream.read(_BLOCK):
+            num_bytes += len(block)
+            found = zlib.crc32(block, found)
+        self._check(path, num_bytes, found)
+        stream.seek(0)
 
     def check_size(self, path: Path, num_bytes: int) -> None:
         """Check a file's size.
@@ -117,18 +134,21 @@ class RecordDigests:
 
     def __init__(self, digests: Digests, offsets: Mapping[str, Sequence[int]], what: str):
         self._digests = digests
-        self._numbers: dict[str, dict[int, int]] = {}
-        for name, places in offsets.items():
+        self._places: dict[str, Sequence[int]] = {}
+        for name in offsets:
             digest = digests.get(name)
             if digest is None or digest.crc32 is not None:
                 continue
+            places = offsets[name]
             if digest.num_records != len(places):
                 raise CheckpointError(
                     f"{what} has {len(places)} records in {name!r}, accelight.json {digest.num_records}. {HINT}"
                 )
-            self._numbers[name] = {offset: number for number, offset in enumerate(places)}
+            self._places[name] = places
 
     def of(self, name: str, offset: int) -> int | None:
         """Return the digest of the record at a place; None where it is not known."""
-        number = self._numbers.get(name, {}).get(offset)
-        return None if number is None else self._digests[name].record(number)
+        places = self._places.get(name, ())
+        number = bisect_left(places, offset)
+        found = number < len(places) and places[number] == offset
+        return self._digests[name].record(number) if found else None

@@ -49,6 +49,25 @@ def open_regular(path: Path) -> int:
     raise CheckpointError(f"{path} is no regular file, and a file is wanted.")
 
 
+def open_limited(path: Path, max_bytes: int, wanted: str) -> int:
+    """Return a descriptor for reading a regular file that is not too large.
+
+    Args:
+        path: The file.
+        max_bytes: What it may have at most.
+        wanted: What it should be, for the error.
+
+    Raises:
+        CheckpointError: If it is larger, or no regular file.
+    """
+    fd = open_regular(path)
+    size = os.fstat(fd).st_size
+    if size > max_bytes:
+        os.close(fd)
+        raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that {wanted} may have.")
+    return fd
+
+
 def read_regular(path: Path, max_bytes: int, wanted: str) -> bytes:
     """Return the content of a regular file.
 
@@ -60,10 +79,7 @@ def read_regular(path: Path, max_bytes: int, wanted: str) -> bytes:
     Raises:
         CheckpointError: If it is larger, or no regular file.
     """
-    with os.fdopen(open_regular(path), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > max_bytes:
-            raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that {wanted} may have.")
+    with os.fdopen(open_limited(path, max_bytes, wanted), "rb") as stream:
         return stream.read()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,7 +143,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         link_to=request.output_path if request.reflink else None,
     )
     check_conflicts(request.output_path, plan)
-    num_linked = _write(request, plan, progress, partial(source.check, set(selection.names.values())))
+    num_linked = _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes))
     if request.remove:
         found.format.remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
@@ -183,6 +184,7 @@ def plan_merge(
         dtype=dtype or source.dtype,
         max_shard_bytes=max_shard_bytes,
         safe=safe,
+        infos=source.tensors,
     )
     plan = planned(reflink=link_to is not None)
     if link_to is not None and plan.num_linkable and not can_link(plan.files, link_to):
@@ -190,11 +192,11 @@ def plan_merge(
     return source, selection, plan
 
 
-def _locate(source: Source, selection: Selection) -> dict[str, SourceTensor]:
+def _locate(source: Source, selection: Selection) -> Mapping[str, SourceTensor]:
     """Find the bytes of what is selected; a tied tensor that was stored twice must be the same twice."""
-    wanted = dict.fromkeys(selection.names.values())
-    for alias, name in selection.duplicates.values():
-        wanted |= {alias: None, name: None}
+    wanted: Iterable[str] = selection.names.values()
+    if selection.duplicates:
+        wanted = dict.fromkeys([*wanted, *chain.from_iterable(selection.duplicates.values())])
     located = source.locate(wanted)
     for alias, name in selection.duplicates.values():
         one, two = located[alias], located[name]

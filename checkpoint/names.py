@@ -81,6 +81,8 @@ def select(
         names[cleaned] = name
     ties = _checked_ties(manifest, names)
     prefix = _prefix([*names, *ties], manifest, strip_prefix)
+    if not ties and not prefix and include is None and exclude is None:
+        return Selection(names)
     aliases: dict[str, list[str]] = {}
     for alias, fqn in ties.items():
         aliases.setdefault(fqn, []).append(alias)

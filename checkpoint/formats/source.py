@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from random import Random
-from secrets import randbits
 
 from ..errors import CheckpointError
 from .dtypes import DType
@@ -82,7 +82,7 @@ class Source:
     """By name in the model (wrapper names still in place)."""
     skipped: Mapping[str, str]
     """Entry, by its full name, to the reason why it is not among the tensors."""
-    locate: Callable[[Iterable[str]], dict[str, SourceTensor]]
+    locate: Callable[[Iterable[str]], Mapping[str, SourceTensor]]
     """Finds the bytes of the tensors with these names; raises CheckpointError where they are not as described."""
     check: Callable[[Iterable[str], Callable[[int], object]], None] = lambda wanted, on_bytes: None
     """Compares the stored bytes of the tensors with these names with the checksums beside them, tells how many it has
@@ -134,7 +134,7 @@ def _cover_once(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
     comparing pairs of 100,000 columns would take an hour.
     """
     numbers: list[dict[int, int]] = [{} for _ in shape]
-    random = Random(randbits(128)).getrandbits  # not known to whoever made the file
+    random = Random(int.from_bytes(os.urandom(16), "little")).getrandbits  # not known to whoever made the file
 
     def weight(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         product = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,7 +93,7 @@ class AtomicFolder:
         return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), temporary
 
     def _temporary(self, name: str) -> Path:
-        return self._base / f".{name}.{secrets.token_hex(6)}.tmp"
+        return self._base / f".{name}.{os.urandom(6).hex()}.tmp"
 
     def _link(self, fd: int, name: str) -> Path:
         """Give a file without a name a temporary one: a link cannot replace what is there, a rename can."""

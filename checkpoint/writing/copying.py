@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -18,7 +19,7 @@ from ..errors import CheckpointError
 from ..files import BLOCK_BYTES, FilePool, read_exactly, write_exactly
 from ..formats.source import SourceTensor
 from .gather import Run, TensorReader
-from .linkable import middle
+from .linkable import MIN_LINKED_BYTES, middle
 from .linking import Linker
 from .plan import PlannedFile, PlannedTensor
 
@@ -84,16 +85,16 @@ def _runs(tensor: PlannedTensor, files: FilePool, *, link: bool) -> Iterator[Run
     if tensor.dtype is not source.dtype:
         yield None
         return
-    piece = source.pieces[0] if len(source.pieces) == 1 else None
-    runs: Iterable[Run] | None
-    if piece is not None and piece.is_plain:  # the most common case, and there can be a hundred thousand
-        runs = (Run(piece.path, piece.start, 0, source.num_bytes),)
-    else:
+    runs: Iterable[Run] | None = _rows(source)
+    if runs is None:
         runs = TensorReader(source, files).runs()
     if runs is None:
         yield None
         return
     for run in runs:
+        if run.num_bytes < (MIN_LINKED_BYTES if link else _PART_BYTES):  # the most common one
+            yield run
+            continue
         skipped, linked = middle(run.source, tensor.start + run.target, run.num_bytes) if link else (0, 0)
         yield from _parts(run, 0, skipped)
         if linked:
@@ -104,6 +105,21 @@ def _runs(tensor: PlannedTensor, files: FilePool, *, link: bool) -> Iterator[Run
 def _parts(run: Run, begin: int, end: int) -> Iterator[Run]:
     for start in range(begin, end, _PART_BYTES):
         yield Run(run.path, run.source + start, run.target + start, min(_PART_BYTES, end - start))
+
+
+def _rows(source: SourceTensor) -> list[Run] | None:
+    """Return the runs of a tensor that is cut along dimension 0 alone, if at all: the most common one."""
+    shape = source.cut_shape
+    rest = shape[1:]
+    row = prod(rest) * source.dtype.itemsize
+    runs = []
+    for piece in source.pieces:
+        if piece.sizes[1:] != rest or not piece.is_plain:
+            return None
+        first, count = (piece.offsets[0], piece.sizes[0]) if shape else (0, 1)
+        if count * row:
+            runs.append(Run(piece.path, piece.start, first * row, count * row))
+    return runs
 
 
 class _Copier:
@@ -219,8 +235,11 @@ def copy_tensors(
         OSError: If a file cannot be read or written.
     """
     for file, fd in planned:
-        write_exactly(fd, memoryview(file.header), 0)
-        on_bytes(len(file.header))
+        position = 0
+        for block in file.header:
+            write_exactly(fd, memoryview(block), position)
+            position += len(block)
+        on_bytes(position)
     files = FilePool()
     copier = _Copier(_all_work(planned, files, link=linker is not None), linker)
     if threads == 1:
@@ -254,16 +273,19 @@ def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
     Raises:
         CheckpointError: If a tensor or the header differs.
     """
-    if os.pread(fd, len(file.header), 0) != file.header:
-        raise CheckpointError(f"{file.name}: the header read back is not the one written. The disk may be failing.")
+    position = 0
+    for block in file.header:
+        if os.pread(fd, len(block), position) != block:
+            raise CheckpointError(f"{file.name}: the header read back is not the one written. The disk may be failing.")
+        position += len(block)
     files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
     try:
         for tensor in file.tensors:
-            position = first_difference(tensor, fd, files, buffer, on_bytes)
-            if position is not None:
+            different = first_difference(tensor, fd, files, buffer, on_bytes)
+            if different is not None:
                 raise CheckpointError(
                     f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
-                    f"from byte {position} on. The disk may be failing."
+                    f"from byte {different} on. The disk may be failing."
                 )
     finally:
         files.close()

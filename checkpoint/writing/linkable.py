@@ -55,12 +55,14 @@ def linkable_tensors(planned: Mapping[str, Sized], sizes: Mapping[str, int]) -> 
     """
     found: dict[str, int] = {}
     for name, size in sizes.items():
+        if size < MIN_LINKED_BYTES:
+            continue
         tensor, dtype = planned[name]
-        if size >= MIN_LINKED_BYTES and dtype is tensor.dtype:
+        if dtype is tensor.dtype:
             linked = sum(_linkable(tensor, piece) for piece in tensor.pieces)
             if linked > size * _ENOUGH:
                 found[name] = linked
-    return found if sum(found.values()) > sum(sizes.values()) * _ENOUGH else {}
+    return found if found and sum(found.values()) > sum(sizes.values()) * _ENOUGH else {}
 
 
 def _linkable(tensor: SourceTensor, piece: Piece) -> int:

@@ -66,13 +66,14 @@ def plan(tensors: dict[str, SourceTensor], **options: object) -> Plan:
 def order(tensors: dict[str, SourceTensor], **options: object) -> list[str]:
     """Return the order of the tensors, after a look at what safetensors asks for."""
     (file,) = plan(tensors, **options).files
-    assert (8 + int.from_bytes(file.header[:8], "little")) == len(file.header) == file.tensors[0].start
-    described = json.loads(file.header[8:])
+    header = b"".join(file.header)
+    assert (8 + int.from_bytes(header[:8], "little")) == len(header) == file.tensors[0].start
+    described = json.loads(header[8:])
     position = file.tensors[0].start
     for one in file.tensors:
         assert one.start == position
         assert one.start % one.dtype.itemsize == 0
-        assert described[one.name]["data_offsets"][0] == position - len(file.header)
+        assert described[one.name]["data_offsets"][0] == position - len(header)
         position += one.num_bytes
     assert position == file.num_bytes
     return [one.name for one in file.tensors]

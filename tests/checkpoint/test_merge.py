@@ -490,7 +490,7 @@ def test_names_that_a_header_cannot_hold(tmp_path: Path, name: str) -> None:
     from accelight.checkpoint.formats.safetensors.header import Entry, lay_out
 
     with pytest.raises(CheckpointError, match=r"keeps for itself|not valid text"):
-        lay_out([Entry(name, DTYPES["float32"], (1,), 4)], {"format": "pt"})
+        lay_out([name], lambda name: Entry(name, DTYPES["float32"], (1,), 4), {"format": "pt"})
 
 
 def test_a_header_that_grows_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_a_header_that_grows_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 50)
     with pytest.raises(CheckpointError, match="Set max_shard_size"):
-        header.lay_out([header.Entry("w", DTYPES["float32"], (1,), 4)], {"format": "pt"})
+        header.lay_out(["w"], lambda name: header.Entry(name, DTYPES["float32"], (1,), 4), {"format": "pt"})
 
 
 # --- the model's key, said by the manifest

@@ -13,8 +13,9 @@ from ..description import CheckpointInfo, ShardFile, StoredTensorInfo
 from ..safe_paths import file_inside
 from ..state_dict_keys import is_optimizer_key
 from ..torch_save.lightning_meta import META_NAME, read_progress
-from .metadata import METADATA_NAME, DCPMetadata, StoredRecord
+from .metadata import METADATA_NAME, DCPMetadata
 from .reader import select_model
+from .tensor_table import StoredRecord
 
 _MAX_META_BYTES = 2**31
 _KINDS = {

@@ -6,54 +6,42 @@ names are torch 2.0's.
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...digests import FileDigest
 from ...errors import CheckpointError, brief
-from ...files import read_regular
+from ...files import open_limited
 from ..dtypes import DTYPES, DType
-from ..source import MAX_BYTES, TensorInfo
+from ..source import MAX_BYTES
 from ..torch_save.allowed_names import EMPTY_DICT, Allowed, SafeCall, Sealed
+from ..torch_save.pickle_machine import Filled, Shortcut
 from ..torch_save.pickled_objects import Size
+from ..torch_save.repeats import Repeats
 from ..torch_save.unpickler import load_restricted
+from .storage_items import StorageItems
+from .tensor_table import Layout, Paths, RecordPlaces, StoredRecord, TensorTable
 
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 2**31  # about 100 bytes a chunk: ten million chunks and more
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRecord:
-    """Where DCP wrote one chunk: a range of a file, relative to the checkpoint's folder."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...]
-    is_raw: bool = False
-    """The chunk's bytes themselves, as in a safetensors file; else a record of ``torch.save``."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor(TensorInfo):
-    """One tensor as ``.metadata`` describes it; chunks are (offsets, sizes, record)."""
-
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredRecord], ...]
 
 
 @dataclass(frozen=True)
 class DCPMetadata:
     """The checked content of ``.metadata``, in its order."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: TensorTable
     not_tensors: tuple[str, ...]
     paths: Mapping[str, tuple[str, ...]]
     """Keys of the saved (nested) state dict that lead to each entry; empty if it was saved unflattened."""
     offsets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Where in each file its records begin, in order: tensors' and others."""
+    others: Mapping[tuple[str, tuple[int, ...] | None], StoredRecord] = field(default_factory=dict)
+    """Records of what is no chunk of a tensor, by name and offset."""
 
 
 class _Raw(metaclass=Sealed):
@@ -87,10 +75,13 @@ class _Metadata(_Raw):
 
 
 class _TensorStorage(_Raw):
-    __slots__ = ("chunks", "properties", "size")
+    __slots__ = ("chunks", "layout", "properties", "size")
+    layout: Layout | None
+    """What it says, when that was checked."""
 
     def take(self, state: dict[str, Any]) -> None:
         self.properties, self.size, self.chunks = state.get("properties"), state.get("size"), state.get("chunks")
+        self.layout = None
 
 
 class _BytesStorage(_Raw):
@@ -167,6 +158,14 @@ _ALLOWED: Allowed = {
 }
 
 
+def _make_item(fqn: object, place: object, path: object, offset: int, length: int) -> tuple[_Index, _StorageInfo]:
+    """Return an index and its storage as the pickle's opcodes would have made them."""
+    index, info = _Index.__new__(_Index), _StorageInfo.__new__(_StorageInfo)
+    index.fqn, index.offset = fqn, place
+    info.relative_path, info.offset, info.length, info.transform_descriptors = path, offset, length, None
+    return index, info
+
+
 def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetadata:
     """Read and check a ``.metadata`` file.
 
@@ -177,12 +176,19 @@ def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetada
     Raises:
         CheckpointError: If it is not one, or not as it was written, or its content is impossible.
     """
-    content = read_regular(path, MAX_METADATA_BYTES, "a description")
-    if digest is not None:
-        digest.check(path, content)
-    raw = load_restricted(content, _ALLOWED, str(path))
+    with os.fdopen(open_limited(path, MAX_METADATA_BYTES, "a description"), "rb") as stream:
+        if digest is not None:
+            digest.check_stream(path, stream)
+        checker = _Checker(str(path))
+        dicts = {
+            "state_dict_metadata": _Sink(checker.entries),
+            "planner_data": _Sink(checker.paths),
+            "storage_data": _Sink(checker.records),
+        }
+        shortcuts: dict[type, Shortcut] = {_TensorStorage: Repeats(), _Index: StorageItems(_StorageInfo, _make_item)}
+        raw = load_restricted(stream, _ALLOWED, str(path), dicts=dicts, shortcuts=shortcuts)
     try:
-        return _Checker(str(path)).metadata(raw)
+        return checker.metadata(raw)
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -191,41 +197,71 @@ def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetada
         ) from error
 
 
-_Records = dict[tuple[str, tuple[int, ...] | None], StoredRecord]
+class _Sink(Filled):
+    """One of the three large dicts: its items go to the checker as they come in."""
+
+    __slots__ = ("_take",)
+
+    def __init__(self, take: Callable[[list[Any], list[Any]], None]):
+        self._take = take
+
+    def fill(self, keys: list[Any], values: list[Any]) -> None:
+        self._take(keys, values)
 
 
 class _Checker:
-    """Turns raw objects into checked ones; each raw one is freed as soon as its values have been checked."""
+    """Turns raw objects into a checked table; each raw one is freed as soon as its values have been checked."""
 
     def __init__(self, path: str):
         self._path = path
+        self._table = TensorTable()
+        self._paths = Paths(self._table)
+        self._not_tensors: dict[str, None] = {}
+        self._others: dict[tuple[str, tuple[int, ...] | None], StoredRecord] = {}
+        """Records of what is no chunk of a tensor's, as far as is known yet; without offset: of all of a tensor."""
 
     def metadata(self, raw: object) -> DCPMetadata:
+        """Return what the file holds, given its outermost object."""
         content = self._typed(raw, _Metadata, "the file")
-        entries = self._typed(content.state_dict_metadata, dict, "state_dict_metadata")
-        storage = self._typed(content.storage_data, dict, "storage_data")
-        records = self._records(storage)
-        offsets: dict[str, set[int]] = {}
-        for record in records.values():
-            offsets.setdefault(record.relative_path, set()).add(record.offset)
-        tensors: dict[str, StoredTensor] = {}
-        not_tensors: list[str] = []
-        for fqn in list(entries):
-            self._typed(fqn, str, "an entry's name")
-            entry = entries.pop(fqn)
-            if isinstance(entry, _BytesStorage):
-                not_tensors.append(fqn)
-            else:
-                tensors[fqn] = self._tensor(fqn, entry, records)
-        places = {name: sorted(places) for name, places in offsets.items()}
-        return DCPMetadata(tensors, tuple(not_tensors), self._paths(content.planner_data), places)
+        self._take_rest(content.state_dict_metadata, self.entries, "state_dict_metadata")
+        if content.planner_data is not None:
+            self._take_rest(content.planner_data, self.paths, "planner_data")
+        self._take_rest(content.storage_data, self.records, "storage_data")
+        others, self._others = self._others, {}
+        for (fqn, offset), record in others.items():  # where its tensor was not known yet
+            self._put(fqn, offset, record)
+        self._complete()
+        offsets = RecordPlaces(self._table, self._others.values())
+        return DCPMetadata(self._table, tuple(self._not_tensors), self._paths, offsets, self._others)
 
-    def _tensor(self, fqn: str, raw: object, records: _Records) -> StoredTensor:
+    def _take_rest(self, given: object, take: Callable[[list[Any], list[Any]], None], what: str) -> None:
+        """Take a dict's items, if they were not taken as they came in."""
+        if type(given) is not _Sink:
+            items = self._typed(given, dict, what)
+            take(list(items), list(items.values()))
+
+    def entries(self, names: list[Any], entries: list[Any]) -> None:
+        """Take items of ``state_dict_metadata``."""
+        table = self._table
+        for fqn, entry in zip(names, entries, strict=True):
+            self._typed(fqn, str, "an entry's name")
+            if fqn in table.numbers or fqn in self._not_tensors:
+                raise CheckpointError(f"{self._path}: two entries are called {fqn!r}.")
+            if type(entry) is _BytesStorage:
+                self._not_tensors[fqn] = None
+                continue
+            layout = getattr(entry, "layout", None)
+            if type(layout) is not Layout:
+                layout = self._layout(fqn, entry)
+                entry.layout = layout
+            table.add(fqn, layout)
+
+    def _layout(self, fqn: str, raw: object) -> Layout:
         entry = self._typed(raw, _TensorStorage, f"entry {fqn!r}")
         if type(entry.size) is not Size:
             raise self._wrong(entry.size, Size, f"{fqn!r}: size")
         dtype = self._dtype(entry.properties, fqn)
-        chunks = {}
+        boxes: dict[tuple[Size, Size], None] = {}
         for part in self._typed(entry.chunks, list, f"{fqn!r}: chunks"):
             if type(part) is not _Chunk:
                 raise self._wrong(part, _Chunk, f"a chunk of {fqn!r}")
@@ -234,24 +270,51 @@ class _Checker:
                 raise self._wrong(offsets, Size, f"{fqn!r}: chunk offsets")
             if type(sizes) is not Size:
                 raise self._wrong(sizes, Size, f"{fqn!r}: chunk sizes")
-            record = records.get((fqn, offsets)) or records.get((fqn, None))
-            if record is None:
-                raise CheckpointError(f"{self._path}: no file is named for the chunk of {fqn!r} at {list(offsets)}.")
-            chunks[offsets, sizes] = (offsets, sizes, record)  # replicas of one chunk are listed several times
-        return StoredTensor(fqn, dtype, entry.size, tuple(chunks.values()))
+            boxes[offsets, sizes] = None  # replicas of one chunk are listed several times
+        return self._table.layout(dtype, entry.size, tuple(boxes))
 
-    def _records(self, storage: dict[Any, Any]) -> _Records:
-        records: _Records = {}
-        while storage:
-            key, value = storage.popitem()
+    def records(self, indices: list[Any], infos: list[Any]) -> None:
+        """Take items of ``storage_data``."""
+        for key, value in zip(indices, infos, strict=True):
             index = self._typed(key, _Index, "a key of storage_data")
             fqn, offset = self._typed(index.fqn, str, "a storage index's name"), index.offset
             if offset is not None and type(offset) is not Size:
                 raise self._wrong(offset, Size, f"{fqn!r}: storage offset")
-            record = self._record(fqn, value)
-            if records.setdefault((fqn, offset), record) != record:
-                raise CheckpointError(f"{self._path}: two records for the chunk of {fqn!r} at {offset}.")
-        return records
+            self._put(fqn, offset, self._record(fqn, value))
+
+    def _put(self, fqn: str, offset: tuple[int, ...] | None, record: StoredRecord) -> None:
+        table = self._table
+        number = table.numbers.get(fqn)
+        place = None if number is None or offset is None else table.layouts[number].places.get(offset)
+        if number is None or place is None:
+            known = self._others.setdefault((fqn, offset), record)
+        else:
+            chunk = table.first[number] + place
+            if not table.file_of[chunk]:
+                table.set_record(chunk, record)
+                return
+            known = table.record(chunk)
+        if known != record:
+            raise CheckpointError(f"{self._path}: two records for the chunk of {fqn!r} at {offset}.")
+
+    def _complete(self) -> None:
+        """Give chunks that begin where another does that one's record, and the others that of their tensor."""
+        table = self._table
+        chunk = -1
+        while True:
+            try:
+                chunk = table.file_of.index(0, chunk + 1)
+            except ValueError:
+                return
+            number = table.tensor_of(chunk)
+            fqn = next(name for name, one in table.numbers.items() if one == number)
+            layout, first = table.layouts[number], table.first[number]
+            offsets, _ = layout.boxes[chunk - first]
+            twin = first + layout.places[offsets]
+            record = table.record(twin) if twin != chunk else self._others.get((fqn, None))
+            if record is None:
+                raise CheckpointError(f"{self._path}: no file is named for the chunk of {fqn!r} at {list(offsets)}.")
+            table.set_record(chunk, record)
 
     def _record(self, fqn: str, raw: object) -> StoredRecord:
         info = self._typed(raw, _StorageInfo, f"the storage of {fqn!r}")
@@ -271,15 +334,13 @@ class _Checker:
             raise CheckpointError(f"{self._path}: tensor {fqn!r} has dtype {brief(name)}, which is not known here.")
         return DTYPES[name]
 
-    def _paths(self, raw: object) -> dict[str, tuple[str, ...]]:
-        paths = {} if raw is None else self._typed(raw, dict, "planner_data")
-        for fqn, path in paths.items():
+    def paths(self, names: list[Any], paths: list[Any]) -> None:
+        """Take items of ``planner_data``."""
+        for fqn, path in zip(names, paths, strict=True):
             self._typed(fqn, str, "planner_data")
             if type(path) is not tuple or not all(type(key) is str or type(key) is int for key in path):
                 raise CheckpointError(f"{self._path}: planner_data: the path of {fqn!r} is {brief(path)}.")
-            if not all(type(key) is str for key in path):
-                paths[fqn] = tuple(map(str, path))
-        return paths
+            self._paths.add(fqn, tuple(map(str, path)))
 
     def _typed(self, value: Any, kind: type[Any], what: str) -> Any:
         if type(value) is not kind:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,12 +13,17 @@ from ...digests import RecordDigests
 from ...errors import CheckpointError
 from ...files import open_regular
 from ...manifest import Manifest
+from ..dtypes import DType
 from ..safe_paths import file_inside
-from ..source import Piece, Source, SourceTensor, check_coverage, check_expansion, is_contiguous
+from ..source import Source, SourceTensor, check_coverage, check_expansion, is_contiguous
 from ..state_dict_keys import MODEL_KEYS, is_optimizer_key
 from ..torch_save.described_tensors import PlacedTensor
-from .metadata import METADATA_NAME, DCPMetadata, StoredRecord, StoredTensor
+from .located_tensors import LocatedTensors, TensorInfos
+from .metadata import METADATA_NAME, DCPMetadata
 from .records import RecordReader
+from .tensor_table import Layout, TensorTable, same_names
+
+_is_contiguous = lru_cache(maxsize=1000)(is_contiguous)  # a few shapes, of very many tensors
 
 
 def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = None) -> Source:
@@ -31,53 +37,82 @@ def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = 
     Raises:
         CheckpointError: If the model cannot be told, or the records are others than were written.
     """
-    names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
+    prefix = None if manifest is None else manifest.model_prefix
+    fqns, depth, skipped = _select(metadata, prefix, str(folder))
     digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
-    tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
+    table = metadata.tensors
+    table.rename(_named(metadata, fqns, depth), str(folder))
 
-    def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
-        return _Locator(folder, digests).locate({name: tensors[name] for name in wanted})
+    def locate(wanted: Iterable[str]) -> Mapping[str, SourceTensor]:
+        return locate_tensors(folder, table, wanted, digests)
 
     def check(wanted: Iterable[str], on_bytes: Callable[[int], object]) -> None:
-        _check_records(folder, [tensors[name] for name in wanted], digests, on_bytes)
+        _check_records(folder, table, wanted, digests, on_bytes)
 
-    return Source(folder, tensors, skipped, locate, check)
+    return Source(folder, TensorInfos(table), skipped, locate, check)
 
 
 def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the model's names with their entries' full names, and what belongs to something else."""
-    paths = {fqn: metadata.paths.get(fqn) or (fqn,) for fqn in metadata.tensors}
+    fqns, depth, skipped = _select(metadata, prefix, where)
+    names: dict[str, str] = {}
+    for name, fqn in _named(metadata, fqns, depth):
+        if name in names:
+            raise same_names(where, name, names[name], fqn)
+        names[name] = fqn
+    return names, skipped
+
+
+def _named(metadata: DCPMetadata, fqns: list[str], depth: int) -> Iterator[tuple[str, str]]:
+    """Yield each entry's name below a level of its path, and in full. The list is used up: it may be a long one."""
+    fqns.reverse()
+    while fqns:
+        fqn = fqns.pop()
+        name = ".".join((metadata.paths.get(fqn) or (fqn,))[depth:])
+        yield fqn if name == fqn else name, fqn
+
+
+def _select(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[list[str], int, dict[str, str]]:
+    """Return the model's entries, the level of their paths where its names begin, and what is not the model's."""
+    path_of = metadata.paths.get
+    fqns = list(metadata.tensors)
+    longest = max((len(path_of(fqn) or (fqn,)) for fqn in fqns), default=0)
     skipped: dict[str, str] = {}
-    for depth in range(max(map(len, paths.values()), default=0)):
+    for depth in range(longest):
+        keys = _keys(metadata, fqns, depth)
         groups: dict[str, int] = {}
-        for path in paths.values():
-            if len(path) > depth + 1:
-                groups[path[depth]] = groups.get(path[depth], 0) + 1
+        for key in keys:
+            if key is not None:
+                groups[key] = groups.get(key, 0) + 1
         optimizers = {key for key in groups if is_optimizer_key(key)}
-        if len(optimizers) < len(groups):  # a folder of nothing but optimizer state was asked for
-            for fqn in [fqn for fqn, path in paths.items() if len(path) > depth + 1 and path[depth] in optimizers]:
-                skipped[fqn] = "optimizer state"
-                del paths[fqn]
+        if len(optimizers) < len(groups) and optimizers:  # a folder of nothing but optimizer state was asked for
+            skipped |= {fqn: "optimizer state" for fqn, key in zip(fqns, keys, strict=True) if key in optimizers}
+            fqns = [fqn for fqn, key in zip(fqns, keys, strict=True) if key not in optimizers]
+            keys = [key for key in keys if key not in optimizers]
             groups = {key: count for key, count in groups.items() if key not in optimizers}
-        chosen = _choose_group(groups, sum(groups.values()) == len(paths), prefix if depth == 0 else None, where)
+        chosen = _choose_group(groups, sum(groups.values()) == len(fqns), prefix if depth == 0 else None, where)
         if chosen is None:
             break
-        for fqn in [fqn for fqn, path in paths.items() if len(path) <= depth + 1 or path[depth] != chosen]:
-            skipped[fqn] = f"not part of {chosen!r}, the model"
-            del paths[fqn]
+        others = [fqn for fqn, key in zip(fqns, keys, strict=True) if key != chosen]
+        skipped |= dict.fromkeys(others, f"not part of {chosen!r}, the model")
+        fqns = [fqn for fqn, key in zip(fqns, keys, strict=True) if key == chosen]
         if is_optimizer_key(chosen):  # asked for: its own keys stay in the names
             depth += 1
             break
     else:
         depth = 0
-    names: dict[str, str] = {}
-    for fqn, path in paths.items():
-        name = ".".join(path[depth:])
-        if name in names:
-            raise CheckpointError(f"{where}: two entries are called {name!r}: {names[name]!r} and {fqn!r}.")
-        names[name] = fqn
-    return names, skipped
+    return fqns, depth, skipped
+
+
+def _keys(metadata: DCPMetadata, fqns: Iterable[str], depth: int) -> list[str | None]:
+    """Return the key on a level of each entry's path; None where the path ends there. Equal ones are one object."""
+    known: dict[str, str] = {}
+    found: list[str | None] = []
+    for fqn in fqns:
+        path = metadata.paths.get(fqn) or (fqn,)
+        found.append(known.setdefault(path[depth], path[depth]) if len(path) > depth + 1 else None)
+    return found
 
 
 def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | None, where: str) -> str | None:
@@ -97,114 +132,123 @@ def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | No
     return next(iter(groups)) if len(groups) == 1 and is_complete else None
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """A record to look at, and where its answer goes."""
+def locate_tensors(
+    folder: Path, table: TensorTable, wanted: Iterable[str], digests: RecordDigests
+) -> Mapping[str, SourceTensor]:
+    """Find the bytes of tensors: goes through the files one by one, in the order of their records.
 
-    name: str
-    chunk: int
-    record: StoredRecord
+    Raises:
+        CheckpointError: If they are not as described.
+    """
+    names = list(wanted)
+    located = LocatedTensors(folder, table, names)
+    for relative, chunks in _by_file(table, names).items():
+        _locate_in_file(folder, relative, chunks, located, digests)
+    checked: set[Layout] = set()
+    for name in names:
+        layout = table.layouts[table.numbers[name]]
+        if layout not in checked:
+            tensor = located[name]
+            check_coverage(tensor.fqn, tensor.shape, tensor.pieces)
+            checked.add(layout)
+    return located
 
 
-class _Locator:
-    """Goes through the files one by one, in the order of their records."""
+def _by_file(table: TensorTable, names: Iterable[str]) -> dict[str, array[int]]:
+    """Return the chunks of tensors by file, in the order of their records."""
+    by_file = [array("q") for _ in table.files]
+    for name in names:
+        for chunk in table.chunks(table.numbers[name]):
+            by_file[table.file_of[chunk]].append(chunk)
+    offsets, lengths = table.offsets, table.lengths
+    for number, chunks in enumerate(by_file):
+        if any(offsets[first] >= offsets[second] for first, second in pairwise(chunks)):
+            by_file[number] = array("q", sorted(chunks, key=lambda one: (offsets[one], lengths[one])))
+    return {name: chunks for name, chunks in zip(table.files, by_file, strict=True) if chunks}
 
-    def __init__(self, folder: Path, digests: RecordDigests):
-        self._folder = folder
-        self._digests = digests
-        self._paths: dict[str, Path] = {}
 
-    def locate(self, tensors: Mapping[str, StoredTensor]) -> dict[str, SourceTensor]:
-        by_file: dict[str, list[_Wanted]] = {}
-        for name, stored in tensors.items():
-            for chunk, (_, _, record) in enumerate(stored.chunks):
-                by_file.setdefault(record.relative_path, []).append(_Wanted(name, chunk, record))
-        pieces: dict[str, list[Piece | None]] = {name: [None] * len(one.chunks) for name, one in tensors.items()}
-        for relative, wanted in by_file.items():
-            self._read_file(relative, wanted, tensors, pieces)
-        located: dict[str, SourceTensor] = {}
-        for name, stored in tensors.items():
-            parts = tuple(piece for piece in pieces.pop(name) if piece is not None)
-            check_coverage(stored.fqn, stored.shape, parts)
-            located[name] = SourceTensor(stored.fqn, stored.dtype, stored.shape, parts)
-        return located
+def _locate_in_file(
+    folder: Path, relative: str, chunks: array[int], located: LocatedTensors, digests: RecordDigests
+) -> None:
+    table = located.table
+    path = file_inside(folder, relative, f"{folder / METADATA_NAME}: tensor {located.fqn_of(chunks[0])!r}")
+    offsets, lengths = table.offsets, table.lengths
+    end, last = 0, -1
+    for chunk in chunks:
+        start, length = offsets[chunk], lengths[chunk]
+        if end > start and length and (start, length) != (offsets[last], lengths[last]):
+            raise CheckpointError(
+                f"{path}: the records of {located.fqn_of(last)!r} (bytes {offsets[last]} to {end}) and "
+                f"{located.fqn_of(chunk)!r} (from byte {start}) overlap."
+            )
+        if length:
+            end, last = start + length, chunk
+    fd = open_regular(path)
+    try:
+        reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+        for chunk in chunks:
+            _locate_chunk(reader, path, relative, chunk, located, digests)
+    finally:
+        os.close(fd)
 
-    def _read_file(
-        self,
-        relative: str,
-        wanted: list[_Wanted],
-        tensors: Mapping[str, StoredTensor],
-        pieces: Mapping[str, list[Piece | None]],
-    ) -> None:
-        path = file_inside(
-            self._folder, relative, f"{self._folder / METADATA_NAME}: tensor {tensors[wanted[0].name].fqn!r}"
-        )
-        wanted.sort(key=lambda one: (one.record.offset, one.record.length))
-        for first, second in pairwise(wanted):
-            _check_records_apart(path, first, second, tensors)
-        fd = open_regular(path)
-        try:
-            reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
-            for one in wanted:
-                pieces[one.name][one.chunk] = self._piece(reader, path, one, tensors[one.name])
-        finally:
-            os.close(fd)
 
-    def _piece(self, reader: RecordReader, path: Path, wanted: _Wanted, tensor: StoredTensor) -> Piece:
-        offsets, sizes, record = tensor.chunks[wanted.chunk]
-        if record.transforms:
-            reader.check_range(tensor.fqn, record.offset, record.length)
-            return Piece(path, record.offset, offsets, sizes, None, record.transforms, record.length)
-        if record.is_raw:
-            reader.check_range(tensor.fqn, record.offset, record.length)
-            return Piece(path, record.offset, offsets, sizes)
-        digest = self._digests.of(record.relative_path, record.offset)
-        found = reader.locate(tensor.fqn, record.offset, record.length, digest)
-        _check_as_described(path, tensor, sizes, found)
-        strides = None if is_contiguous(found.shape, found.strides) else found.strides
-        if strides is not None:
-            check_expansion(f"{path}: tensor {tensor.fqn!r}", sizes, strides, tensor.dtype.itemsize)
-        return Piece(path, found.start, offsets, sizes, strides)
+def _locate_chunk(
+    reader: RecordReader, path: Path, relative: str, chunk: int, located: LocatedTensors, digests: RecordDigests
+) -> None:
+    table = located.table
+    number = table.tensor_of(chunk)
+    layout, start, length = table.layouts[number], table.offsets[chunk], table.lengths[chunk]
+    if table.is_raw or chunk in table.transforms:
+        reader.check_range(located.fqn_of(chunk), start, length)
+        located.starts[chunk] = start
+        return
+    sizes = layout.boxes[chunk - table.first[number]][1]
+    like = reader.locate_known(start, length, digests.of(relative, start))
+    if like is None:
+        fqn = located.fqn_of(chunk)
+        like = reader.locate(fqn, start, length, digests.of(relative, start))
+    if like.dtype is not layout.dtype or like.shape != sizes:
+        _check_as_described(path, located.fqn_of(chunk), layout.dtype, sizes, like)
+    if not _is_contiguous(like.shape, like.strides):
+        fqn = located.fqn_of(chunk)
+        check_expansion(f"{path}: tensor {fqn!r}", sizes, like.strides, layout.dtype.itemsize)
+        located.strides[chunk] = like.strides
+    located.starts[chunk] = like.start
 
 
 def _check_records(
-    folder: Path, tensors: Iterable[StoredTensor], digests: RecordDigests, on_bytes: Callable[[int], object]
+    folder: Path,
+    table: TensorTable,
+    wanted: Iterable[str],
+    digests: RecordDigests,
+    on_bytes: Callable[[int], object],
 ) -> None:
     """Compare the bytes of tensors with the checksums in their records; raw and transformed ones have none."""
-    by_file: dict[str, dict[StoredRecord, str]] = {}
-    for tensor in tensors:
-        for _, _, record in tensor.chunks:
-            if not record.is_raw and not record.transforms:
-                by_file.setdefault(record.relative_path, {}).setdefault(record, tensor.fqn)
-    for relative, records in by_file.items():
+    if table.is_raw:
+        return
+    located = LocatedTensors(folder, table, [])
+    for relative, chunks in _by_file(table, wanted).items():
         path = file_inside(folder, relative, str(folder))
         fd = open_regular(path)
         try:
             reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
-            for record in sorted(records, key=lambda one: one.offset):
-                digest = digests.of(relative, record.offset)
-                on_bytes(reader.check(records[record], record.offset, record.length, digest))
+            before = (-1, -1)
+            for chunk in chunks:
+                record = (table.offsets[chunk], table.lengths[chunk])
+                if chunk not in table.transforms and record != before:  # one may serve two names
+                    digest = digests.of(relative, record[0])
+                    on_bytes(reader.check(located.fqn_of(chunk), *record, digest))
+                before = record
         finally:
             os.close(fd)
 
 
-def _check_records_apart(path: Path, first: _Wanted, second: _Wanted, tensors: Mapping[str, StoredTensor]) -> None:
-    """One record may serve two names, but two records may not share bytes."""
-    a, b = first.record, second.record
-    if (a.offset, a.length) != (b.offset, b.length) and a.offset + a.length > b.offset and a.length and b.length:
+def _check_as_described(path: Path, fqn: str, dtype: DType, sizes: tuple[int, ...], found: PlacedTensor) -> None:
+    if found.dtype != dtype:
         raise CheckpointError(
-            f"{path}: the records of {tensors[first.name].fqn!r} (bytes {a.offset} to {a.offset + a.length}) and "
-            f"{tensors[second.name].fqn!r} (from byte {b.offset}) overlap."
-        )
-
-
-def _check_as_described(path: Path, tensor: StoredTensor, sizes: tuple[int, ...], found: PlacedTensor) -> None:
-    if found.dtype != tensor.dtype:
-        raise CheckpointError(
-            f"{path}: tensor {tensor.fqn!r} is stored as {found.dtype.name}, {METADATA_NAME} says {tensor.dtype.name}."
+            f"{path}: tensor {fqn!r} is stored as {found.dtype.name}, {METADATA_NAME} says {dtype.name}."
         )
     if found.shape != sizes:
         raise CheckpointError(
-            f"{path}: tensor {tensor.fqn!r} is stored with shape {list(found.shape)}, "
-            f"{METADATA_NAME} says {list(sizes)}."
+            f"{path}: tensor {fqn!r} is stored with shape {list(found.shape)}, {METADATA_NAME} says {list(sizes)}."
         )

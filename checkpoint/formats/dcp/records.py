@@ -6,6 +6,7 @@ its bytes. Only the record's two ends are read.
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 
@@ -13,11 +14,12 @@ from ...digests import HINT
 from ...errors import CheckpointError
 from ..torch_save.described_tensors import TENSOR_NAMES, DescribedTensor, PlacedTensor, place, storage_of
 from ..torch_save.unpickler import load_restricted
-from ..torch_save.zip_file import Fixed, TorchArchive, Window
+from ..torch_save.zip_file import BEGINNING, SMALL, Fixed, TorchArchive, Window
 
 _MAX_PICKLE = 64 * 1024
 _MAX_DIRECTORY = 64 * 2**20  # of a record that is no tensor, too
 _MAX_KNOWN = 1000
+_AHEAD = 64 * 1024
 
 
 class RecordReader:
@@ -28,6 +30,7 @@ class RecordReader:
         self._name = name
         self._file_bytes = file_bytes
         self._known: dict[tuple[int, bytes], tuple[Fixed, PlacedTensor, int]] = {}
+        self._ahead, self._ahead_from = b"", 0
 
     def locate(self, fqn: str, offset: int, length: int, digest: int | None = None) -> PlacedTensor:
         """Return the tensor in the record at ``offset``.
@@ -45,10 +48,6 @@ class RecordReader:
         self.check_range(fqn, offset, length)
         window = Window(self._fd, offset, length)
         key, data = (length, window.beginning), window.all_bytes
-        fixed, like, directory = self._known.get(key, ((), None, 0))
-        if like is not None and all(data[where] == expected for where, expected in fixed):
-            check_digest(what, zlib.crc32(data[directory:]), digest)
-            return PlacedTensor(like.dtype, like.shape, like.strides, offset + like.start)
         try:
             archive = TorchArchive(window, _MAX_PICKLE, what)
             if digest is not None:
@@ -63,6 +62,35 @@ class RecordReader:
             raise CheckpointError(
                 f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
             ) from error
+
+    def locate_known(self, offset: int, length: int, digest: int | None = None) -> PlacedTensor | None:
+        """Return the tensor in a record that is as one before it but for its values; None where that is not so.
+
+        Args:
+            offset: Of the record.
+            length: Of the record.
+            digest: Of the record when it was written, where that is known.
+        """
+        if length > SMALL or offset + length > self._file_bytes:
+            return None
+        data = self._bytes(offset, length)
+        found = self._known.get((length, data[:BEGINNING]))
+        if found is None:
+            return None
+        fixed, like, directory = found
+        for where, expected in fixed:
+            if data[where] != expected:
+                return None
+        if digest is not None and zlib.crc32(data[directory:]) != digest:
+            return None
+        return PlacedTensor(like.dtype, like.shape, like.strides, offset + like.start)
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        """Return the bytes of a small record; those that follow it are likely to be asked for next."""
+        start = offset - self._ahead_from
+        if start < 0 or start + length > len(self._ahead):
+            self._ahead, self._ahead_from, start = os.pread(self._fd, _AHEAD, offset), offset, 0
+        return self._ahead[start : start + length]
 
     def check_range(self, fqn: str, offset: int, length: int) -> None:
         """Check that the file is long enough for a record."""

@@ -19,7 +19,8 @@ from ..safe_paths import file_inside
 from ..safetensors.file import read_safetensors
 from ..source import MAX_BYTES
 from ..tensor_file import TensorFile
-from .metadata import DCPMetadata, StoredRecord, StoredTensor
+from .metadata import DCPMetadata
+from .tensor_table import StoredRecord, StoredTensor, TensorTable
 
 SHARD_PATTERN = "shard-*-model-*-of-*.safetensors"
 _OFFSETS = "DCP_SHARDING_INFO"
@@ -53,11 +54,10 @@ def read_safetensors_shards(folder: Path) -> DCPMetadata:
                     f"{folder}: tensor {fqn!r} has another number of dimensions in {where} than in {name}."
                 )
             known.setdefault(chunk[:2], chunk)  # replicas
-    tensors = {
-        fqn: StoredTensor(fqn, dtypes[fqn][0], _full_shape(known), tuple(known.values()))
-        for fqn, known in chunks.items()
-    }
-    return DCPMetadata(tensors, (), {})
+    tensors = (
+        StoredTensor(fqn, dtypes[fqn][0], _full_shape(known), tuple(known.values())) for fqn, known in chunks.items()
+    )
+    return DCPMetadata(TensorTable.of(tensors), (), {})
 
 
 def _full_shape(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import pickle
 import re
 import struct
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import CheckpointError, brief
 from .pickle_machine import Machine
@@ -27,19 +28,25 @@ _CALL = re.compile(rb"((?:K.){1,3})([\x85-\x87])\x94\x85\x94R\x94", re.DOTALL)
 _FLOAT = struct.Struct(">d")
 _INT = struct.Struct("<i")
 _STOP = pickle.STOP[0]
+_OUTERMOST = [2]  # the marks where the outermost object's state is read: above the object and the state
 
 
 def run(machine: Machine) -> object:
     """Read a pickle to its end and return what it describes."""
-    data, position = machine.data, 0
-    while (code := data[position]) != _STOP:
-        position = _HANDLERS[code](machine, position + 1)
-    return machine.stack.pop()
+    position = 0
+    while True:
+        limit = machine.move(position)
+        data, position = machine.data, 0
+        while position < limit:
+            code = data[position]
+            if code == _STOP:
+                return machine.stack.pop()
+            position = _HANDLERS[code](machine, position + 1)
 
 
 def _unknown(machine: Machine, position: int) -> int:
     code = machine.data[position - 1 : position]
-    raise CheckpointError(f"{machine.what}: pickle opcode {code!r} at byte {position - 1} is not known.")
+    raise CheckpointError(f"{machine.what}: pickle opcode {code!r} at byte {machine.base + position - 1} is not known.")
 
 
 _HANDLERS: list[_Handler] = [_unknown] * 256
@@ -59,9 +66,10 @@ def _handles(*opcodes: bytes) -> Callable[[_Handler], _Handler]:
 
 @_handles(pickle.MEMOIZE)
 def _memoize(machine: Machine, position: int) -> int:
-    if machine.num_memo in machine.wanted:
-        machine.memo[machine.num_memo] = machine.stack[-1]
-    machine.num_memo += 1
+    number = machine.num_memo
+    if machine.wanted[number]:
+        machine.memo[number] = machine.stack[-1]
+    machine.num_memo = number + 1
     return position
 
 
@@ -77,9 +85,10 @@ def _long_binput(machine: Machine, position: int) -> int:
 
 def _put(machine: Machine, position: int, width: int) -> int:
     index = int.from_bytes(machine.take(position, width), "little")
-    if index in machine.wanted:
+    if index >= len(machine.wanted) or machine.wanted[index]:
         machine.memo[index] = machine.stack[-1]
     machine.num_memo += 1
+    machine.shortcuts.clear()  # what the same bytes fetch may be something else from now on
     return position + width
 
 
@@ -95,26 +104,37 @@ def _long_binget(machine: Machine, position: int) -> int:
 
 def _get(machine: Machine, index: int, position: int) -> int:
     """Fetch from the memo, and take what often follows together with it."""
-    data, stack, wanted, number = machine.data, machine.stack, machine.wanted, machine.num_memo
+    data, stack, number = machine.data, machine.stack, machine.num_memo
     if index not in machine.memo:
         raise machine.error(f"asks for entry {index} of its memo, which is empty")
     found = machine.memo[index]
     following = data[position]
     if following == 0x29:  # EMPTY_TUPLE
-        is_new_object = data.startswith(_NEW_OBJECT, position) and isinstance(found, type)
-        if is_new_object and number not in wanted and number + 1 not in wanted:
-            stack += [found.__new__(found), {}]
-            machine.marks.append(len(stack))
-            machine.num_memo += 2
-            return position + len(_NEW_OBJECT)
+        if data.startswith(_NEW_OBJECT, position) and isinstance(found, type):
+            return _new_object(machine, found, position)
     elif following == 0x4B and callable(found) and (call := _CALL.match(data, position)):  # BININT1
         is_complete = len(call[1]) // 2 == call[2][0] - 0x84
-        if is_complete and wanted.isdisjoint((number, number + 1, number + 2)):
+        if is_complete and not machine.may_fetch(number, 3):
             stack.append(found(tuple(call[1][1::2])))
             machine.num_memo += 3
             return call.end()
     stack.append(found)
     return position
+
+
+def _new_object(machine: Machine, cls: Any, position: int) -> int:
+    """Begin an object that gets a dict as its state, or take it at once."""
+    stack, shortcut = machine.stack, machine.shortcuts.get(cls)
+    end = None if shortcut is None else shortcut.take(machine, position)
+    if end is not None:
+        return end
+    if machine.may_fetch(machine.num_memo, 2):
+        stack.append(cls)
+        return position
+    stack += [cls.__new__(cls), {}]
+    machine.marks.append(len(stack))
+    machine.num_memo += 2
+    return position + len(_NEW_OBJECT)
 
 
 # --- numbers, text and constants
@@ -258,7 +278,11 @@ def _appends(machine: Machine, position: int) -> int:
 
 @_handles(pickle.EMPTY_DICT)
 def _empty_dict(machine: Machine, position: int) -> int:
-    machine.stack.append({})
+    stack = machine.stack
+    if machine.marks == _OUTERMOST and type(stack[-1]) is str:
+        stack.append(machine.dicts.pop(stack[-1], {}))
+    else:
+        stack.append({})
     return position
 
 
@@ -325,8 +349,12 @@ def _reduce(machine: Machine, position: int) -> int:
 
 @_handles(pickle.BUILD)
 def _build(machine: Machine, position: int) -> int:
-    state = machine.stack.pop()
-    machine.set_state(machine.stack[-1], state)
+    stack = machine.stack
+    state = stack.pop()
+    machine.set_state(stack[-1], state)
+    shortcut = machine.shortcuts.get(type(stack[-1]))
+    if shortcut is not None:
+        shortcut.made(machine, position)
     return position
 
 
@@ -351,8 +379,9 @@ def _proto(machine: Machine, position: int) -> int:
 @_handles(pickle.FRAME)
 def _frame(machine: Machine, position: int) -> int:
     size = int.from_bytes(machine.take(position, 8), "little")
-    if position + 8 + size > len(machine.data):  # Python reads frames as a whole, and refuses such a one
+    if machine.base + position + 8 + size > machine.num_bytes:  # Python reads frames as a whole, and refuses such a one
         raise IndexError
+    machine.last_frame = machine.base + position
     return position + 8
 
 

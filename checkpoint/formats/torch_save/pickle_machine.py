@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Protocol
 
 from ...errors import CheckpointError, brief
 from .allowed_names import Allowed, Sealed
+from .fetched_again import fetched_again
 
-_SMALL_MEMO = 256  # these indices are fetched by one byte, and always remembered
-_BLOCK = 2**20
+_BLOCK = 2**18
+_SLACK = 2**14
+_MAX_LINE = 2**16
 _MAX_ODD_KEYS = 10_000
 
 
-class Machine:
-    """The state of reading one pickle."""
+class Filled(metaclass=Sealed):
+    """What stands for a large dict: it takes the items as they come in, and need not keep them."""
 
-    def __init__(self, data: bytes, allowed: Allowed, what: str, persistent: Callable[[object], object] | None):
-        self.data = data
+    __slots__ = ()
+
+    def fill(self, keys: list[Any], values: list[Any]) -> None:
+        """Take items."""
+        raise NotImplementedError
+
+
+class Shortcut(Protocol):
+    """Takes an object of one class at once where its bytes are as they are known to be."""
+
+    def take(self, machine: Machine, position: int) -> int | None:
+        """Put the object whose class was just fetched on the stack, and return where it ends; None to go on plainly."""
+
+    def made(self, machine: Machine, position: int) -> None:
+        """See an object that ends here, and was made plainly."""
+
+
+class Machine:
+    """The state of reading one pickle.
+
+    Args:
+        stream: The pickle, from its beginning to its end. A window of it is in memory.
+        allowed: See `load_restricted`.
+        what: Names the pickle in errors.
+        persistent: See `load_restricted`.
+        dicts: What stands for the dicts in the state of the pickle's outermost object, by their keys there.
+        shortcuts: By the class that stands for the objects'.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        allowed: Allowed,
+        what: str,
+        persistent: Callable[[object], object] | None = None,
+        dicts: Mapping[str, Filled] | None = None,
+        shortcuts: Mapping[type, Shortcut] | None = None,
+    ):
         self.what = what
-        """Names the pickle in errors."""
         self.persistent = persistent
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.wanted = _fetched_again(data)
-        """Indices of the memo that the pickle may fetch."""
+        self.wanted, self.num_bytes = fetched_again(stream, what)
+        """For each index of the memo whether the pickle may fetch it, and the pickle's size."""
         self.memo: dict[int, Any] = {}
         self.num_memo = 0
+        self.dicts = dict(dicts or {})
+        self.shortcuts = dict(shortcuts or {})
+        self.data = b""
+        """The window."""
+        self.base = 0
+        """Where in the pickle the window begins."""
+        self.last_frame = 0
+        """Where in the pickle the last frame began."""
+        self._stream = stream
         self._allowed = allowed
         self._num_odd_keys = 0
 
+    def move(self, position: int) -> int:
+        """Move the window on to a position in it, and return up to where opcodes may be begun without moving it."""
+        self.base += position
+        self.data = self.data[position:]
+        if not self._extend(_BLOCK) and not self.data:
+            raise IndexError
+        return len(self.data) if self._is_complete else max(len(self.data) - _SLACK, 1)
+
     def take(self, position: int, size: int) -> bytes:
         """Return bytes of the pickle, all of them."""
-        taken = self.data[position : position + size]
+        stop = position + size
+        if stop > len(self.data) and self.base + stop <= self.num_bytes:
+            self._extend(stop - len(self.data))
+        taken = self.data[position:stop]
         if len(taken) != size:
             raise IndexError
         return taken
@@ -41,8 +98,25 @@ class Machine:
         """Return where the next line feed is."""
         newline = self.data.find(b"\n", position)
         if newline < 0:
-            raise IndexError
+            self._extend(_MAX_LINE)
+            newline = self.data.find(b"\n", position)
+            if newline < 0:
+                raise IndexError
         return newline
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.base + len(self.data) >= self.num_bytes
+
+    def _extend(self, size: int) -> int:
+        """Read some more of the pickle into the window, and return how much it was."""
+        added = self._stream.read(size) or b""
+        self.data += added
+        return len(added)
+
+    def may_fetch(self, number: int, count: int) -> bool:
+        """Whether the pickle may fetch one of so many entries of its memo, from a number on."""
+        return self.wanted.find(1, number, number + count) >= 0
 
     def marked(self) -> list[Any]:
         """Take what was put on the stack since the last mark."""
@@ -69,6 +143,8 @@ class Machine:
                 if type(key) is not str:
                     self._check_key(key)
             target.update(zip(keys, values, strict=True))
+        elif isinstance(target, Filled):
+            target.fill(keys, values)
         elif isinstance(type(target), Sealed):
             for key, value in zip(keys, values, strict=True):
                 target[key] = value
@@ -107,15 +183,3 @@ class Machine:
     def error(self, reason: str) -> CheckpointError:
         """Return the error of a pickle that does what it may not."""
         return CheckpointError(f"{self.what}: the pickle {reason}, which it may not.")
-
-
-def _fetched_again(data: bytes) -> set[int]:
-    """Return the memo's indices that a pickle may fetch: of every byte that could be LONG_BINGET, and some more."""
-    found: set[bytes] = set()
-    for start in range(0, len(data), _BLOCK):
-        block = data[start : start + _BLOCK + 4]  # the four bytes of the last one are in the next block
-        parts = block.split(b"j")
-        found.update([part[:4] for part in parts[1:]])
-        short = [number for number, part in enumerate(parts) if len(part) < 4]  # an operand with that byte in it
-        found.update([b"j".join(parts[number : number + 5])[:4] for number in short])
-    return {int.from_bytes(one, "little") for one in found} | set(range(_SMALL_MEMO))

@@ -16,7 +16,8 @@ from ...errors import CheckpointError
 from .allowed_names import Allowed
 from .unpickler import load_restricted
 
-_SMALL = 16 * 1024  # a record up to this size is read in one call
+SMALL = 16 * 1024  # a record up to this size is read in one call
+BEGINNING = 256
 _END = 4 * 1024  # of a larger one, first this much at each end
 _EOCD = struct.Struct("<4s4H2LH")
 _EOCD64_LOCATOR = struct.Struct("<4sLQL")
@@ -134,13 +135,18 @@ class TorchArchive:
             if name in self._members:
                 member = self._members[name]
                 holes += [member.local + _LOCAL_CRC, member.entry + _CENTRAL_CRC]
-        fixed = []
-        for start, stop in set(self._window.reads):
+        fixed: list[slice] = []
+        end = 0
+        for start, stop in sorted(self._window.reads):
+            start = max(start, end)
+            end = max(end, stop)
             for hole in sorted(holes):
                 if start <= hole < stop:
                     fixed.append(slice(start, hole))
                     start = hole + 4
-            fixed.append(slice(start, stop))
+            if start < stop:
+                begin = fixed.pop().start if fixed and fixed[-1].stop == start else start
+                fixed.append(slice(begin, stop))
         return tuple((where, self._window.all_bytes[where]) for where in fixed)
 
     def _range(self, short: str) -> tuple[int, int]:
@@ -159,7 +165,7 @@ class Window:
         self.offset = offset
         self.length = length
         self.reads: list[tuple[int, int]] = []
-        if length <= _SMALL:
+        if length <= SMALL:
             self._head, self._tail_start = os.pread(fd, length, offset), 0
             self._tail = self._head
         else:
@@ -175,7 +181,7 @@ class Window:
     @property
     def beginning(self) -> bytes:
         """Enough bytes to tell records of different shapes and dtypes apart: it holds most of ``data.pkl``."""
-        return self._head[:256]
+        return self._head[:BEGINNING]
 
     def read(self, start: int, stop: int, what: str) -> bytes:
         """Return bytes ``start`` to ``stop`` of the record."""

@@ -157,7 +157,10 @@ def _create(output: AtomicFolder, plan: Plan) -> list[str]:
     """Make the files with their headers, and return where they lie until they are complete."""
     output.check_space(plan.num_bytes)
     for file in plan.files:
-        write_exactly(output.create(file.name, file.num_bytes), memoryview(file.header), 0)
+        fd, position = output.create(file.name, file.num_bytes), 0
+        for block in file.header:
+            write_exactly(fd, memoryview(block), position)
+            position += len(block)
     if plan.index_name is not None:
         write_exactly(output.create(plan.index_name, None), memoryview(plan.index), 0)
     return [str(output.path_of(file.name)) for file in plan.files]
