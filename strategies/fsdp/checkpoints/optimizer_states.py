@@ -147,16 +147,26 @@ def restore_optimizer(
     """
     layout = Layout(module)
     template: dict[str, Any] = {"state": {}, "param_groups": _group_templates(stored)}
+    keys = _keys_by_name(stored)
     for parameter, name in _named_parameters(layout, optimizer):
-        prefix = f"state.{name}."
-        for full_key in stored:
-            if full_key.startswith(prefix):
-                key, metadata = full_key.removeprefix(prefix), stored[full_key]
-                size = getattr(metadata, "size", None)  # of a tensor; else bytes
-                place = 0 if size is None else layout.template(parameter, size, metadata.properties.dtype)
-                template["state"].setdefault(name, {})[key] = place
+        for full_key in keys.get(name, ()):
+            key, metadata = full_key.removeprefix(f"state.{name}."), stored[full_key]
+            size = getattr(metadata, "size", None)  # of a tensor; else bytes
+            place = 0 if size is None else layout.template(parameter, size, metadata.properties.dtype)
+            template["state"].setdefault(name, {})[key] = place
     fill(template)
     _restore(layout, optimizer, template["state"], template["param_groups"], num_steps)
+
+
+def _keys_by_name(stored: Collection[str]) -> dict[str, list[str]]:
+    """Return the keys of states by whatever may be the parameter's name in them: up to any of their dots."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for key in stored:
+        if key.startswith("state."):
+            parts = key.split(".")
+            for end in range(2, len(parts)):
+                found[".".join(parts[1:end])].append(key)
+    return found
 
 
 def _group_templates(stored: Collection[str]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,11 +25,12 @@ from typing_extensions import override
 from ....checkpoint.digests import Digests, RecordDigests
 from ....checkpoint.errors import CheckpointError
 from ....checkpoint.files import open_regular, read_regular
-from ....checkpoint.formats.dcp.metadata import MAX_METADATA_BYTES, METADATA_NAME
+from ....checkpoint.formats.dcp.metadata import MAX_METADATA_BYTES, METADATA_NAME, read_dcp_metadata
 from ....checkpoint.formats.dcp.records import RecordReader
 from ....checkpoint.formats.torch_save.unpickler import load_restricted
 from ...common.checked_bytes import bytes_are_checked
 from ...upstream.torch_core import _StorageInfo
+from .dcp_metadata import torch_metadata
 
 _DTYPES = tuple(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _CLASSES = (
@@ -87,6 +88,8 @@ class SafeReader(FileSystemReader):
         self.fs = _RegularFiles()
         self._digests = digests or {}
         self._metadata: Metadata | None = None
+        self._places: Mapping[str, Sequence[int]] = {}
+        """Where in each file its records begin, when the description was read."""
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -95,11 +98,7 @@ class SafeReader(FileSystemReader):
 
     def _check(self, plan: LoadPlan) -> None:
         """Compare the records that are about to be read with the checksums in them."""
-        offsets: dict[str, set[int]] = {}
-        for info in self.storage_data.values():
-            offsets.setdefault(info.relative_path, set()).add(info.offset)
-        places = {name: sorted(own) for name, own in offsets.items()}
-        digests = RecordDigests(self._digests, places, f"{self.path}/{METADATA_NAME}")
+        digests = RecordDigests(self._digests, self._places, f"{self.path}/{METADATA_NAME}")
         bytes_too = bytes_are_checked()
         wanted: dict[str, dict[tuple[int, int], str]] = {}
         for item in plan.items:
@@ -123,16 +122,30 @@ class SafeReader(FileSystemReader):
 
     def _read_metadata(self) -> Metadata:
         path = pathlib.Path(self.path) / METADATA_NAME
+        try:
+            content = read_dcp_metadata(path, self._digests.get(METADATA_NAME))
+        except CheckpointError:  # what no merge can read: of a dtype that safetensors does not have, say
+            return self._read_objects(path)
+        for name in content.offsets:
+            _check_inside(path, name)
+        self._places = content.offsets
+        loaded = torch_metadata(content)
+        cast("dcp.StorageMeta", loaded.storage_meta).load_id = self.load_id
+        return loaded
+
+    def _read_objects(self, path: pathlib.Path) -> Metadata:
+        """Return torch's objects as the pickle describes them."""
         content = read_regular(path, MAX_METADATA_BYTES, "a description")
         if METADATA_NAME in self._digests:
             self._digests[METADATA_NAME].check(path, content)
         loaded = load_restricted(content, _allowed(), str(path))
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             raise CheckpointError(f"{path}: holds no DCP metadata.")
+        offsets: dict[str, set[int]] = {}
         for info in loaded.storage_data.values():
-            relative = pathlib.PurePosixPath(info.relative_path)
-            if relative.is_absolute() or ".." in relative.parts:
-                raise CheckpointError(f"{path}: points to {info.relative_path!r}, outside its folder.")
+            _check_inside(path, info.relative_path)
+            offsets.setdefault(info.relative_path, set()).add(info.offset)
+        self._places = {name: sorted(own) for name, own in offsets.items()}
         # Indices are compared by class, too: torch looks them up as its own.
         loaded.storage_data = {
             MetadataIndex(index.fqn, index.offset, index.index): info for index, info in loaded.storage_data.items()
@@ -141,6 +154,12 @@ class SafeReader(FileSystemReader):
             loaded.storage_meta = dcp.StorageMeta()
         loaded.storage_meta.load_id = self.load_id
         return loaded
+
+
+def _check_inside(path: pathlib.Path, name: str) -> None:
+    relative = pathlib.PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(f"{path}: points to {name!r}, outside its folder.")
 
 
 class SafePlanner(DefaultLoadPlanner):
