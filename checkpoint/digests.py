@@ -40,6 +40,16 @@ class FileDigest:
         return cls(len(content), zlib.crc32(content))
 
     @classmethod
+    def of_stream(cls, stream: BinaryIO) -> FileDigest:
+        """Return the digest of an open file, and go back to its beginning."""
+        num_bytes = found = 0
+        while block := stream.read(_BLOCK):
+            num_bytes += len(block)
+            found = zlib.crc32(block, found)
+        stream.seek(0)
+        return cls(num_bytes, found)
+
+    @classmethod
     def of_records(cls, num_bytes: int, records: list[int]) -> FileDigest:
         """Return the digest of a file with zips that have these digests, in their order."""
         return cls(num_bytes, None, b"".join(one.to_bytes(_WIDTH, "big") for one in records))
@@ -74,12 +84,8 @@ class FileDigest:
         Raises:
             CheckpointError: If it is another one.
         """
-        num_bytes = found = 0
-        while block := stream.read(_BLOCK):
-            num_bytes += len(block)
-            found = zlib.crc32(block, found)
-        self._check(path, num_bytes, found)
-        stream.seek(0)
+        found = FileDigest.of_stream(stream)
+        self._check(path, found.num_bytes, found.crc32 or 0)
 
     def check_size(self, path: Path, num_bytes: int) -> None:
         """Check a file's size.

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import BinaryIO, cast
 
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -24,6 +25,7 @@ from ....checkpoint.disk_space import telling_full_disk
 from ....checkpoint.formats.dcp.metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save.zip_file import directory_digest
 from .aligned_file import AlignedFile, Place, in_writing_order, places
+from .metadata_writer import can_write, write_metadata
 
 
 class _TellingFileSystem(FileSystem):
@@ -93,9 +95,25 @@ class FolderWriter(FileSystemWriter):
                     written.append(Written(one.index, one.size_in_bytes, place, digest))
         return written
 
+    def _write(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do as torch does, with a pickle that is written piece by piece."""
+        if _VERSION is not None:
+            metadata.version = _VERSION
+        metadata.storage_meta = self.storage_meta()
+        path = Path(self.path) / METADATA_NAME
+        temporary = path.with_name(f"{METADATA_NAME}.tmp")
+        with self._files.create_stream(temporary, "wb") as stream:
+            write_metadata(cast("BinaryIO", stream), metadata, results)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
+        if can_write(metadata):
+            self._write(metadata, results)
+        else:
+            super().finish(metadata, results)
         records: dict[str, list[tuple[int, int, int]]] = {}
         for one in chain.from_iterable(results):
             if isinstance(one, Written):
@@ -105,7 +123,8 @@ class FolderWriter(FileSystemWriter):
             own.sort()
             end = own[-1][0] + own[-1][1]
             self.digests[name] = FileDigest.of_records(end, [digest for _, _, digest in own])
-        self.digests[METADATA_NAME] = FileDigest.of((Path(self.path) / METADATA_NAME).read_bytes())
+        with (Path(self.path) / METADATA_NAME).open("rb") as stream:
+            self.digests[METADATA_NAME] = FileDigest.of_stream(stream)
 
 
 def _without_gap(result: WriteResult, gaps: Mapping[int, int]) -> WriteResult:
@@ -116,6 +135,7 @@ def _without_gap(result: WriteResult, gaps: Mapping[int, int]) -> WriteResult:
     return replace(result, size_in_bytes=place.length, storage_data=place)
 
 
+_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # none in older versions of torch
 _RECORD_BYTES = 1200  # what torch puts around a tensor, about
 
 
