@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ NUM_REPLICAS = int(os.environ.get("ACCELIGHT_BENCH_REPLICAS", "1"))
 _SHAPES = ((64, 1024), (256, 64), (1024,), (512, 8, 3), (128, 4096), (4096, 128), (64, 64), (2048,))
 _STEPS = {
     "plan and write": "the coordinator: torch's global plan, and .metadata",
+    "later save": "the coordinator, by a kept plan: what all ranks tell it, and .metadata",
     "read: torch": "FileSystemReader.read_metadata, and a rank's plan of what to load",
     "read: ours": "SafeReader.read_metadata, and a rank's plan of what to load",
     "read: merge": "what a merge reads",
@@ -73,12 +75,18 @@ def step(name: str, folder: str) -> None:
 
     import accelight.strategies.fsdp.checkpoints.safe_dcp  # noqa: F401 - it too
 
-    steps = {"plan and write": _plan_and_write, "read: torch": _torch, "read: ours": _ours, "read: merge": _merge}
+    steps = {
+        "plan and write": _plan_and_write,
+        "later save": _later_save,
+        "read: torch": _torch,
+        "read: ours": _ours,
+        "read: merge": _merge,
+    }
     before, taken = _memory("VmRSS"), {}
     start = time.perf_counter(), time.process_time()
     for part in steps[name](Path(folder)):
         taken[part] = {"seconds": time.perf_counter() - start[0], "processor_seconds": time.process_time() - start[1]}
-        if not part and name.startswith("read"):
+        if not part and name != "plan and write":
             before = _memory("VmRSS")
         start = time.perf_counter(), time.process_time()
     taken.pop("")
@@ -99,14 +107,10 @@ def _local_shape(number: int) -> tuple[int, ...]:
     return (first, *rest)
 
 
-def _plan_and_write(folder: Path) -> Iterator[str]:
-    """Yield what was done; "" for what is not measured."""
+def _planned() -> tuple[Any, list[Any]]:
+    """Return a planner that was asked, and the plans that it is to make one of."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
-
-    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
 
     planning = NUM_SHARDS * NUM_REPLICAS
     plans = [
@@ -116,6 +120,17 @@ def _plan_and_write(folder: Path) -> Iterator[str]:
     plans[0] = dataclasses.replace(plans[0], planner_data=keys)
     planner: Any = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
+    return planner, plans
+
+
+def _plan_and_write(folder: Path) -> Iterator[str]:
+    """Yield what was done; "" for what is not measured."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+
+    planner, plans = _planned()
     yield ""
     plans, metadata = planner.create_global_plan(plans)
     yield "global plan"
@@ -129,6 +144,43 @@ def _plan_and_write(folder: Path) -> Iterator[str]:
     yield ""
     FolderWriter(folder).finish(metadata, results)
     yield "write"
+
+
+def _later_save(folder: Path) -> Iterator[str]:
+    """The other ranks' part is done before, one after the other."""
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the backend
+
+    from accelight.state.upstream import TCPStore
+    from accelight.strategies.common.store_messages import StoreMessages
+    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+    from accelight.strategies.fsdp.checkpoints.kept_plans import Places
+
+    planner, plans = _planned()
+    plans, metadata = planner.create_global_plan(plans)
+    indices = [[item.index for item in plan.items] for plan in plans]
+    del plans, planner
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("fake", store=store, rank=0, world_size=NUM_RANKS)
+    group: Any = dist.group.WORLD
+    other, own = StoreMessages(group, "a save"), Places([], array("q"))
+    for rank, items in enumerate(indices):
+        numbers = array("q", [number for place in range(len(items)) for number in (1000, 0, place * 2000, 2000, 7)])
+        places = Places([f"__{rank}_0.distcp"], numbers)
+        if rank == 0:
+            own = places
+        else:
+            other._rank, other.num_uses = rank, 0
+            other._send(places)
+    del other, places, numbers
+    yield ""
+
+    def finish(told: list[Places]) -> None:
+        results = [one.results(items) for one, items in zip(told, indices, strict=True)]
+        FolderWriter(folder).finish(metadata, results)
+
+    StoreMessages(group, "a save").through_rank_zero(own, finish, "saving")
+    yield "collect and write"
 
 
 def _items(shard: int) -> list[Any]:
