@@ -29,6 +29,7 @@ T = TypeVar("T")
 _DONE = "done"
 _LONGEST_WAIT = timedelta(days=7)
 _SLOWEST_POLL_S = 0.25
+_QUESTIONS_PER_S = 20_000  # of all processes together, to one store
 
 
 @dataclass
@@ -155,6 +156,11 @@ def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: st
         ) from error
     if outcome != _DONE:
         raise RuntimeError(f"Cannot go on: {outcome}")
+
+
+def shortest_pause(num_processes: int) -> float:
+    """Return the seconds between two questions to the store, if all processes ask at the same time and want to know."""
+    return max(0.01, num_processes / _QUESTIONS_PER_S)
 
 
 def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOWEST_POLL_S) -> T | None:

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .ordering import poll
+from .ordering import poll, shortest_pause
 from .process_group import group_store, require_group, timeout_of
 from .process_record import shared
 
@@ -43,7 +43,7 @@ def meet(what: str) -> None:
     def all_have_come() -> bool | None:
         return store.add("come", 0) == num_processes or None
 
-    if poll(all_have_come, timeout_s) is None:
+    if poll(all_have_come, timeout_s, shortest_pause(num_processes)) is None:
         present = [index for index in range(num_processes) if store.check([f"{index}"])]
         if store.add("come", -1) == num_processes - 1:  # the last came just now
             store.add("come", 1)

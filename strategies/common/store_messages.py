@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...state import staying
-from ...state.ordering import poll
+from ...state.ordering import poll, shortest_pause
 from ...state.process_group import backends_by_device, group_store, require_group, timeout_of
 from .agreed_outcome import told_by_rank
 
@@ -44,7 +44,7 @@ class StoreMessages:
         self._store = group_store(f"accelight/messages/{name}")
         self._rank, self._num_ranks = group.rank(), group.size()
         self._group = weakref.ref(group)
-        self._slowest_s = max(0.01, 5e-5 * self._num_ranks)  # all together ask 20,000 times a second at most
+        self._slowest_s = shortest_pause(self._num_ranks)
         self._told: list[str] = []
         self._is_watched = staying.is_needed(group)
         self.num_uses = 0
