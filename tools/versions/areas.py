@@ -66,6 +66,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"{_BACKGROUND}[fsdp2-sharded_state_dict]",
         f"{_FILES}[2-fsdp_version=1]",
         f"{_FILES}[3-fsdp_version=2]",
+        *(f"{_FSDP}/test_{name}.py" for name in ("kept_plans", "aligned_shards", "metadata_writer", "dcp_metadata")),
+        "tests/strategies/test_store_messages.py",
     ),
     "merge": (
         "tests/checkpoint/test_merge.py",
