@@ -300,6 +300,7 @@ class _Checker:
     def _complete(self) -> None:
         """Give chunks that begin where another does that one's record, and the others that of their tensor."""
         table = self._table
+        names: list[str] = []
         chunk = -1
         while True:
             try:
@@ -307,7 +308,8 @@ class _Checker:
             except ValueError:
                 return
             number = table.tensor_of(chunk)
-            fqn = next(name for name, one in table.numbers.items() if one == number)
+            names = names or list(table.numbers)  # numbered in their order
+            fqn = names[number]
             layout, first = table.layouts[number], table.first[number]
             offsets, _ = layout.boxes[chunk - first]
             twin = first + layout.places[offsets]

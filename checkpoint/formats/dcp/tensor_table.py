@@ -264,15 +264,21 @@ class RecordPlaces(Mapping[str, Sequence[int]]):
         for record in others:
             self._others.setdefault(record.relative_path, set()).add(record.offset)
         self._names = dict.fromkeys([*table.files[1:], *self._others])
+        self._places: dict[str, array[int]] = {}
 
     def __getitem__(self, name: str) -> Sequence[int]:
         """Return the places in a file."""
-        if name not in self._names:
-            raise KeyError(name)
-        table, found = self._table, set(self._others.get(name, ()))
-        number = table.files.index(name) if name in table.files else -1
-        found.update(place for file, place in zip(table.file_of, table.offsets, strict=True) if file == number)
-        return array("q", sorted(found))
+        if not self._places:
+            self._places = self._find()
+        return self._places[name]
+
+    def _find(self) -> dict[str, array[int]]:
+        """Return the places in all files, after one look at all chunks."""
+        table, found = self._table, {name: array("q", self._others.get(name, ())) for name in self._names}
+        by_number = [found.get(name, array("q")) for name in table.files]
+        for number, place in zip(table.file_of, table.offsets, strict=True):
+            by_number[number].append(place)
+        return {name: array("q", sorted(set(places))) for name, places in found.items()}
 
     def __iter__(self) -> Iterator[str]:
         """Yield the files' names."""
