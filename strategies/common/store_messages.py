@@ -132,10 +132,11 @@ class StoreMessages:
     def _collect(self, key: str, own: T, watch: _Watch) -> list[T]:
         others = range(1, self._num_ranks)
 
-        def all_are_there() -> bool | None:
-            return self._store.add(key, 0) == len(others) or watch.is_broken() or None
+        def all_are_there() -> bool:
+            return not others or self._store.add(key, 0) == len(others)
 
-        if (others and poll(all_are_there, self._timeout_s(), self._slowest_s) is None) or watch.is_broken():
+        poll(lambda: all_are_there() or watch.is_broken() or None, self._timeout_s(), self._slowest_s)
+        if not all_are_there():
             absent = [rank for rank in others if not self._store.check([f"{key}/{rank}"])]
             ended = "A process has ended: " if watch.is_broken() else ""
             raise RuntimeError(

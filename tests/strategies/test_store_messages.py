@@ -7,7 +7,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from accelight.strategies.common.store_messages import store_messages
+from accelight.strategies.common.store_messages import _Watch, store_messages
 from tests.ranks import run_on_ranks
 
 
@@ -93,3 +93,14 @@ def test_the_end_of_a_process_is_told(watched: bool, words: str) -> None:
     report = str(caught.value)
     assert "rank 1: died with exit code 3" in report
     assert report.count(words) == 2
+
+
+def _end_when_all_is_said() -> int:
+    messages = store_messages("a test")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Watch, "is_broken", lambda self: True)
+        return messages.through_rank_zero(dist.get_rank(), len, "asking", dist.group.WORLD)
+
+
+def test_what_all_have_sent_counts_whoever_ends_afterwards() -> None:
+    assert run_on_ranks(1, _end_when_all_is_said) == [1]
