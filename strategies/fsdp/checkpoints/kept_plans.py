@@ -105,15 +105,14 @@ class Places:
     @classmethod
     def of(cls, plan: SavePlan, results: Sequence[WriteResult]) -> Self:
         """Pack what ``write_data`` returned for ``plan``."""
-        by_index = {one.index: one for one in results}
+        by_index = {one.index: one for one in results if isinstance(one, Written)}  # FolderWriter's all are
         files: dict[str, int] = {}
         numbers = array("q")
         for item in plan.items:
             one = by_index[item.index]
             place = one.storage_data
-            digest = one.digest if isinstance(one, Written) else -1
             number = files.setdefault(place.relative_path, len(files))
-            numbers.extend((one.size_in_bytes, number, place.offset, place.length, digest))
+            numbers.extend((one.size_in_bytes, number, place.offset, place.length, one.digest))
         return cls(list(files), numbers)
 
     def results(self, indices: Sequence[MetadataIndex]) -> list[WriteResult]:

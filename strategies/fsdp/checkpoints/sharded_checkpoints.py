@@ -6,7 +6,6 @@ what lets a checkpoint move between FSDP1, FSDP2, any number of processes, and p
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +24,8 @@ from ....checkpoint.formats.dcp.metadata import METADATA_NAME
 from ..config.settings import FullState
 from .state_dicts import put_where, state_dict_options, without_torch_noise
 
-_log = logging.getLogger(__name__)
-
 METADATA_FILE = "meta.pt"
 """Everything beside weights and optimizer state, in a sharded checkpoint; Lightning's name for it."""
-_MODEL_KEYS = ("model", "state_dict")
 
 
 @without_torch_noise()

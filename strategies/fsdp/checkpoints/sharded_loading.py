@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from ....checkpoint.digests import FileDigest
 from ....checkpoint.files import is_regular, open_regular
+from ....checkpoint.formats.state_dict_keys import MODEL_KEYS
 from ....checkpoint.manifest import read_manifest
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.store_messages import store_messages
@@ -40,8 +41,6 @@ from .sharded_checkpoints import METADATA_FILE
 from .state_dicts import without_torch_noise
 
 _log = logging.getLogger(__name__)
-
-_MODEL_KEYS = ("model", "state_dict")
 
 
 def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -203,10 +202,10 @@ def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> 
 
 def _model_key(names: Iterable[str], path: Path) -> str:
     prefixes = {name.split(".", 1)[0] for name in names}
-    for key in _MODEL_KEYS:
+    for key in MODEL_KEYS:
         if key in prefixes:
             return key
-    raise ValueError(f"{path}: holds no weights under {' or '.join(map(repr, _MODEL_KEYS))}, only {sorted(prefixes)}.")
+    raise ValueError(f"{path}: holds no weights under {' or '.join(map(repr, MODEL_KEYS))}, only {sorted(prefixes)}.")
 
 
 def _has_parameters(optimizer: Optimizer) -> bool:
