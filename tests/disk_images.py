@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disk import mounted_by
+
 _NUM_BYTES = 400 * 2**20  # mkfs.xfs takes no less than 300 MB; of the file only what is written takes room
 
 
@@ -23,15 +25,13 @@ def mounted(kind: str, folder: Path) -> Iterator[Path]:
     image = folder.with_name(f"{folder.name}.image")
     with image.open("wb") as stream:
         stream.truncate(_NUM_BYTES)
-    folder.mkdir()
-    for command in ([make, "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"no {kind} can be mounted here: {' '.join(command)}: {done.stderr.strip()}")
     try:
-        yield folder
+        done = subprocess.run([make, "-q", str(image)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no {kind} can be made here: {done.stderr.strip()}")
+        with mounted_by(["-o", "loop", str(image)], folder, kind):
+            yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
         image.unlink()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,16 +17,22 @@ _PAGE = 4096
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     """Mount a file system of that size in memory; skip the test where that is not allowed."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "accelight", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        pytest.skip(f"no small file system can be mounted here: {error}")
-    if mounted.returncode:
-        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
-    try:
+    with mounted_by(["-t", "tmpfs", "-o", f"size={num_bytes}", "accelight"], folder, "small file system"):
         yield folder
+
+
+@contextmanager
+def mounted_by(arguments: Sequence[str], folder: Path, what: str) -> Iterator[None]:
+    """Mount at a new folder with these arguments; skip the test where that is not allowed."""
+    folder.mkdir()
+    try:
+        mounted = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        pytest.skip(f"no {what} can be mounted here: {error}")
+    if mounted.returncode:
+        pytest.skip(f"no {what} can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -27,6 +27,7 @@ from accelight.checkpoint import CheckpointError
 from accelight.checkpoint.formats.dcp.metadata import DCPMetadata, read_dcp_metadata
 from accelight.checkpoint.formats.dcp.storage_items import StorageItems
 from accelight.checkpoint.formats.torch_save.repeats import Repeats
+from tests.checkpoint.shortcuts import count_shortcuts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn]
 SIZES = st.sampled_from([0, 1, 2, 148, 149, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**40])
@@ -148,20 +149,7 @@ def many(num_tensors: int, num_chunks: int = 2) -> Metadata:
 
 def test_items_that_are_alike_are_not_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the first, and those that the end of a frame or of the window is in."""
-    taken = {Repeats: 0, StorageItems: 0}
-
-    def count(kind: Any) -> None:
-        take = kind.take
-
-        def counted(self: Any, machine: Any, position: int) -> int | None:
-            end: int | None = take(self, machine, position)
-            taken[kind] += end is not None
-            return end
-
-        monkeypatch.setattr(kind, "take", counted)
-
-    count(Repeats)
-    count(StorageItems)
+    taken = count_shortcuts(monkeypatch)
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(many(3000)))
     check_as_torch_reads(read_dcp_metadata(path), path)

@@ -28,6 +28,7 @@ from accelight.checkpoint.formats.torch_save.repeats import Repeats
 from accelight.strategies.fsdp.checkpoints import dcp_writer
 from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
 from accelight.strategies.fsdp.checkpoints.metadata_writer import write_metadata
+from tests.checkpoint.shortcuts import count_shortcuts
 
 NUMBERS = st.sampled_from([0, 1, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**40])
 NAMES = st.text(st.sampled_from("ab.\x94\u0414j"), min_size=1, max_size=5) | st.just("long" * 70)
@@ -112,20 +113,7 @@ def test_a_folders_description_is_torchs(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_it_is_read_as_quickly_as_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the shortcuts for what is alike."""
-    taken = {Repeats: 0, StorageItems: 0}
-
-    def count(kind: Any) -> None:
-        take = kind.take
-
-        def counted(self: Any, machine: Any, position: int) -> int | None:
-            end: int | None = take(self, machine, position)
-            taken[kind] += end is not None
-            return end
-
-        monkeypatch.setattr(kind, "take", counted)
-
-    count(Repeats)
-    count(StorageItems)
+    taken = count_shortcuts(monkeypatch)
     FolderWriter(tmp_path).finish(*planned(500))
     assert len(read_dcp_metadata(tmp_path / ".metadata").tensors) == 500
     assert taken[Repeats] >= 499
