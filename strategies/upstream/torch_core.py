@@ -55,6 +55,7 @@ ATTRIBUTES = {
     "_modules": ("torch.nn.Module", "units are wrapped in their places"),
     "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
     "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
+    "_spec": ("torch.distributed.tensor.DTensor", "copies of states are laid out as what they are of"),
     "_stage_untyped_storage": (
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager",
         "copies of states go into memory that is kept",

@@ -7,7 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...upstream.torch_core import StateDictStager
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # its cudart() has no types
 _PINNED_FROM_BYTES = 4096  # less is not worth a page of its own
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for whichever thread
+_ATOMIC = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Stager(StateDictStager):
@@ -25,6 +27,9 @@ class Stager(StateDictStager):
     torch 2.13 keeps memory for as long as the tensor lives that was copied into it. FSDP1's state dicts, and full ones,
     hold new tensors each time: all their memory would be allocated, and on CUDA pinned, again at each save. Here a
     copy takes any memory of its size; what the latest state has no use for is freed.
+
+    What most states are made of, dictionaries of plain tensors and DTensors, goes a shorter way: torch's takes longer
+    for a DTensor of 4 MB than its bytes do.
     """
 
     def __init__(self) -> None:
@@ -47,6 +52,37 @@ class Stager(StateDictStager):
         if not isinstance(copied, dict):
             raise TypeError(f"expected a copy of the state, got {type(copied).__name__}.")
         return copied
+
+    @override
+    def deepcopy_with_tensor_offload(
+        self, x: Any, memo: dict[int, Any] | None = None, _nil: Any = (), non_blocking: bool = False
+    ) -> Any:
+        kind = type(x)
+        if kind in _ATOMIC:
+            return x
+        memo = {} if memo is None else memo
+        if id(x) in memo:
+            return memo[id(x)]
+        if kind is dict:
+            copied: Any = {}
+            memo[id(x)] = copied
+            for key, value in x.items():
+                copied[self.deepcopy_with_tensor_offload(key, memo)] = self.deepcopy_with_tensor_offload(value, memo)
+        elif kind in (Tensor, DTensor) and _is_plain(x):
+            copied = memo[id(x)] = self._copied_tensor(x, memo)
+        else:
+            return super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
+        memo.setdefault(id(memo), []).append(x)  # alive: another object could get its id
+        return copied
+
+    def _copied_tensor(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if isinstance(tensor, DTensor):
+            local = self.deepcopy_with_tensor_offload(tensor.to_local(), memo)
+            # from_local() takes thrice as long
+            return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        copied = torch.empty(0, dtype=tensor.dtype)
+        memory = self._stage_untyped_storage(tensor.untyped_storage())
+        return copied.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @property
     def num_bytes(self) -> int:
@@ -93,3 +129,13 @@ def _allocated(num_bytes: int, pinned: bool) -> UntypedStorage:
                 f"(cudaError {error}). Free host memory, or use async_save=False."
             )
     return storage
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is its bytes and their layout, with nothing that a user has hung on it."""
+    return (
+        not (tensor.requires_grad or tensor.is_quantized)
+        and tensor.layout == torch.strided
+        and not getattr(tensor, "__dict__", None)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
