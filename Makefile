@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: help setup demo test test-all test-gpu test-orders check lint mypy format bench clean
+.PHONY: help setup demo test test-all test-gpu test-slurm test-orders check lint mypy format bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,10 @@ test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, a
 
 test-gpu: $(STAMP)  ## Run the tests that need CUDA (ACCELIGHT_TRY_GPU_TESTS=1 tries most of them on the CPU)
 	$(PYTEST) -n 1 -m gpu
+
+test-slurm: $(STAMP)  ## Install SLURM (Debian, Ubuntu; as root) where there is none, and run jobs of it on this machine
+	command -v slurmctld || { apt-get update && apt-get install --yes --no-install-recommends slurm-wlm; }
+	$(PYTEST) -n 0 -m slurm
 
 test-orders: $(STAMP)  ## Run a thousand random orders of events for each engine, other ones each time
 	ACCELIGHT_ORDERS=1000 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(PYTEST) tests/strategies/test_orders.py -k random

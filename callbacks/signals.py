@@ -15,14 +15,11 @@ class SignalNotes:
     """Replaces the handlers of some signals by one that only remembers them.
 
     Args:
-        signals: Which signals, as ``signal.SIGTERM``, its number, or its name.
-
-    Raises:
-        ValueError: If one is unknown here, or cannot be caught.
+        signals: Which ones.
     """
 
-    def __init__(self, signals: Iterable[int | str]) -> None:
-        self.signals = tuple(dict.fromkeys(_parse(value) for value in signals))
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self.signals = tuple(dict.fromkeys(signals))
         self._previous: dict[signal.Signals, Any] = {}
         self._noted: list[signal.Signals] = []
 
@@ -57,12 +54,28 @@ class SignalNotes:
         self._noted.append(signal.Signals(number))
 
 
-def _parse(value: int | str) -> signal.Signals:
+def parse_signals(values: Iterable[int | str], argument: str) -> list[signal.Signals]:
+    """Return the signals that a user names.
+
+    Args:
+        values: Each as ``signal.SIGTERM``, its number, or its name.
+        argument: Names them in errors.
+
+    Raises:
+        TypeError: If it is a single one.
+        ValueError: If one is unknown here, or cannot be caught.
+    """
+    if isinstance(values, int | str):
+        raise TypeError(f"{argument} must be a list of signals, got {values!r}.")
+    return [_parse(value, argument) for value in values]
+
+
+def _parse(value: int | str, argument: str) -> signal.Signals:
     try:
         number = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
     except (KeyError, ValueError):
         known = ", ".join(sorted(number.name for number in signal.Signals if number.name not in _NEVER))
-        raise ValueError(f"stop_on_signals: there is no signal {value!r} here. Use some of {known}.") from None
+        raise ValueError(f"{argument}: there is no signal {value!r} here. Use some of {known}.") from None
     if number.name in _NEVER:
-        raise ValueError(f"stop_on_signals: {number.name} cannot be caught. Use SIGTERM or SIGUSR1.")
+        raise ValueError(f"{argument}: {number.name} cannot be caught. Use SIGTERM or SIGUSR1.")
     return number

@@ -24,7 +24,8 @@ from ..strategies.upstream.lightning import (
     rank_zero_info,
 )
 from .resuming import skip_used_batches
-from .signals import SignalNotes
+from .signals import SignalNotes, parse_signals
+from .slurm_requeue import requeue, slurm_job
 from .trainer_package import check_trainer
 from .uneven_data import EpochEnd
 
@@ -69,9 +70,13 @@ class TriggerEarlyStopping(Callback):
         verbose: Whether to say on process 0 what stopped training.
         end_epoch_when_exhausted: Whether the epoch ends on all processes when the data of one ends, instead of hanging.
             What the others have left is not used in this epoch. Loaders without a length cost a reduction each batch.
+        requeue_on_signals: Signals that stop training, too, and after whose checkpoint the SLURM job goes back to the
+            queue: ``["SIGUSR1"]`` with ``#SBATCH --signal=USR1@120``. Outside of SLURM they only stop training.
 
     Raises:
+        TypeError: If signals are no list.
         ValueError: If an argument is out of its range.
+        RuntimeError: On all processes, if SLURM does not take the job back; the checkpoint is there then.
 
     Source of the semantics: accelerate 1.15 ``Accelerator.set_trigger``, ``check_trigger``; lightning 2.6
     ``EarlyStopping``.
@@ -86,6 +91,7 @@ class TriggerEarlyStopping(Callback):
         lag: bool = True,
         verbose: bool = True,
         end_epoch_when_exhausted: bool = False,
+        requeue_on_signals: Iterable[int | str] = (),
     ) -> None:
         if condition is not None and not callable(condition):
             raise TypeError(
@@ -93,14 +99,14 @@ class TriggerEarlyStopping(Callback):
             )
         if isinstance(check_every_n_steps, bool) or not isinstance(check_every_n_steps, int) or check_every_n_steps < 1:
             raise ValueError(f"check_every_n_steps must be an int >= 1, got {check_every_n_steps!r}.")
-        if isinstance(stop_on_signals, int | str):
-            raise TypeError(f"stop_on_signals must be a list of signals, got {stop_on_signals!r}.")
         self.condition = condition
         self.check_every_n_steps = check_every_n_steps
         self.stop_on_nonfinite_loss = stop_on_nonfinite_loss
         self.lag = lag
         self.verbose = verbose
-        self._signals = SignalNotes(stop_on_signals)
+        requeue_on = parse_signals(requeue_on_signals, "requeue_on_signals")
+        self._requeue_on = {number.name for number in requeue_on}
+        self._signals = SignalNotes([*parse_signals(stop_on_signals, "stop_on_signals"), *requeue_on])
         self._epoch_end = EpochEnd() if end_epoch_when_exhausted else None
         self._names = [DEFAULT, _CONDITION, _FAILED, _NONFINITE, *(_SIGNAL + s.name for s in self._signals.signals)]
         self._forget()
@@ -131,6 +137,8 @@ class TriggerEarlyStopping(Callback):
         check_trainer(trainer)
         if stage == "fit":
             self._forget()
+            if self._requeue_on and slurm_job() is None:
+                _log.info("requeue_on_signals: this is no job of SLURM's, so that a signal only stops training.")
             # Before those that save, which tell of the stop then; after all others, so that a signal's checkpoint
             # has what they did after the batch. A new list: Lightning is iterating over the old one.
             owner: Any = trainer  # a connector gives it its callbacks, which type checkers do not see
@@ -241,6 +249,8 @@ class TriggerEarlyStopping(Callback):
             trainer.should_stop = True
         if signals:
             self._save(trainer)
+            if self._requeue_on.intersection(signals) and (job := slurm_job()) is not None:
+                self._requeue(trainer, job)
             raise SIGTERMException
 
     def _raise_failure(self) -> None:
@@ -270,6 +280,12 @@ class TriggerEarlyStopping(Callback):
         if wait is not None:  # with async_save=True the process would end while the checkpoint is being written
             wait()
         self._tell(f"Saved {self.checkpoint_path}. Resume with fit(..., ckpt_path={self.checkpoint_path!r}).")
+
+    def _requeue(self, trainer: Trainer, job: str) -> None:
+        for logger in trainer.loggers:  # SLURM ends the processes soon
+            logger.finalize("finished")
+        requeue(job)
+        self._tell(f"SLURM job {job} is back in the queue.")
 
     def _tell(self, message: str) -> None:
         if self.verbose:

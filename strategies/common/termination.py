@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ _NUMBERS = itertools.count()
 
 
 class Termination:
-    """Takes the place of what Lightning does about SIGTERM when there are several ranks.
+    """Takes the place of what Lightning does about SIGTERM when there are several ranks, and about SLURM's requeueing.
 
     Lightning's handler (2.6) broadcasts, in the middle of whatever collective the signal finds, and a rank that knows
     of the signal leaves its loop without the others. Here the handler only takes note. Before each training batch, and
@@ -43,6 +44,7 @@ class Termination:
         self._trainer = trainer
         self._is_noted, self._count = False, 0
         _connector(trainer)._sigterm_notifier_fn = self._note
+        _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self._prefix = f"accelight/sigterm/{number}"
@@ -53,7 +55,8 @@ class Termination:
         """Give Lightning's methods back."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
-            _connector(trainer).__dict__.pop("_sigterm_notifier_fn", None)
+            for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+                _connector(trainer).__dict__.pop(name, None)
             trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
     def _note(self, number: int, _: FrameType | None) -> None:
@@ -66,6 +69,17 @@ class Termination:
             trainer.strategy.launcher.kill(number)  # to the processes that it started
         if trainer.world_size == 1:
             _connector(trainer).received_sigterm = True
+
+    def _refuse_requeueing(self, number: int, _: FrameType | None) -> None:
+        """Stand where Lightning would save in the handler, in the middle of a step or of a collective."""
+        name = signal.Signals(number).name
+        if self._trainer is not None and self._trainer.global_rank == 0:
+            _log.error(
+                "%s came, and nothing was saved: a sharded model cannot be saved in a signal's handler. To save at the "
+                "end of the step and requeue the SLURM job: TriggerEarlyStopping(requeue_on_signals=[%r]).",
+                name,
+                name,
+            )
 
     # ------------------------------------------------------------------ where all ranks come
     def agree(self) -> None:

@@ -186,6 +186,7 @@ ATTRIBUTES = {
     "_should_accumulate": (_EPOCH, "whether a window ends here"),
     "_signal_connector": (_TRAINER, "Lightning's handler of SIGTERM"),
     "_sigterm_notifier_fn": (_SIGNALS, "the handler itself"),
+    "_slurm_sigusr_handler_fn": (_SIGNALS, "the handler that would save in the middle of a step"),
     "_summary": ("lightning.pytorch.callbacks.ModelSummary", "counts a module's parameters"),
     "_sync_dist": (_METRIC, "states of any number of samples are gathered"),
     "_trainer": (_MODULE, "the Trainer, or None"),
