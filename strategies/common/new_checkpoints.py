@@ -11,9 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ...checkpoint.disk_space import telling_full_disk
-from .agreed_outcome import run_on_rank_zero
+from .agreed_outcome import failing_together, run_on_rank_zero
 from .atomic_folders import drop_unfinished, replace
 from .own_files import check_replaceable, keep_files_of_others
+from .shared_folders import check_mark, mark
 
 
 class NewFolder:
@@ -27,9 +28,10 @@ class NewFolder:
         self.path = path
         self.unfinished = path.with_name(f".{path.name}.unfinished")
         """Where to write until then."""
+        self._mark: str | None = None
 
-    def begin(self) -> None:
-        """Make the folder, empty.
+    def begin(self) -> str:
+        """Make the folder, with nothing in it but what `check_shared` looks for, whose name is returned.
 
         Raises:
             IsADirectoryError: If ``path`` is a folder that is no checkpoint; nothing is written then.
@@ -38,10 +40,25 @@ class NewFolder:
         if self.unfinished.exists():  # left by a killed run
             shutil.rmtree(self.unfinished)
         self.unfinished.mkdir(parents=True)
+        self._mark = mark(self.unfinished)
+        return self._mark
+
+    def check_shared(self, name: str) -> None:
+        """Check that this is the folder that another process has made.
+
+        Args:
+            name: Result of its `begin`.
+
+        Raises:
+            RuntimeError: If it is not: the nodes share no disk here.
+        """
+        check_mark(self.unfinished, name)
 
     def finish(self, complete: Callable[[Path], None]) -> None:
         """Let ``complete`` write what is missing into the folder that it is told, and give it its name."""
         with telling_full_disk(self.unfinished):
+            if self._mark is not None:
+                (self.unfinished / self._mark).unlink()
             complete(self.unfinished)
             keep_files_of_others(self.path, self.unfinished)
             replace(self.path, self.unfinished)
@@ -67,8 +84,10 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
         IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
     """
     folder = NewFolder(path)
-    run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
+    made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
+        with failing_together(f"saving {path}", group):
+            folder.check_shared(made)
         yield folder.unfinished
         run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
     except BaseException:

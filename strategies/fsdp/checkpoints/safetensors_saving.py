@@ -31,6 +31,7 @@ from ....checkpoint.writing.output import check_conflicts, check_destination, st
 from ....checkpoint.writing.plan import Plan, PlannedTensor, make_plan
 from ....checkpoint.writing.shards import parse_size
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ...common.shared_folders import check_mark, mark
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
 from .host_blocks import in_host_memory
@@ -91,14 +92,19 @@ def save_safetensors(
     output = AtomicFolder(folder, shared=True)
     with ExitStack() as stack:  # leaving it early removes what was written
 
-        def begin() -> list[str]:
+        def begin() -> tuple[list[str], str]:
             if not is_file:
                 check_destination(folder, folder, remove=False)
                 check_conflicts(folder, plan)
-            return _create(stack.enter_context(output), plan)
+            paths = _create(stack.enter_context(output), plan)
+            place = Path(paths[0]).parent
+            name = mark(place)
+            stack.callback((place / name).unlink)
+            return paths, name
 
-        paths = run_on_rank_zero(begin, what)
+        paths, name = run_on_rank_zero(begin, what)
         with failing_together(what), telling_full_disk(folder, plan.num_bytes):
+            check_mark(Path(paths[0]).parent, name)
             for file, temporary in zip(plan.files, paths, strict=True):
                 _write_parts(temporary, file.tensors, parts)
         stale = [] if is_file else stale_files(folder, plan)

@@ -8,7 +8,7 @@ same plan: if one has another, or none, rank 0 tells that, and all plan together
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,12 @@ def save_sharded(
         folder.finish(complete)
         return _Outcome(complete=True, problems=[])
 
-    messages.from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
+    made = messages.from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
     try:
         planner.set_up_planner(state, writer.storage_meta(), is_coordinator=dist.get_rank() == 0)
         form = form_of(planner)
         kept = plans.find(form)
-        report, error = _write(kept, writer, planner)
+        report, error = _write(kept, writer, planner, partial(folder.check_shared, made))
         outcome = messages.through_rank_zero(
             report, partial(finish, kept), f"finishing {path}", group or dist.group.WORLD
         )
@@ -115,17 +115,21 @@ def save_sharded(
         raise
 
 
-def _write(kept: KeptPlan | None, writer: FolderWriter, planner: FullFromRankZero) -> tuple[_Report, Exception | None]:
+def _write(
+    kept: KeptPlan | None, writer: FolderWriter, planner: FullFromRankZero, check_folder: Callable[[], None]
+) -> tuple[_Report, Exception | None]:
     """Write this rank's part by a kept plan."""
-    if kept is None:
-        return _Report(None), None
+    number = None if kept is None else kept.number
     try:
+        check_folder()
+        if kept is None:
+            return _Report(None), None
         writer.set_up_storage_writer(dist.get_rank() == 0, rank=dist.get_rank(), use_collectives=True)
         plan = planner.finish_plan(kept.plan)
         places = Places.of(plan, writer.write_data(plan, planner).wait())
     except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
-        return _Report(kept.number, error=f"{type(error).__name__}: {error}"), error
-    return _Report(kept.number, places), None
+        return _Report(number, error=f"{type(error).__name__}: {error}"), error
+    return _Report(number, places), None
 
 
 def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:
