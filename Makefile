@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: help setup demo test test-all test-gpu test-slurm test-orders check lint mypy format bench clean
+.PHONY: help setup demo docs test test-all test-gpu test-slurm test-orders check lint mypy format bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes, merge its checkpoint, use it again
 	$(BIN)/python examples/train_gpt.py
+
+docs: $(STAMP)  ## Build the site into build/site (Python 3.11 or newer); a broken link or a missing docstring is an error
+	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs build/site
 
 test: $(STAMP)  ## Run the tests
 	$(PYTEST) -m "not exhaustive"

@@ -32,7 +32,8 @@ def test_nothing_may_be_written_but_by_publishing(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert workflow["permissions"] == {"contents": "read"}
     asking = {name: job["permissions"] for name, job in workflow["jobs"].items() if "permissions" in job}
-    assert asking == ({"publish": {"id-token": "write"}} if path.stem == "release" else {})
+    publishing = {"release": {"id-token": "write"}, "docs": {"id-token": "write", "pages": "write"}}
+    assert asking == ({"publish": publishing[path.stem]} if path.stem in publishing else {})
 
 
 def test_what_the_jobs_name_is_there() -> None:

@@ -1,0 +1,62 @@
+"""A Sphinx extension: beside each PAGE.html of the site lies PAGE.md, for programs that read Markdown.
+
+It is the page's source. Where the source names what Sphinx puts in (another file, or a docstring), that stands in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+_DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{(\w[\w-]*)\}[ \t]*(\S*)[ \t]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Connect the function below."""
+    app.connect("build-finished", _write_pages)
+    return {"parallel_read_safe": True}
+
+
+def _write_pages(app: Any, exception: Exception | None) -> None:
+    if exception is not None or app.builder.name not in ("html", "dirhtml"):
+        return
+    for name in app.env.found_docs:
+        source, page = Path(app.env.doc2path(name)), Path(app.outdir, f"{name}.md")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(as_markdown(source), encoding="utf-8")
+
+
+def as_markdown(source: Path) -> str:
+    """Return a page's Markdown, with what its directives put in."""
+    return _DIRECTIVE.sub(lambda found: _replaced(found, source.parent), source.read_text(encoding="utf-8"))
+
+
+def _replaced(found: re.Match[str], folder: Path) -> str:
+    _, directive, argument, body = found.groups()
+    if directive == "include":
+        return (folder / argument).read_text(encoding="utf-8")
+    if directive == "literalinclude":
+        return f"```python\n{(folder / argument).read_text(encoding='utf-8')}```"
+    if directive == "toctree":
+        return "\n".join(f"- {line}.md" for line in body.splitlines() if re.fullmatch(r"[\w/-]+", line))
+    if directive == "eval-rst":
+        return "\n\n".join(map(_documented, re.findall(r"^\.\. auto\w+:: (\S+)$", body, re.MULTILINE)))
+    return found[0]
+
+
+def _documented(path: str) -> str:
+    owner, _, name = path.rpartition(".")
+    documented = getattr(importlib.import_module(owner), name)
+    parts = [
+        f"### `{name}`",
+        f"```python\n{name}{inspect.signature(documented)}\n```",
+        inspect.getdoc(documented) or "",
+    ]
+    if inspect.isclass(documented):
+        for method, value in vars(documented).items():
+            if inspect.isfunction(value) and value.__doc__ and not method.startswith("_"):
+                parts.append(f"#### `{name}.{method}{inspect.signature(value)}`\n\n{inspect.cleandoc(value.__doc__)}")
+    return "\n\n".join(parts)
