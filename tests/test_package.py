@@ -47,8 +47,9 @@ def test_the_description_has_no_links_that_are_dead_elsewhere(built: tuple[Path,
     [name] = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
     described = archive.read(name).decode()
     assert "Description-Content-Type: text/markdown" in described
-    assert "docs/state.md, docs/checkpoint.md" in described
+    assert "docs/install.md, docs/tour.md" in described
     assert not re.findall(r"\]\((?!https?://|#)", described)
+    assert ".svg" not in described
 
 
 def test_sdist_holds_the_tests(built: tuple[Path, Path]) -> None:

@@ -1,0 +1,76 @@
+"""What the README says of others, and of measurements, is so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from benchmarks.plots import PLOTS
+from tests.docs.pages import ROOT, table_rows
+from tests.docs.peers import LIGHTNING
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import Case, Outcome, TinyModule
+
+ROWS = {row[0]: row for row in table_rows(ROOT / "README.md", "## Beside others")}
+
+
+@pytest.mark.parametrize(("column", "heading"), [(2, "## FSDPStrategy"), (4, "## DeepSpeedStrategy")])
+def test_the_strategies_that_refuse_the_cpu_do(column: int, heading: str) -> None:
+    assert ROWS["shards on CPU processes"][column] == "refuses the CPU"
+    with pytest.raises((ValueError, RuntimeError, MisconfigurationException), match=r"(?i)cuda|gpu|accelerator"):
+        _fit_on_cpu(LIGHTNING[heading][0])
+
+
+def _fit_on_cpu(strategy: type) -> None:
+    trainer = Trainer(strategy=strategy(), accelerator="cpu", devices=1, logger=False)
+    trainer.fit(TinyModule(Case(), Outcome()), torch.utils.data.DataLoader(torch.randn(4, 4)))
+
+
+def _what_accelerate_makes_of_it() -> str:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    return type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
+
+
+def test_accelerate_trains_with_ddp_on_the_cpu() -> None:
+    assert ROWS["shards on CPU processes"][5] == "trains with DDP instead"
+    assert run_on_ranks(2, _what_accelerate_makes_of_it, init_group=False) == ["DistributedDataParallel"] * 2
+
+
+def test_lightnings_fsdp_does_not_clip_by_norm() -> None:
+    assert ROWS["clips by norm"][2] == "raises"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(MisconfigurationException, match="norm"):
+        FSDPPrecision("32-true").clip_gradients(optimizer, 1.0)
+
+
+def _kept(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def test_times_are_those_that_the_benchmarks_have_kept() -> None:
+    [(_, bars)] = [each for each in PLOTS["overhead"](_kept("overhead")).items() if "2 processes" in each[0]]
+    found = {name: f"{interval.median * 1000:.1f} ms" for name, interval in bars}
+    [row] = [cells for name, cells in ROWS.items() if name.startswith("added to a step")]
+    ours, peer, loop = row[1], row[3], row[5]
+    assert found == {"accelight FSDP2": ours, "Lightning ModelParallelStrategy": peer, "Accelerate's loop, FSDP2": loop}
+    [(_, bars)] = [each for each in PLOTS["save"](_kept("save")).items() if "fsdp1" in each[0]]
+    found = {name: f"{interval.median:.2f} s" for name, interval in bars}
+    [row] = [cells for name, cells in ROWS.items() if name.startswith("training stands still")]
+    assert row[1] == f"{found['sharded']}, in the background {found['async_save']}"
+    assert row[2] == found["Lightning's FSDPStrategy"]
+
+
+def test_what_shows_a_row_is_there() -> None:
+    for name, row in ROWS.items():
+        if name:
+            shown = row[-1].strip("`")
+            assert shown.startswith("python -m benchmarks ") or (ROOT / Path(shown)).is_file(), name
