@@ -1,4 +1,4 @@
-"""Beside pyproject.toml: on the registry's page the README has no plot, and names of files where it has links to them."""
+"""Beside pyproject.toml: on the registry's page the README has no plot, and names of files in the place of links."""
 
 import re
 from pathlib import Path

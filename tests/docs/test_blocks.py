@@ -10,12 +10,18 @@ import pytest
 from tests.docs.pages import PAGES, blocks, num_processes, page_name, run_page
 from tests.ranks import run_on_ranks
 
-WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
+_SLOW = {"README.md", "callbacks.md", "finetune-hf.md", "lora.md", "merge-publish.md", "tour.md"}
+"""They import transformers, or wait for merges in the background: for `make test-all`."""
+WITH_PYTHON = [
+    pytest.param(page, marks=pytest.mark.exhaustive if page.name in _SLOW else (), id=page_name(page))
+    for page in PAGES
+    if blocks(page, "python")
+]
 MOST_SKIPS = 0
 """How many blocks of all pages may not run. Each says why; one more needs a better reason than this number."""
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=page_name)
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     reports = run_on_ranks(num_processes(page), run_page, str(page), str(tmp_path), init_group=False, timeout_s=120)
     assert all(len(reasons) <= MOST_SKIPS for reasons in reports)

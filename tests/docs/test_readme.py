@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.plots import PLOTS
 from tests.docs.pages import ROOT, table_rows
@@ -30,7 +31,7 @@ def test_the_strategies_that_refuse_the_cpu_do(column: int, heading: str) -> Non
 
 def _fit_on_cpu(strategy: type) -> None:
     trainer = Trainer(strategy=strategy(), accelerator="cpu", devices=1, logger=False)
-    trainer.fit(TinyModule(Case(), Outcome()), torch.utils.data.DataLoader(torch.randn(4, 4)))
+    trainer.fit(TinyModule(Case(), Outcome()), DataLoader(TensorDataset(torch.randn(4, 4))))
 
 
 def _what_accelerate_makes_of_it() -> str:
@@ -40,6 +41,7 @@ def _what_accelerate_makes_of_it() -> str:
     return type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
 
 
+@pytest.mark.exhaustive
 def test_accelerate_trains_with_ddp_on_the_cpu() -> None:
     assert ROWS["shards on CPU processes"][5] == "trains with DDP instead"
     assert run_on_ranks(2, _what_accelerate_makes_of_it, init_group=False) == ["DistributedDataParallel"] * 2

@@ -1,0 +1,136 @@
+"""The built site: no warning, every public name, Markdown beside each page, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import functools
+import html
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tools.docs.public_names import public_names
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        importlib.util.find_spec("sphinx") is None,
+        reason="the site is built with Sphinx, on Python 3.11 or newer: pip install 'accelight[docs]'",
+    ),
+]
+PHONE = 400  # pixels
+
+# Loads each page into a frame as wide as a phone, one after the other, and writes down how wide it became.
+_PROBE = """<!doctype html><body><pre id="found"></pre><script>
+const pages = %s;
+const frame = document.createElement("iframe");
+frame.style.width = "%dpx"; frame.style.height = "800px";
+document.body.append(frame);
+function next() {
+  if (!pages.length) { document.body.id = "done"; return; }
+  const page = pages.shift();
+  frame.onload = () => {
+    const shown = frame.contentDocument;
+    const line = [page, shown.documentElement.scrollWidth, shown.querySelectorAll("article h1").length].join(" ");
+    document.getElementById("found").append(line + "\\n");
+    next();
+  };
+  frame.src = page;
+}
+next();
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["-W", "-n", "--keep-going", "-q", "-b", "html", "-d", str(folder / "doctrees")]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELIGHT_DOCS")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / ".types"), str(ROOT)])
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(folder / "html")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "html"
+
+
+def _pages(site: Path) -> list[str]:
+    names = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
+    return [name for name in names if name not in ("genindex.html", "py-modindex.html", "search.html")]
+
+
+def test_every_public_name_has_an_entry(site: Path) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    entries = {name for kind, found in inventory.data.items() if kind.startswith("py:") for name in found}
+    assert set(public_names().values()) <= entries
+
+
+def test_markdown_lies_beside_each_page(site: Path) -> None:
+    for page in _pages(site):
+        text = (site / page).with_suffix(".md").read_text(encoding="utf-8")
+        assert text.startswith(("# ", "<!-- ")), page
+        assert "{eval-rst}" not in text, page
+        assert "{include}" not in text, page
+    assert "gather_for_metrics(" in (site / "api" / "state.md").read_text(encoding="utf-8")
+    assert "0.1.0" in (site / "changelog.md").read_text(encoding="utf-8")
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the site is served."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def _browse(url: str, folder: Path, budget_ms: int) -> tuple[str, list[str]]:
+    """Return a page's DOM when its scripts have run, and what they have written to the console."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no Chromium: apt install chromium")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--enable-logging=stderr"]
+    command = [program, *options, f"--virtual-time-budget={budget_ms}", "--dump-dom", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def test_the_search_finds_a_name(address: str, tmp_path: Path) -> None:
+    dom, console = _browse(f"{address}/search.html?q=gather_for_metrics", tmp_path, 20_000)
+    results = re.findall(r'<li[^>]*>\s*<a href="([^"]+)"', dom[dom.index('id="search-results"') :])
+    assert any("api/state.html#accelight.state.gather_for_metrics" in html.unescape(link) for link in results), results
+    assert console == []
+
+
+def test_all_pages_fit_a_phone_without_a_word_on_the_console(site: Path, address: str, tmp_path: Path) -> None:
+    pages = _pages(site)
+    (site / "probe.html").write_text(_PROBE % (pages, PHONE), encoding="utf-8")
+    try:
+        dom, console = _browse(f"{address}/probe.html", tmp_path, 300_000)
+    finally:
+        (site / "probe.html").unlink()
+    assert 'id="done"' in dom
+    found = re.findall(r"^(?:.*>)?(\S+\.html) (\d+) (\d+)$", dom, re.MULTILINE)
+    assert [name for name, _, _ in found] == pages
+    assert [(name, width) for name, width, _ in found if int(width) > PHONE] == []
+    assert [name for name, _, headings in found if int(headings) == 0] == []
+    assert console == []
