@@ -146,13 +146,28 @@ def _strings(tree: ast.AST) -> Iterator[str]:
 def test_every_example_is_in_the_index_and_in_a_test() -> None:
     page = (DOCS / "examples.md").read_text(encoding="utf-8")
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
-    examples = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-    assert sorted(re.findall(r"^\| \[`(\w+\.py)`\]", page, re.MULTILINE)) == examples
+    folder = ROOT / "examples"
+    examples = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    assert sorted(re.findall(r"^\| \[`([\w/]+\.py)`\]", page, re.MULTILINE)) == examples
     for name in examples:
         assert f"[`{name}`](../examples/{name})" in page
-        assert name in tests, f"no test runs {name}"
+        assert f"{Path(name).stem}." in tests, f"no test runs {name}"  # by itself, or by the job of that name
 
 
 def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["license"]) == (accelight.__version__, "Apache-2.0")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_issue_templates_have_what_github_asks_for(path: Path) -> None:
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.stem == "config":
+        assert isinstance(form["blank_issues_enabled"], bool)
+        return
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert all(field["attributes"]["label"] for field in fields)
+    assert len({field["id"] for field in fields}) == len(fields) > 0

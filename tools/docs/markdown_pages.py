@@ -39,7 +39,8 @@ def _replaced(found: re.Match[str], folder: Path) -> str:
     if directive == "include":
         return (folder / argument).read_text(encoding="utf-8")
     if directive == "literalinclude":
-        return f"```python\n{(folder / argument).read_text(encoding='utf-8')}```"
+        language = "python" if argument.endswith(".py") else "bash"
+        return f"```{language}\n{(folder / argument).read_text(encoding='utf-8')}```"
     if directive == "toctree":
         return "\n".join(f"- {line}.md" for line in body.splitlines() if re.fullmatch(r"[\w/-]+", line))
     if directive == "eval-rst":
