@@ -53,13 +53,13 @@ def _tables() -> Iterator[str]:
         os.environ.update(surroundings)
     fields = _documented_fields(PluginFields)
     yield "## FullyShardedDataParallelPlugin\n"
-    yield "| field | default, FSDP1 | default, FSDP2 | meaning | variable | type |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| field | default | meaning | variable | type |"
+    yield "| --- | --- | --- | --- | --- |"
     for name, (kind, meaning) in fields.items():
-        defaults = [_default(name, first), "ignored" if name in OBSOLETE_IN_FSDP2 else _default(name, second)]
-        if name == "fsdp_version":  # by default it is 1; in the second column somebody has said 2
-            defaults[1] = ""
-        yield _row(f"`{name}`", *defaults, meaning, _variable(for_fsdp.VARIABLES, name), kind)
+        default, other = _default(name, first), "ignored" if name in OBSOLETE_IN_FSDP2 else _default(name, second)
+        if name != "fsdp_version" and other != default:
+            default += f"; FSDP2: {other}"
+        yield _row(f"`{name}`", default, meaning, _variable(for_fsdp.VARIABLES, name), kind)
     yield "\n### Further arguments of `AccelFSDPStrategy`\n"
     yield from _further(AccelFSDPStrategy, {*fields, "fsdp_plugin"})
     fields = _documented_fields(DeepSpeedPlugin)
