@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import SkipTest
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,7 @@ def run_page(path: str, folder: str) -> list[str]:
             return None
         return "\n".join(difflib.unified_diff(wanted.splitlines(), found.splitlines(), "the page", "printed"))
 
-    parsers = [PythonCodeBlockParser(), CodeBlockParser(language="output", evaluator=compare), SkipParser()]
+    parsers: list[Any] = [PythonCodeBlockParser(), CodeBlockParser(language="output", evaluator=compare), SkipParser()]
     document = Sybil(parsers=parsers).parse(Path(path))
     document.namespace.update(vars(module))
     try:
