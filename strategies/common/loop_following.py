@@ -13,6 +13,7 @@ from ..upstream.lightning_package import other_package_hint, other_package_is_im
 from .held_weights import HeldWeights
 from .launcher import SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
+from .lost_processes import tell_lost_processes
 from .termination import Termination
 
 
@@ -127,3 +128,4 @@ class LoopFollowing(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._tracker.close()
         super().on_exception(exception)
+        tell_lost_processes(exception, self._termination.run)

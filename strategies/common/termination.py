@@ -34,7 +34,8 @@ class Termination:
         self._is_noted = False
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
-        self._prefix = ""
+        self.run = ""
+        """Names the present run on the store; the same on all ranks."""
         self._device = torch.device("cpu")
         """What ranks reduce the number on."""
 
@@ -47,7 +48,7 @@ class Termination:
         _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
-            self._prefix = f"accelight/sigterm/{number}"
+            self.run = f"accelight/run/{number}"
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
 
@@ -117,7 +118,7 @@ class Termination:
         trainer = self._trainer
         if trainer is None or trainer.world_size == 1:
             return
-        store = group_store(self._prefix)
+        store = group_store(f"{self.run}/sigterm")
         if store.check(["last"]):
             if self._count > int(store.get("last")):
                 self._leave()
