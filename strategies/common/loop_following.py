@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..upstream.lightning import ParallelStrategy, Trainer
+from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from .held_weights import HeldWeights
 from .launcher import SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
-from .termination import Termination
+from .termination import Termination, mark_terminated
 
 
 class LoopFollowing(ParallelStrategy):
@@ -125,5 +125,7 @@ class LoopFollowing(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and not exception.code:  # raised by Lightning's own loops
+            mark_terminated(exception)
         self._tracker.close()
         super().on_exception(exception)

@@ -10,6 +10,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.plugins.precision.utils import _DtypeContextManager
     from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.fabric.utilities.init import _materialize_distributed_module
@@ -52,6 +53,7 @@ else:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.plugins.precision.utils import _DtypeContextManager
     from lightning_fabric.strategies.deepspeed import _validate_device_index_selection
+    from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
     from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning_fabric.utilities.init import _materialize_distributed_module
@@ -135,6 +137,7 @@ __all__ = [
     "_validate_device_index_selection",  # refuses a choice of devices that DeepSpeed would number otherwise
     "_validate_optimizers_attached",  # refuses the schedule of an optimizer that was not returned
     "_PATH",  # the paths that a strategy's methods take
+    "_ChildProcessObserver",  # kills the processes of a run of which one has ended with a status
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
     "_MockOptimizer",  # what there is where configure_optimizers returns None
@@ -154,12 +157,14 @@ _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _MODULE = "lightning.pytorch.LightningModule"
 _METRIC = "torchmetrics.Metric"
 _SUMMARY = "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary"
+_OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 
 ATTRIBUTES = {
     "_active_loop": (_TRAINER, "which loop runs, and where in its data it is"),
     "_after_closure": ("lightning.pytorch.plugins.precision.Precision", "hooks before the step, and clipping"),
     "_broadcast_sigterm_tensor": (_EPOCH, "ranks agree on a SIGTERM before a batch"),
+    "_child_processes": (_OBSERVER, "processes that may end with a status, since they were told to end"),
     "_combined_loader": (_FIT, "the loaders that a loop goes through"),
     "_computed": (_METRIC, "a padding step's result is forgotten"),
     "_copy_state_dict": (_METRIC, "states are put back after a padding step"),
