@@ -55,6 +55,11 @@ class LoopFollowing(ParallelStrategy):
         """Processes on this node."""
         return 0 if self.parallel_devices is None else len(self.parallel_devices)
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is not None:
             return self._process_group_backend
