@@ -38,6 +38,8 @@ _ROWS = (  # ours, its peer, target; DCP alone writes no metadata and gives noth
     ("fsdp1 async_save", _LIGHTNING, 0.3),
     ("fsdp2 async_save", "fsdp2 DCP save", 0.3),
     ("fsdp2 async_save", "fsdp2 DCP async_save", None),
+    ("fsdp1 async_save=process", "fsdp1 async_save", None),
+    ("fsdp2 async_save=process", "fsdp2 async_save", None),
     ("fsdp1 save_safetensors", "fsdp1 sharded, weights alone", 1.0),
     ("fsdp2 save_safetensors", "fsdp2 sharded, weights alone", 1.0),
 )
@@ -49,7 +51,7 @@ _SIDES = {
         engine: {
             f"{engine} {way}": way
             for way in (
-                *("sharded", "async_save", "DCP save", "DCP async_save"),
+                *("sharded", "async_save", "async_save=process", "DCP save", "DCP async_save"),
                 *("sharded, weights alone", "save_safetensors"),
             )
         }
@@ -131,10 +133,15 @@ def _plain_save(trainer: Any, path: str) -> None:
 
 
 def _ways() -> dict[str, _Way]:
+    from datetime import timedelta
+
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+    from accelight.strategies.fsdp.checkpoints.background_choice import choose_saves
+
     stager = DefaultStager(StagingOptions(False, False, False, False))
+    processes: Any = choose_saves("process", timedelta(minutes=30))
 
     def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
         checkpointer = trainer.strategy._checkpointer
@@ -145,6 +152,18 @@ def _ways() -> dict[str, _Way]:
     def in_background(trainer: Any, path: str) -> Callable[[], Any]:
         trainer.save_checkpoint(path)
         return trainer.strategy.wait_for_saves
+
+    def by_process(trainer: Any, path: str) -> Callable[[], Any]:
+        checkpointer = trainer.strategy._checkpointer
+        saves, checkpointer.saves = checkpointer.saves, processes
+        processes.connect(trainer.strategy.root_device)
+        trainer.save_checkpoint(path)
+
+        def wait() -> None:
+            processes.wait()
+            checkpointer.saves = saves
+
+        return wait
 
     def state_of(trainer: Any) -> dict[str, Any]:
         strategy = trainer.strategy
@@ -164,6 +183,7 @@ def _ways() -> dict[str, _Way]:
     return {
         "sharded": synchronous,
         "async_save": in_background,
+        "async_save=process": by_process,
         "DCP save": lambda trainer, path: save(state_of(trainer), checkpoint_id=path) and None,
         "DCP async_save": dcp_async,
         "sharded, weights alone": lambda trainer, path: synchronous(trainer, path, weights_only=True),

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from ..strategies.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from .elastic_training import ElasticTraining
     from .exact_evaluation import ExactEvaluation
     from .grad_norm_monitor import GradNormMonitor
     from .merge_sharded_checkpoint import MergeShardedCheckpoint
     from .trigger_early_stopping import TriggerEarlyStopping
 
-__all__ = ["ExactEvaluation", "GradNormMonitor", "MergeShardedCheckpoint", "TriggerEarlyStopping"]
+__all__ = ["ElasticTraining", "ExactEvaluation", "GradNormMonitor", "MergeShardedCheckpoint", "TriggerEarlyStopping"]
 
 _HOMES = {  # Lightning takes seconds to import
+    "ElasticTraining": ".elastic_training",
     "ExactEvaluation": ".exact_evaluation",
     "GradNormMonitor": ".grad_norm_monitor",
     "MergeShardedCheckpoint": ".merge_sharded_checkpoint",

@@ -12,6 +12,12 @@ from ..strategies.upstream.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
+from .elastic_batches import GlobalBatches
+
+
+def _knows_its_place(loader: Any) -> bool:
+    """Return whether `ElasticTraining` deals the loader's samples, and has left out those that were used."""
+    return isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
 
 
 def skip_used_batches(trainer: Trainer) -> None:
@@ -30,7 +36,7 @@ def skip_used_batches(trainer: Trainer) -> None:
     if not 0 < num_used < trainer.num_training_batches:  # at an epoch's end Lightning begins the next one
         return
     loaders = loop._combined_loader.flattened
-    if all(isinstance(loader, _Stateful) for loader in loaders):
+    if all(isinstance(loader, _Stateful) or _knows_its_place(loader) for loader in loaders):
         return
     fetcher = loop._data_fetcher
     if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, _Stateful) for loader in loaders):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,12 +15,12 @@ from typing_extensions import override
 from ..state import check_triggers, gather_object, set_trigger, triggered_by
 from ..state.arguments import named_arguments
 from ..state.triggers import DEFAULT
+from ..strategies.common.termination import terminated
 from ..strategies.upstream.lightning import (
     Callback,
     Checkpoint,
     LightningModule,
     ModelCheckpoint,
-    SIGTERMException,
     Trainer,
     rank_zero_info,
 )
@@ -50,13 +51,14 @@ class TriggerEarlyStopping(Callback):
     run beside this: not before ``min_steps`` and ``min_epochs``, and with a last validation.
 
     **Signals** only leave a note; the next check does the rest on all processes: a checkpoint, then Lightning's
-    ``SIGTERMException`` (a ``SystemExit`` of status 0). ``min_steps`` does not hold that back. The checkpoint lies in
-    the folder of the first ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in
-    ``default_root_dir``; `checkpoint_path` tells. A run that resumes from it goes on with the next batch of the epoch:
-    loaders with a ``state_dict`` are restored by Lightning, of others the used batches are skipped. (The same order
-    again comes from a sampler that draws by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single
-    device's ``shuffle=True`` draws anew.) While training runs, the handlers replace Lightning's own, which communicate
-    inside the handler (Lightning-AI/pytorch-lightning#20806, #21406); afterwards the previous ones are back.
+    ``SIGTERMException``, a ``SystemExit`` with the status of a process that the signal has ended: 128 and its number,
+    143 for SIGTERM. ``min_steps`` does not hold that back. The checkpoint lies in the folder of the first
+    ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in ``default_root_dir``; `checkpoint_path`
+    tells. A run that resumes from it goes on with the next batch of the epoch: loaders with a ``state_dict`` are
+    restored by Lightning, of others the used batches are skipped. (The same order again comes from a sampler that draws
+    by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single device's ``shuffle=True`` draws anew.)
+    While training runs, the handlers replace Lightning's own, which communicate inside the handler
+    (Lightning-AI/pytorch-lightning#20806, #21406); afterwards the previous ones are back.
 
     Args:
         condition: ``condition(trainer, pl_module, outputs, batch, batch_idx)``, called after each batch on each process
@@ -251,7 +253,7 @@ class TriggerEarlyStopping(Callback):
             self._save(trainer)
             if self._requeue_on.intersection(signals) and (job := slurm_job()) is not None:
                 self._requeue(trainer, job)
-            raise SIGTERMException
+            raise terminated(signal.Signals[signals[0]])
 
     def _raise_failure(self) -> None:
         """Raise on all processes what the condition raised on some.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
     from .loading import load_from_checkpoint
+    from .newest import newest_checkpoint
     from .unwrapping import unwrap_model
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "HfDeepSpeedConfig",
     "get_active_deepspeed_plugin",
     "load_from_checkpoint",
+    "newest_checkpoint",
     "unwrap_model",
 ]
 
@@ -43,6 +45,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "HfDeepSpeedConfig": ".deepspeed",
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
+    "newest_checkpoint": ".newest",
     "unwrap_model": ".unwrapping",
 }
 

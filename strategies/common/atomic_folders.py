@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
+import secrets
 import shutil
 import sys
 from contextlib import suppress
@@ -15,6 +17,7 @@ from .own_files import files_of_others, is_checkpoint, remove_own
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # Linux, renameat2
 _RENAME_SWAP = 2  # macOS, renamex_np
+_LEFT = re.compile(r"(unfinished|removed)(-[0-9a-f]+)?")
 
 
 def replace(path: Path, finished: Path) -> None:
@@ -53,6 +56,46 @@ def remove_folder(path: Path) -> None:
     _remove(hidden)  # left by a killed run
     path.rename(hidden)
     shutil.rmtree(hidden)
+
+
+def unfinished_name(path: Path, number: str = "") -> Path:
+    """Return where a checkpoint is written until it is complete.
+
+    Args:
+        path: The name that it gets.
+        number: Hexadecimal digits that tell it from others of this name.
+    """
+    return path.with_name(f".{path.name}.unfinished{number and f'-{number}'}")
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove whatever is there of checkpoints that were to get this name, by whichever run.
+
+    Other processes may be writing there: each folder gets another name first, in one step. Whoever knows it by its old
+    one can create nothing in it any more, and cannot give it the checkpoint's name.
+    """
+    if not path.parent.is_dir():
+        return
+    prefix = f".{path.name}."
+    for entry in os.listdir(path.parent):
+        if entry.startswith(prefix) and _LEFT.fullmatch(entry.removeprefix(prefix)):
+            _remove_at_once(path.with_name(entry), path)
+
+
+def drop_written_folder(left: Path, path: Path) -> None:
+    """Remove what a failed save of ``path`` has written into ``left``, as `drop_unfinished`; others may still write."""
+    with suppress(OSError):
+        _remove_at_once(left, path)
+
+
+def _remove_at_once(left: Path, path: Path) -> None:
+    hidden = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
+    try:
+        left.rename(hidden)
+    except FileNotFoundError:  # somebody else was faster, or it is finished
+        return
+    with suppress(OSError):  # NFS keeps what is open somewhere; the next save tries again
+        _remove(hidden)
 
 
 def drop_unfinished(path: Path) -> None:

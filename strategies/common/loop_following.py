@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..upstream.lightning import ParallelStrategy, Trainer
+from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from .held_weights import HeldWeights
 from .launcher import SubprocessScriptLauncher
 from .loop_tracker import LoopTracker
-from .termination import Termination
+from .lost_processes import tell_lost_processes
+from .termination import Termination, mark_terminated
 
 
 class LoopFollowing(ParallelStrategy):
@@ -54,6 +55,11 @@ class LoopFollowing(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is not None:
@@ -125,5 +131,8 @@ class LoopFollowing(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and not exception.code:  # raised by Lightning's own loops
+            mark_terminated(exception)
         self._tracker.close()
         super().on_exception(exception)
+        tell_lost_processes(exception, self._termination.run)

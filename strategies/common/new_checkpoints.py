@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ...checkpoint.disk_space import telling_full_disk
 from .agreed_outcome import failing_together, run_on_rank_zero
-from .atomic_folders import drop_unfinished, replace
+from .atomic_folders import drop_unfinished, drop_written_folder, remove_unfinished, replace, unfinished_name
 from .own_files import check_replaceable, keep_files_of_others
 from .shared_folders import check_mark, mark
 
@@ -22,23 +22,27 @@ class NewFolder:
 
     Args:
         path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
+        number: Hexadecimal digits, for one that may still be written when another run begins to save under this name:
+            the two must not write into each other's folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: str = "") -> None:
         self.path = path
-        self.unfinished = path.with_name(f".{path.name}.unfinished")
+        self.unfinished = unfinished_name(path, number)
         """Where to write until then."""
         self._mark: str | None = None
 
     def begin(self) -> str:
         """Make the folder, with nothing in it but what `check_shared` looks for, whose name is returned.
 
+        What a killed run has left of a save under this name is removed, and so is what its processes still write:
+        from now on they can neither write nor finish it.
+
         Raises:
             IsADirectoryError: If ``path`` is a folder that is no checkpoint; nothing is written then.
         """
         check_replaceable(self.path)
-        if self.unfinished.exists():  # left by a killed run
-            shutil.rmtree(self.unfinished)
+        remove_unfinished(self.path)
         self.unfinished.mkdir(parents=True)
         self._mark = mark(self.unfinished)
         return self._mark
@@ -64,8 +68,8 @@ class NewFolder:
             replace(self.path, self.unfinished)
 
     def drop(self) -> None:
-        """Remove what was written: a full disk would stay full."""
-        drop_unfinished(self.unfinished)
+        """Remove what was written, also while others still write: a full disk would stay full."""
+        drop_written_folder(self.unfinished, self.path)
 
 
 @contextmanager
@@ -116,6 +120,7 @@ def new_file(
         check_replaceable(path, by_file=True)
         if beside:
             path.parent.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(path)
             _write_beside(path, write)
             return
         if path.is_dir():

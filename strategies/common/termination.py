@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -13,11 +14,37 @@ import torch.distributed as dist
 
 from ...state.agreement import sending_device
 from ...state.process_group import group_store, require_group
-from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn
+from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from .agreed_outcome import run_on_rank_zero
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
+
+
+def terminated(number: int = signal.SIGTERM) -> SIGTERMException:
+    """Return what ends a run that a signal told to end, see `mark_terminated`."""
+    exception = SIGTERMException()
+    mark_terminated(exception, number)
+    return exception
+
+
+def mark_terminated(exception: SIGTERMException, number: int = signal.SIGTERM) -> None:
+    """Give the exception the exit status of a run that was told to end: 128 and the signal's number, 143 for SIGTERM.
+
+    Lightning 2.6 ends with 0, its main branch with 143 (Lightning-AI/pytorch-lightning#21623). A status of 0 says that
+    the work is done: torchrun would not start the process again, a Kubernetes job would be complete, and on SLURM jobs
+    that wait for this one (``afterok``) would begin.
+
+    Args:
+        exception: Raised, or about to be.
+        number: The signal.
+    """
+    exception.code = 128 + int(number)
+    # Lightning's launcher kills its own process when one that it has started ends with a status before it does; those
+    # were told, too, and may be quicker.
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            thread._child_processes = []
 
 
 class Termination:
@@ -34,7 +61,8 @@ class Termination:
         self._is_noted = False
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
-        self._prefix = ""
+        self.run = ""
+        """Names the present run on the store; the same on all ranks."""
         self._device = torch.device("cpu")
         """What ranks reduce the number on."""
 
@@ -47,7 +75,7 @@ class Termination:
         _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
-            self._prefix = f"accelight/sigterm/{number}"
+            self.run = f"accelight/run/{number}"
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
 
@@ -117,7 +145,7 @@ class Termination:
         trainer = self._trainer
         if trainer is None or trainer.world_size == 1:
             return
-        store = group_store(self._prefix)
+        store = group_store(f"{self.run}/sigterm")
         if store.check(["last"]):
             if self._count > int(store.get("last")):
                 self._leave()
@@ -128,7 +156,7 @@ class Termination:
     def _leave(self) -> None:
         if self._trainer is not None:
             _connector(self._trainer).received_sigterm = True
-        raise SIGTERMException
+        raise terminated()
 
 
 def _connector(trainer: Trainer) -> Any:

@@ -49,7 +49,7 @@ from ..upstream.lightning import (
     _optimizers_to_device,
     rank_zero_info,
 )
-from .checkpoints.background_saves import BackgroundSaves
+from .checkpoints.background_choice import check_kind, check_places, choose_saves
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import FullyShardedDataParallelPlugin
 from .config.settings import WrapSettings
@@ -134,14 +134,16 @@ class AccelFSDPStrategy(TrainerHooks):
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
         async_save: Write checkpoints in the background while training goes on; the loop waits for the copy to host
-            memory alone. See `wait_for_saves`. Default False.
+            memory alone. See `wait_for_saves`. ``"process"`` lets a process beside each rank write sharded ones: what
+            `Trainer.save_checkpoint` has returned for is completed though all ranks are killed. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
             lies on the CPU.
 
     Raises:
-        ValueError: If both a plugin and fields of it are given, or a field has a value that is not allowed.
+        ValueError: If both a plugin and fields of it are given, or a field or ``async_save`` has a value that is not
+            allowed.
 
     Source: accelerate 1.15 ``FullyShardedDataParallelPlugin``; lightning 2.6 ``FSDPStrategy``.
     """
@@ -183,7 +185,7 @@ class AccelFSDPStrategy(TrainerHooks):
         find_unused_parameters: bool = False,
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
-        async_save: bool = False,
+        async_save: bool | Literal["process"] = False,
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -210,7 +212,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._held_weights = HeldWeights()
-        self._checkpointer = Checkpointer(self, BackgroundSaves(timeout) if async_save else None)
+        self._checkpointer = Checkpointer(self, choose_saves(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
 
@@ -241,6 +243,7 @@ class AccelFSDPStrategy(TrainerHooks):
             compile_options=self._compile_options,
             recomputed=self._recomputed,
         )
+        check_kind(self._checkpointer.saves, settings.state_dict_type)
         if settings.cpu_offload:
             check_offload(self.root_device)
         self._checkpointer.connect()
@@ -290,6 +293,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._termination.follow(trainer)
         if fitting:
             check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
+            check_places(self._checkpointer.saves, trainer.checkpoint_callbacks)
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)

@@ -10,13 +10,14 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.plugins.precision.utils import _DtypeContextManager
     from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
-    from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+    from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _set_sampler_epoch, sized_len
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.fabric.utilities.init import _materialize_distributed_module
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.fabric.utilities.types import _PATH, _Stateful
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
+    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from lightning.pytorch.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -41,7 +42,11 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.trainer.call import _call_lightning_module_hook
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
-    from lightning.pytorch.utilities.data import _update_dataloader, extract_batch_size
+    from lightning.pytorch.utilities.data import (
+        _get_dataloader_init_args_and_kwargs,
+        _update_dataloader,
+        extract_batch_size,
+    )
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
@@ -52,13 +57,14 @@ else:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.plugins.precision.utils import _DtypeContextManager
     from lightning_fabric.strategies.deepspeed import _validate_device_index_selection
-    from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
+    from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+    from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, _set_sampler_epoch, sized_len
     from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning_fabric.utilities.init import _materialize_distributed_module
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
     from lightning_fabric.utilities.types import _PATH, _Stateful
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint, ModelSummary
+    from pytorch_lightning.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from pytorch_lightning.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -83,7 +89,11 @@ else:
     from pytorch_lightning.trainer.call import _call_lightning_module_hook
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
     from pytorch_lightning.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
-    from pytorch_lightning.utilities.data import _update_dataloader, extract_batch_size
+    from pytorch_lightning.utilities.data import (
+        _get_dataloader_init_args_and_kwargs,
+        _update_dataloader,
+        extract_batch_size,
+    )
     from pytorch_lightning.utilities.exceptions import SIGTERMException
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.model_summary.model_summary import LayerSummary
@@ -106,6 +116,7 @@ __all__ = [
     "MixedPrecision",
     "FSDPStrategy",
     "GradClipAlgorithmType",
+    "GradientAccumulationScheduler",
     "LRSchedulerConfig",
     "LayerSummary",
     "LightningModule",
@@ -135,10 +146,13 @@ __all__ = [
     "_validate_device_index_selection",  # refuses a choice of devices that DeepSpeed would number otherwise
     "_validate_optimizers_attached",  # refuses the schedule of an optimizer that was not returned
     "_PATH",  # the paths that a strategy's methods take
+    "_ChildProcessObserver",  # kills the processes of a run of which one has ended with a status
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
     "_MockOptimizer",  # what there is where configure_optimizers returns None
     "_Stateful",  # loaders that keep their own place
+    "_get_dataloader_init_args_and_kwargs",  # a loader with batches of another kind
+    "_reinstantiate_wrapped_cls",  # the same
     "_load_state",  # a module from hyperparameters and weights that lie in no file of Lightning's
     "_SubprocessScriptLauncher",  # it does not tell processes how many they are on a node
     "_materialize_distributed_module",  # modules on the meta device, as Lightning's own strategies do
@@ -154,16 +168,20 @@ _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _MODULE = "lightning.pytorch.LightningModule"
 _METRIC = "torchmetrics.Metric"
 _SUMMARY = "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary"
+_OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector"
 
 ATTRIBUTES = {
     "_active_loop": (_TRAINER, "which loop runs, and where in its data it is"),
     "_after_closure": ("lightning.pytorch.plugins.precision.Precision", "hooks before the step, and clipping"),
     "_broadcast_sigterm_tensor": (_EPOCH, "ranks agree on a SIGTERM before a batch"),
+    "_checkpoint_connector": (_TRAINER, "which checkpoint a run goes on from"),
+    "_child_processes": (_OBSERVER, "processes that may end with a status, since they were told to end"),
     "_combined_loader": (_FIT, "the loaders that a loop goes through"),
     "_computed": (_METRIC, "a padding step's result is forgotten"),
     "_copy_state_dict": (_METRIC, "states are put back after a padding step"),
     "_current_fx_name": (_MODULE, "from which hook a value is logged"),
+    "_data_connector": (_TRAINER, "loaders before the Trainer puts samplers into them"),
     "_data_fetcher": (_FIT, "batches that were fetched ahead"),
     "_defaults": (_METRIC, "a metric's states"),
     "_device_mesh": (_MODULE, "the mesh that configure_model() asks for"),
@@ -180,6 +198,10 @@ ATTRIBUTES = {
     "_model": (_SUMMARY, "the module that is summarised"),
     "_module": ("lightning.pytorch.utilities.model_summary.model_summary.LayerSummary", "the module of a row"),
     "_num_ready_batches_reached": (_EPOCH, "whether an epoch's data is at its end"),
+    "_prepare_dataloader": (
+        "lightning.pytorch.trainer.connectors.data_connector._DataConnector",
+        "where it does that",
+    ),
     "_reductions": (_METRIC, "how a metric's states are reduced"),
     "_reset_optimizers_and_schedulers": ("lightning.pytorch.strategies.Strategy", "optimizers of an earlier fit"),
     "_results": (_TRAINER, "values that evaluation steps have logged"),

@@ -58,6 +58,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
     "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
+    "process": {
+        engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
+    },
 }
 """Ways to run an engine that must not change what is trained."""
 

@@ -104,3 +104,35 @@ def test_the_readmes_example_runs_as_printed(tmp_path: Path) -> None:
     output = run_script(code, cwd=tmp_path).output
     assert "4 tensors in" in output
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+SAMPLES = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+import accelight.strategies
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(1, 1)
+    def training_step(self, batch):
+        print("samples", *batch[0].flatten().int().tolist(), flush=True)
+        return self.model(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+trainer = Trainer(strategy=sys.argv[1], accelerator="cpu", devices=1, max_epochs=1, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(Module(), DataLoader(TensorDataset(torch.arange(8.0).unsqueeze(1)), 2))
+"""
+
+
+@pytest.mark.core("accel_fsdp2")
+@pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
+def test_samples_are_dealt_to_all_nodes_that_are_there(strategy: str) -> None:
+    """Where ``num_nodes`` was left out, each node used all samples."""
+    lines = run_script(SAMPLES, strategy, launcher="two_nodes", nproc=1).lines
+    used = [int(word) for line in lines if line.startswith("samples ") for word in line.split()[1:]]
+    assert sorted(used) == list(range(8))

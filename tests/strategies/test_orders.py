@@ -139,6 +139,16 @@ FOUND: dict[str, Script] = {
         sharded=True,
         option="background",
     ),
+    "the same with another process that writes": Script(
+        (
+            Fit(accumulate=2, batches=5, epochs=2, events=(Event("on_after_backward", 2, "save"),)),
+            Fit(start="fresh", back=2, accumulate=2),
+        ),
+        optimizer="adamw",
+        schedule="step",
+        sharded=True,
+        option="process",
+    ),
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
     ),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from accelight.strategies.common.termination import mark_terminated, terminated
+from accelight.strategies.upstream.lightning import _ChildProcessObserver
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
 from tests.strategies.oracle import (
@@ -63,7 +67,7 @@ def _leave(engine: str, ranks: list[int], run: str, hook: str, batch: int, folde
     loaders = {"val_dataloaders": rank_loader(size)} if run == "fit" else {}
     with pytest.raises(SIGTERMException) as caught:
         getattr(trainer, run)(module, rank_loader(size), **loaders)
-    assert not caught.value.code  # Lightning's exit status
+    assert caught.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == handler
     if run == "fit":  # the checkpoint of that moment is whole: training goes on from it
         again = quiet_trainer(strategy_named(engine), size, **more)
@@ -133,13 +137,55 @@ if __name__ == "__main__":
 
 
 @pytest.mark.core("accel_fsdp2-python")
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "by_hand"])
 @pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
 def test_a_plain_run_ends_on_all_processes(strategy: str, launcher: Any, tmp_path: Path) -> None:
+    """With the status of a process that SIGTERM has ended: 0 would say that the training is complete."""
+
     def tell_all() -> None:
         wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
         for process in tmp_path.iterdir():
             os.kill(int(process.name), signal.SIGTERM)
 
-    result = run_script(SCRIPT, strategy, str(tmp_path), launcher=launcher, timeout_s=60, while_running=tell_all)
-    assert "Traceback" not in result.output
+    result = run_script(
+        SCRIPT, strategy, str(tmp_path), launcher=launcher, timeout_s=60, while_running=tell_all, check=False
+    )
+    if launcher == "torchrun":  # which has a status and a traceback of its own for workers that failed
+        assert result.returncodes == [1]
+        assert re.search(r"exitcode *: 143", result.output)  # of the first to end; torchrun ends the other
+    else:
+        assert "Traceback" not in result.output
+        assert result.returncodes == [143] * len(result.returncodes)
+
+
+def _alone(engine: str) -> None:
+    """One process is told by Lightning's own loop."""
+    trainer = quiet_trainer(strategy_named(engine), 1, callbacks=[Told([0], "train_start", 1)], max_epochs=1)
+    with pytest.raises(SIGTERMException) as caught:
+        trainer.fit(TinyModule(Case(), Outcome()), rank_loader(1))
+    assert caught.value.code == 143
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_process_ends_with_the_same_status(engine: str) -> None:
+    run_on_ranks(1, _alone, engine)
+
+
+def test_a_process_that_was_told_is_no_reason_to_kill_the_others() -> None:
+    """Lightning's launcher looks after the processes that it started; those may have ended before this one."""
+    with subprocess.Popen(["sleep", "100"]) as main, subprocess.Popen(["sh", "-c", "exit 143"]) as child:
+        child.wait()
+        observer = _ChildProcessObserver(main.pid, [child], sleep_period=1_000)
+        observer.start()
+        mark_terminated(SIGTERMException())
+        assert observer._run()  # it has nothing more to look after
+        assert main.poll() is None
+        main.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 128 + signal.SIGUSR1)])
+def test_the_status_tells_the_signal(number: signal.Signals, status: int) -> None:
+    with pytest.raises(SystemExit) as caught:
+        raise terminated(number)
+    assert caught.value.code == status

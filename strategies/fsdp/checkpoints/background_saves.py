@@ -24,6 +24,8 @@ from ....state.process_group import group_store
 from ....state.process_record import set_device
 from ...common.agreed_outcome import num_ranks
 from ...common.store_messages import StoreMessages
+from .saving_process import SavingProcess
+from .shared_memory import SharedStager
 from .staging import Stager
 
 _log = logging.getLogger(__name__)
@@ -51,10 +53,13 @@ class BackgroundSaves:
 
     Args:
         timeout: Of the group's collectives.
+        process: What writes instead, and the thread waits for it; None lets the thread write.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, process: SavingProcess | None = None) -> None:
         self._timeout = timeout
+        self.process = process
+        """What writes sharded checkpoints, from shared memory; None if the thread does."""
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
         self._stager: Stager | None = None
         self._device = torch.device("cpu")
@@ -78,6 +83,27 @@ class BackgroundSaves:
             self._stager = Stager()
         return self._stager.copy(state)
 
+    @property
+    def shared_stager(self) -> SharedStager:
+        """What copies states to where ``process`` reads them; `wait` first."""
+        self._check_idle()
+        if self._stager is None:
+            self._stager = SharedStager()
+        if not isinstance(self._stager, SharedStager):
+            raise RuntimeError("What is in memory of this process alone cannot be written by another one.")
+        return self._stager
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For collectives of saves.
+
+        Raises:
+            RuntimeError: Before `connect`.
+        """
+        if self._groups is None:
+            raise RuntimeError("connect() comes first.")
+        return self._groups[1]
+
     def start(self, what: str, save: Callable[[dist.ProcessGroup], None], messages: StoreMessages) -> None:
         """Let ``save`` run in the background, on every rank; `wait` first.
 
@@ -87,9 +113,7 @@ class BackgroundSaves:
             messages: Through which the ranks agree that all is done.
         """
         self._check_idle()
-        if self._groups is None:
-            raise RuntimeError("connect() comes first.")
-        group = self._groups[1]
+        group = self.group
         self._num_saves += 1
         current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
         # Not a daemon: a process that ends waits for its save.
@@ -168,6 +192,8 @@ class BackgroundSaves:
             if exception is None:
                 raise
         finally:
+            if self.process is not None:
+                self.process.close()
             if self._stager is not None:
                 self._stager.close()
                 self._stager = None

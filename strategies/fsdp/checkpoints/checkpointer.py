@@ -41,6 +41,7 @@ from ..units.sharded_root import ShardedForm
 from . import local_state, sharded_checkpoints, sharded_loading
 from .accelerate_folders import find_accelerate_folder
 from .background_saves import BackgroundSaves
+from .handed_saves import HandedSave
 from .kept_plans import KeptPlans
 from .optimizer_states import optimizer_state
 from .plain_modules import traces_of
@@ -210,7 +211,13 @@ class Checkpointer:
             return partial(local_state.save_local, folder, local, metadata)
         key, form = self._strategy.engine.model_key, self._strategy.form
         state = sharded_checkpoints.sharded_state(key, weights, optimizer_states)
-        staged, manifest = stage(state), Manifest(key, form.ties, form.module_attribute)
+        manifest, saves = Manifest(key, form.ties, form.module_attribute), self.saves
+        if saves is not None and saves.process is not None and stage == saves.stage:
+            stager = saves.shared_stager
+            return HandedSave(folder, state, metadata, manifest, self._plans, stager, saves.process).hand_over(
+                saves.group
+            )
+        staged = stage(state)
         return lambda group: save_sharded(folder, staged, metadata, manifest, self._plans, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -59,10 +59,16 @@ class Written(WriteResult):
 
 
 class FolderWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that tells of a full disk, and knows afterwards what it has written."""
+    """A ``FileSystemWriter`` that tells of a full disk, and knows afterwards what it has written.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Where to write.
+        known_as: What ``.metadata`` says of where that was; the folder by default.
+    """
+
+    def __init__(self, folder: Path, known_as: Path | None = None) -> None:
         super().__init__(folder)
+        self._known_as = known_as or folder
         self.fs = self._files = _TellingFileSystem()
         self.digests: dict[str, FileDigest] = {}
         """On rank 0, of all ranks' files, when they are written; of ``.metadata``, too."""
@@ -107,6 +113,10 @@ class FolderWriter(FileSystemWriter):
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
+
+    @override
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._known_as, save_id=self.save_id)
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

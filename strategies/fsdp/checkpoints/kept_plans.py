@@ -65,14 +65,20 @@ class KeptPlans:
             self._plans.clear()
         return next((one for one in self._plans if one.form == form), None)
 
-    def keep(self, form: Any, planner: FullFromRankZero, metadata: Metadata) -> None:
-        """Keep what was planned; every rank calls it, after a save that went well on all."""
+    @property
+    def numbers(self) -> list[int]:
+        """Of the plans that are kept."""
+        return [one.number for one in self._plans]
+
+    def keep(self, form: Any, planner: FullFromRankZero, metadata: Metadata) -> KeptPlan:
+        """Keep what was planned, and return it; every rank calls it, after what went well on all."""
         self._num_plans += 1
         kept = KeptPlan(self._num_plans, form, planner.plan, None)
         if dist.get_rank() == 0:
             kept.metadata = metadata
             kept.indices = [[item.index for item in plan.items] for plan in planner.global_plan]
         self._plans = [kept, *self._plans[: _MOST_PLANS - 1]]
+        return kept
 
 
 def form_of(planner: FullFromRankZero) -> Any:

@@ -8,7 +8,7 @@ same plan: if one has another, or none, rank 0 tells that, and all plan together
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ....checkpoint.digests import FileDigest
@@ -68,16 +69,7 @@ def save_sharded(
     """
     folder, messages, what = NewFolder(path), plans.messages, f"saving {path}"
     writer, planner = FolderWriter(folder.unfinished), FullFromRankZero()
-
-    def complete(unfinished: Path) -> None:
-        write_metadata(unfinished, metadata)
-        write_manifest(
-            unfinished,
-            ties=manifest.ties,
-            model_prefix=manifest.model_prefix,
-            module_attribute=manifest.module_attribute,
-            digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
-        )
+    complete = partial(_complete, writer, metadata, manifest)
 
     def finish(kept: KeptPlan | None, reports: list[_Report]) -> _Outcome:
         """What rank 0 does when it knows what all have done."""
@@ -87,8 +79,7 @@ def save_sharded(
                 folder.drop()  # before anybody is told
             return _Outcome(complete=False, problems=problems)
         places = [one.places for one in reports if one.places is not None]
-        writer.finish(kept.metadata, [one.results(own) for one, own in zip(places, kept.indices, strict=True)])
-        folder.finish(complete)
+        finish_folder(folder, writer, kept.metadata, kept.indices, places, metadata, manifest)
         return _Outcome(complete=True, problems=[])
 
     made = messages.from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
@@ -113,6 +104,41 @@ def save_sharded(
         if dist.get_rank() == 0:
             folder.drop()
         raise
+
+
+def finish_folder(
+    folder: NewFolder,
+    writer: FolderWriter,
+    planned: Metadata,
+    indices: Sequence[Sequence[MetadataIndex]],
+    places: Sequence[Places],
+    metadata: bytes,
+    manifest: Manifest,
+) -> None:
+    """Write what tells of all ranks' parts, when they are written, and give the folder its name; on one process.
+
+    Args:
+        folder: Where they are.
+        writer: Into it.
+        planned: As `KeptPlan.metadata`.
+        indices: As `KeptPlan.indices`.
+        places: Where each rank wrote its part.
+        metadata: The file for everything else.
+        manifest: For the merger.
+    """
+    writer.finish(planned, [one.results(own) for one, own in zip(places, indices, strict=True)])
+    folder.finish(partial(_complete, writer, metadata, manifest))
+
+
+def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinished: Path) -> None:
+    write_metadata(unfinished, metadata)
+    write_manifest(
+        unfinished,
+        ties=manifest.ties,
+        model_prefix=manifest.model_prefix,
+        module_attribute=manifest.module_attribute,
+        digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
+    )
 
 
 def _write(

@@ -44,7 +44,7 @@ class Stager(StateDictStager):
         self._kept, self._used = self._used, defaultdict(list)
         try:
             copied = self.stage(state)
-            if any(pinned for _, pinned in self._used):
+            if self._is_pinned:
                 torch.accelerator.current_stream().synchronize()
         finally:
             self._copied.clear()
@@ -85,6 +85,10 @@ class Stager(StateDictStager):
         return copied.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     @property
+    def _is_pinned(self) -> bool:
+        return any(pinned for _, pinned in self._used)
+
+    @property
     def num_bytes(self) -> int:
         """Of the memory that it keeps."""
         return sum(size * len(storages) for (size, _), storages in self._used.items())
@@ -102,32 +106,29 @@ class Stager(StateDictStager):
         if place in self._copied:
             return self._copied[place][1]
         pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
-        size = storage.nbytes(), pinned
+        memory = self._memory(storage.nbytes(), pinned)
+        memory.copy_(storage, non_blocking=pinned)
+        self._copied[place] = storage, memory
+        return memory
+
+    def _memory(self, num_bytes: int, pinned: bool) -> UntypedStorage:
+        size = num_bytes, pinned
         kept = self._kept[size]
         memory = kept.pop(0) if kept else _allocated(*size)  # in order: the same for the same tensor
         self._used[size].append(memory)
-        memory.copy_(storage, non_blocking=pinned)
-        self._copied[place] = storage, memory
         return memory
 
     def _free(self) -> None:
         for (num_bytes, pinned), storages in self._kept.items():
             for storage in storages if pinned else ():
-                error = int(_cuda.cudart().cudaHostUnregister(storage.data_ptr()))
-                if error:  # of an earlier call, as a rule, whose error arrives by itself
-                    _log.warning("CUDA could not unpin %s bytes of host memory (cudaError %s).", num_bytes, error)
+                unpin(storage.data_ptr(), num_bytes)
         self._kept.clear()
 
 
 def _allocated(num_bytes: int, pinned: bool) -> UntypedStorage:
     storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
     if pinned:
-        error = int(_cuda.cudart().cudaHostRegister(storage.data_ptr(), num_bytes, _PORTABLE))
-        if error:
-            raise RuntimeError(
-                f"async_save=True copies the state to pinned host memory, and CUDA could not pin {num_bytes} bytes "
-                f"(cudaError {error}). Free host memory, or use async_save=False."
-            )
+        pin(storage.data_ptr(), num_bytes)
     return storage
 
 
@@ -139,3 +140,24 @@ def _is_plain(tensor: Tensor) -> bool:
         and not getattr(tensor, "__dict__", None)
         and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Let CUDA copy to this host memory by itself.
+
+    Raises:
+        RuntimeError: If it cannot.
+    """
+    error = int(_cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    if error:
+        raise RuntimeError(
+            f"async_save copies the state to pinned host memory, and CUDA could not pin {num_bytes} bytes "
+            f"(cudaError {error}). Free host memory, or use async_save=False."
+        )
+
+
+def unpin(address: int, num_bytes: int) -> None:
+    """Undo `pin`, before the memory is freed."""
+    error = int(_cuda.cudart().cudaHostUnregister(address))
+    if error:  # of an earlier call, as a rule, whose error arrives by itself
+        _log.warning("CUDA could not unpin %s bytes of host memory (cudaError %s).", num_bytes, error)

@@ -24,6 +24,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "fsdp1-local": {**ENGINES["fsdp1"], "state_dict_type": "local_state_dict"},
     "fsdp2-sharded": {**ENGINES["fsdp2"], "state_dict_type": "sharded_state_dict"},
     "fsdp2-in-background": {**ENGINES["fsdp2"], "state_dict_type": "sharded_state_dict", "async_save": True},
+    "fsdp2-by-process": {**ENGINES["fsdp2"], "state_dict_type": "sharded_state_dict", "async_save": "process"},
     "fsdp2-full": {**ENGINES["fsdp2"], "state_dict_type": "full_state_dict"},
     "fsdp2-full-in-background": {**ENGINES["fsdp2"], "state_dict_type": "full_state_dict", "async_save": True},
 }
@@ -36,7 +37,7 @@ def _train(options: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     return callback.message, callback.left
 
 
-@pytest.mark.core("fsdp2-sharded", "fsdp2-full-in-background")
+@pytest.mark.core("fsdp2-sharded", "fsdp2-full-in-background", "fsdp2-by-process")
 @pytest.mark.parametrize("save", SAVES)
 def test_a_save_that_fails_leaves_nothing(save: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1_000_000) as disk:

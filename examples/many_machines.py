@@ -1,10 +1,11 @@
-"""Training that goes on in the next job of SLURM's when its time is over; see train.sbatch beside this file.
+"""Training on many machines that goes on where it was: under SLURM, Kubernetes, or torchrun by hand.
 
     sbatch examples/slurm/train.sbatch --output /shared/run
+    kubectl apply --filename examples/kubernetes/train.yaml
+    torchrun --nnodes=2 --node-rank=0 --master-addr=first --nproc-per-node=8 examples/many_machines.py   # and rank 1
 
-Two minutes before the end SLURM sends SIGUSR1 to all processes. They save one checkpoint at the end of the optimizer
-step, and the job goes back into the queue; when it starts again, it goes on with the next batch.
-`scancel --signal=USR1 JOB` does the same by hand.
+SIGTERM, and SLURM's SIGUSR1 before the time of a job is over, save one checkpoint at the end of the optimizer step.
+After SIGUSR1 the SLURM job goes back into the queue. Started again, the script goes on with the next batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 if __name__ == "__main__":  # before the imports below, which take seconds: --help answers at once
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--output", default="demo_output/slurm", help="a folder that all nodes see")
+    parser.add_argument("--output", default="demo_output/many_machines", help="a folder that all nodes see")
     arguments = parser.parse_args()
 
 import torch
@@ -44,14 +45,16 @@ class Regression(LightningModule):
 
 
 def main(arguments: argparse.Namespace) -> None:
+    num_processes = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "1"))
+    num_local_processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
     torch.manual_seed(0)
     inputs = torch.randn(8192, 8)
     data = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=16, shuffle=True)
     trainer = Trainer(
         strategy=AccelFSDPStrategy(fsdp_version=2),
         accelerator="auto",
-        devices=int(os.environ.get("SLURM_NTASKS_PER_NODE", "1")),
-        num_nodes=int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
+        devices=num_local_processes,
+        num_nodes=num_processes // num_local_processes,
         max_epochs=arguments.epochs,
         callbacks=[
             TriggerEarlyStopping(stop_on_signals=["SIGTERM"], requeue_on_signals=["SIGUSR1"]),

@@ -1,0 +1,102 @@
+"""Which process it was when a collective fails because one does not take part: gloo says only that it has waited.
+
+[Note: who answers] A process that leaves training with such an error says so on the store, and looks for some seconds
+whether the others do. One that was killed does not, nor one behind a link that is cut, or that is busy elsewhere. On
+the store's far side of a cut nobody can be asked: then it is the store's host that does not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from ...state.process_group import group_store
+
+_log = logging.getLogger(__name__)
+
+ANSWERS_WITHIN_S = 10.0
+"""Others fail at the same moment or, where their own timeout has begun later, not much after it."""
+_SIGNS = ("gloo/transport", "gloo::", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_POLL_S = 0.1
+
+
+@dataclass
+class _Answers:
+    """What has been heard so far; filled by a thread that a cut link may hold for ever."""
+
+    reached: bool = False
+    heard: set[int] = field(default_factory=set)
+
+
+def is_of_connection(error: BaseException | None) -> bool:
+    """Return whether ``error``, or what it came from, says that another process did not take part in a collective."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def lost_processes(run: str) -> str:
+    """Ask who else has failed, and return a sentence about those that do not answer.
+
+    Args:
+        run: Names this run of training; the same on all processes, and another one in each run.
+    """
+    answers, rank = _Answers(), dist.get_rank()
+    asking = threading.Thread(target=_ask, args=(f"{run}/failed", rank, answers), daemon=True)
+    asking.start()
+    asking.join(ANSWERS_WITHIN_S + 1)
+    if not answers.reached:
+        where = f"{os.environ.get('MASTER_ADDR', 'the host of process 0')}:{os.environ.get('MASTER_PORT', '')}"
+        return (
+            f"nor does the store at {where.rstrip(':')}, which process 0 or its torchrun agent holds: process 0 has "
+            "ended, or its host cannot be reached from here."
+        )
+    missing = sorted(set(range(dist.get_world_size())) - answers.heard)
+    if not missing:
+        return "but all of them answer: they wait for each other, or the timeout is too short."
+    which = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return f"and {which} did not answer within {ANSWERS_WITHIN_S:g} s: ended, not to be reached, or busy elsewhere."
+
+
+def _ask(prefix: str, rank: int, answers: _Answers) -> None:
+    try:
+        store = group_store(prefix)
+        store.set(f"{rank}", "")
+        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        while len(answers.heard) < dist.get_world_size() and time.monotonic() < deadline:
+            for other in set(range(dist.get_world_size())) - answers.heard:
+                if store.check([f"{other}"]):
+                    answers.heard.add(other)
+                answers.reached = True
+            time.sleep(_POLL_S)
+    except (RuntimeError, ValueError):  # the store is gone, or the group
+        return
+
+
+def tell_lost_processes(error: BaseException, run: str) -> None:
+    """Add which processes are missing to ``error``, if it is a collective's that failed for want of one.
+
+    Args:
+        error: With which training ends here.
+        run: As for `lost_processes`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not is_of_connection(error):
+        return
+    where = f"Process {dist.get_rank()} on {socket.gethostname()} could not communicate with the others,"
+    note = f"{where} {lost_processes(run)}"
+    if sys.version_info >= (3, 11):
+        error.add_note(note)  # beneath the error's own text
+    else:
+        _log.error(note)
