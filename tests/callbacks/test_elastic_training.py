@@ -347,30 +347,22 @@ def test_an_open_window_is_forgotten() -> None:
 
 
 # ---------------------------------------------------------------------- torchdata
-def _stateful(num_workers: int, folder: str, steps: list[int]) -> Any:
+def _stateful(folder: str, steps: list[int]) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    # Not by a plain fork: this process has gloo's threads.
-    context = "forkserver" if num_workers else None
-    data = StatefulDataLoader(Samples(), 5, shuffle=True, num_workers=num_workers, multiprocessing_context=context)
+    data = StatefulDataLoader(Samples(), 5, shuffle=True)
     if not steps:
         return train("fsdp2", data=data, folder=Path(folder))
     return [train("fsdp2", data=data, ckpt_path=f"{folder}/step={step}.ckpt") for step in steps]
 
 
-@pytest.mark.core("0-0-")
-@pytest.mark.parametrize(
-    ("before", "after", "steps"), [(0, 0, [1, 3, 4]), (2, 0, [1]), (0, 1, [1])], ids=["0-0-", "2-0-", "0-1-"]
-)
-def test_a_stateful_loader_goes_on_where_the_callback_says(
-    before: int, after: int, steps: list[int], tmp_path: Path
-) -> None:
+def test_a_stateful_loader_goes_on_where_the_callback_says(tmp_path: Path) -> None:
     """Its own state counts batches of one process; loaded beside, samples would be left out."""
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     expected = train_plain("fsdp2")
-    [whole, *_] = run_on_ranks(2, _stateful, before, str(tmp_path), [], timeout_s=120)
+    [whole, *_] = run_on_ranks(2, _stateful, str(tmp_path), [], timeout_s=120)
     assert_goes_on(whole, expected)
     for size in (1, 3):
-        [runs, *_] = run_on_ranks(size, _stateful, after, str(tmp_path), steps, timeout_s=120)
-        for step, found in zip(steps, runs, strict=True):
+        [runs, *_] = run_on_ranks(size, _stateful, str(tmp_path), [1, 3, 4], timeout_s=120)
+        for step, found in zip([1, 3, 4], runs, strict=True):
             assert_goes_on(found, expected, step)

@@ -10,7 +10,9 @@ import select
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -101,11 +103,7 @@ class _Writer:
         writer = FolderWriter(folder.unfinished, part.known_as)
         own = _written(writer, part, plan.own, data)
         if part.ending is None:
-            try:
-                own.leave(folder.unfinished, part.rank)
-            except OSError as error:  # rank 0's process will wait in vain, but for the word of this rank
-                return Answer(own.problem or f"{type(error).__name__}: {error}", complete=False)
-            return Answer(own.problem, complete=False)
+            return Answer(_left(own, folder.unfinished, part.rank), complete=False)
         try:
             records = [own, *_records_of_others(folder, part, part.ending.timeout_s)]
             places = [one.places for one in records if one.places is not None]
@@ -127,7 +125,26 @@ def _written(writer: FolderWriter, part: Part, plan: SavePlan, data: Sequence[An
         results = writer.write_data(plan, _Planned(plan, data)).wait()
         return Record(Places.of(plan, results))
     except Exception as error:  # noqa: BLE001 (told to whoever is left)
+        _remove_part(Path(writer.path), part.rank)
         return Record(None, f"{type(error).__name__}: {error}")
+
+
+def _left(own: Record, folder: Path, rank: int) -> str | None:
+    """Leave the record for rank 0's process, and return the problem, if there is one."""
+    try:
+        own.leave(folder, rank)
+    except OSError as error:  # a full disk: without this part there is room to say so
+        own = Record(None, own.problem or f"{type(error).__name__}: {error}")
+        _remove_part(folder, rank)
+        with suppress(OSError):  # the folder is gone: so is the save
+            own.leave(folder, rank)
+    return own.problem
+
+
+def _remove_part(folder: Path, rank: int) -> None:
+    for path in folder.glob(f"__{rank}_*.distcp"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _records_of_others(folder: NewFolder, part: Part, timeout_s: float) -> list[Record]:
