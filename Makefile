@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 
-.PHONY: help setup demo docs test test-all test-gpu test-slurm test-orders check lint mypy format bench clean
+.PHONY: help setup demo docs test test-all test-gpu test-machines test-slurm test-orders check lint mypy format bench clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,10 +25,13 @@ docs: $(STAMP)  ## Build the site into build/site (Python 3.11 or newer); a brok
 	$(BIN)/python -m sphinx -W -n --keep-going -q -b html docs build/site
 
 test: $(STAMP)  ## Run the tests
-	$(PYTEST) -m "not exhaustive"
+	$(PYTEST) -m "not exhaustive and not machines"
 
 test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, a hundred random orders for each engine
-	ACCELIGHT_ORDERS=100 $(PYTEST) -m exhaustive
+	ACCELIGHT_ORDERS=100 $(PYTEST) -m "exhaustive and not machines"
+
+test-machines: $(STAMP)  ## Run what takes minutes each: launchers that lose machines, links that are cut, fifty kills
+	$(PYTEST) -m machines
 
 test-gpu: $(STAMP)  ## Run the tests that need CUDA (ACCELIGHT_TRY_GPU_TESTS=1 tries most of them on the CPU)
 	$(PYTEST) -n 1 -m gpu

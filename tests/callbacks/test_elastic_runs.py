@@ -60,8 +60,10 @@ def _assert_as_if_nothing_had_been(folder: Path, engine: str) -> None:
     assert_goes_on(found, expected)
 
 
-@pytest.mark.core("fsdp2")
-@pytest.mark.parametrize("engine", ["fsdp2", "fsdp1", "zero2"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.machines) for name in ("fsdp1", "zero2"))]
+)
 def test_an_agent_is_killed_and_another_comes(engine: str, tmp_path: Path) -> None:
     """2 -> 1 -> 2 processes: the job goes on alone in its first epoch, and together in the second."""
     with _job(tmp_path, engine, "1:2", {"1": ["agent", 2], "2": ["joined", 4]}) as agents:
@@ -73,7 +75,7 @@ def test_an_agent_is_killed_and_another_comes(engine: str, tmp_path: Path) -> No
     _assert_as_if_nothing_had_been(tmp_path, engine)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3", "fsdp1"])
 def test_four_processes_become_three(engine: str, tmp_path: Path) -> None:
     with _job(tmp_path, engine, "3:4", {"1": ["agent", 2]}) as agents:
@@ -84,7 +86,7 @@ def test_four_processes_become_three(engine: str, tmp_path: Path) -> None:
     _assert_as_if_nothing_had_been(tmp_path, engine)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
 def test_a_worker_is_killed(engine: str, tmp_path: Path) -> None:
     """Its agent starts it again, and the others start theirs: as many processes as before, twice."""
@@ -95,7 +97,7 @@ def test_a_worker_is_killed(engine: str, tmp_path: Path) -> None:
     _assert_as_if_nothing_had_been(tmp_path, engine)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_ends_alike_on_one_two_and_three_processes(tmp_path: Path) -> None:
     """Also when a run of two epochs goes on as one of three, with another number of processes."""
     example, ends = ROOT / "examples" / "elastic.py", set()

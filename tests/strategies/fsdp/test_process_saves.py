@@ -173,6 +173,7 @@ def _fit_again(folder: str) -> None:
     assert sorted(os.listdir(folder)) == [f"{number}" for number in range(7)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_fit_after_fit_leaves_neither_processes_nor_memory(tmp_path: Path) -> None:
     run_on_ranks(2, _fit_again, str(tmp_path))
@@ -298,13 +299,14 @@ def test_whoever_does_not_leave_a_record_is_named(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- when all ranks are killed
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.core("0")
 @pytest.mark.parametrize("attempt", range(3))
 def test_killed_after_a_save_has_returned_all_of_it_is_there(attempt: int, tmp_path: Path) -> None:
     """``python -m tests.strategies.fsdp.kill_after_saving`` in short; that kills 50 times."""
     check_complete(tmp_path, kill_all(tmp_path, 1 + attempt % 2))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_fifty_times_fifty_checkpoints_are_there(tmp_path: Path) -> None:
@@ -355,6 +357,7 @@ def _note(folder: Path, trainer: Trainer) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.core("rank_1")
 @pytest.mark.parametrize("moment", [_before_rank_1_has_told, _before_rank_0_has_told])
 def test_killed_before_a_save_has_returned_none_of_it_is_there(moment: Any, tmp_path: Path) -> None:
     wait_until_gone(kill_all(tmp_path, moment=moment))
@@ -369,6 +372,7 @@ def _when_saved_and_stopped(trainer: Trainer, rank: int, folder: Path) -> None:
     when_saved(trainer, rank, folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_later_run_that_saves_under_this_name_wins(tmp_path: Path) -> None:
     writers = kill_all(tmp_path, moment=_when_saved_and_stopped)
@@ -404,6 +408,7 @@ fit(int(os.environ["RANK"]), Path(sys.argv[1]), 2, when_saved)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_with_its_launcher(tmp_path: Path) -> None:
     """SIGTERM to the launcher, which ends its processes' groups, then SIGKILL to all of them and to itself."""
