@@ -27,8 +27,8 @@ docs: $(STAMP)  ## Build the site into build/site (Python 3.11 or newer); a brok
 test: $(STAMP)  ## Run the tests
 	$(PYTEST) -m "not exhaustive and not machines"
 
-test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, a hundred random orders for each engine
-	ACCELIGHT_ORDERS=100 $(PYTEST) -m "exhaustive and not machines"
+test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, fifty random orders for each engine
+	ACCELIGHT_ORDERS=50 $(PYTEST) -m "exhaustive and not machines"
 
 test-machines: $(STAMP)  ## Run what takes minutes each: launchers that lose machines, links that are cut, fifty kills
 	$(PYTEST) -m machines
@@ -41,7 +41,7 @@ test-slurm: $(STAMP)  ## Install SLURM (Debian, Ubuntu; as root) where there is 
 	$(PYTEST) -n 0 -m slurm
 
 test-orders: $(STAMP)  ## Run a thousand random orders of events for each engine, other ones each time
-	ACCELIGHT_ORDERS=1000 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(PYTEST) tests/strategies/test_orders.py -k random
+	ACCELIGHT_ORDERS=500 ACCELIGHT_ORDERS_SEED=$$(date +%s) $(PYTEST) tests/strategies/test_orders.py -k random
 
 check: lint mypy  ## Lint, format check and types
 
