@@ -28,10 +28,11 @@ def why_not() -> str:
         return f"network namespaces need {', '.join(missing)}"
     if os.geteuid() != 0:
         return "network namespaces are made by root"
-    name = f"accelight-{uuid.uuid4().hex[:8]}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-    return "" if made.returncode == 0 else f"network namespaces cannot be made here: {made.stderr.strip()}"
+    try:
+        with _namespaces():
+            return ""
+    except AssertionError as error:
+        return f"network namespaces cannot be made here: {error}"
 
 
 @dataclass
@@ -122,8 +123,22 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     Args:
         folder: For what their programs print.
     """
+    with _namespaces() as names:
+        hosts = TwoHosts(names, folder)
+        try:
+            yield hosts
+        finally:
+            hosts.kill()
+
+
+@contextlib.contextmanager
+def _namespaces() -> Iterator[list[str]]:
+    """Make two network namespaces with a slow link between them, and return their names.
+
+    Raises:
+        AssertionError: If something of it cannot be made here.
+    """
     names = [f"accelight-{uuid.uuid4().hex[:8]}" for _ in ADDRESSES]
-    hosts = TwoHosts(names, folder)
     try:
         for name in names:
             run("ip", "netns", "add", name)
@@ -135,9 +150,8 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
             slow = ["tc", "-n", name, "qdisc", "add", "dev", _LINK, "root"]
             if subprocess.run([*slow, *_DELAY], capture_output=True).returncode:
                 run(*slow, *_RATE)
-        yield hosts
+        yield names
     finally:
-        hosts.kill()
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
