@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -64,6 +64,7 @@ from .engines.optimizers import (
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.user_clipping import refuse_change, refuse_norm
 from .engines.window import Window
+from .run_summary import summarise_run
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
 
@@ -257,6 +258,9 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.setup_precision_plugin()
         self._held_weights.model_is_set_up()
         self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            name, precision = type(self).__name__, str(self.precision_plugin.precision)
+            summarise_run(name, self.model, self.settings, self.root_device, precision).tell(trainer)
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:
         config = self.deepspeed_plugin.config_for_trainer(clips=bool(trainer.gradient_clip_val))
@@ -363,7 +367,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         config = self.config = settings.config
         if config != self._logged_config:
             self._logged_config = json.loads(json.dumps(config, default=str))
-            rank_zero_info(f"DeepSpeed config: {json.dumps(config, default=str)}")
+            rank_zero_debug(f"DeepSpeed config: {json.dumps(config, default=str)}")
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

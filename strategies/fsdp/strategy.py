@@ -49,12 +49,13 @@ from ..upstream.lightning import (
     _optimizers_to_device,
     rank_zero_info,
 )
-from .checkpoints.background_choice import check_kind, check_places, choose_saves
+from .checkpoints.background_choice import check_kind, check_places, choose_saves, told_choice
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import FullyShardedDataParallelPlugin
 from .config.settings import WrapSettings
 from .config.wrapping import as_policy
 from .engines.choice import build_engine
+from .run_summary import summarise_run
 from .running import Running
 from .steps.outside_calls import OutsideCalls
 from .steps.unreduced_gradients import ZeroGradFollowing
@@ -306,6 +307,9 @@ class AccelFSDPStrategy(TrainerHooks):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+            saved_by = told_choice(self._checkpointer.saves)
+            name, precision = type(self).__name__, str(self.precision_plugin.precision)
+            summarise_run(name, self.engine, self.form, precision, saved_by).tell(trainer)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

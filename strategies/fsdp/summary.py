@@ -6,18 +6,17 @@ parameters, or none, and FSDP's wrappers among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FlatParameter
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..upstream.lightning import LayerSummary, LightningModule, ModelSummary, Summary, Trainer
-from .engines.fsdp1_units import WholeParameter, parameters_by_owner
 from .engines.fsdp2_units import own_class
+from .whole_parameters import WholeParameters
 
 
 def summarise_whole(callbacks: Iterable[object], root: nn.Module) -> None:
@@ -41,33 +40,11 @@ def let_go(callbacks: Iterable[object]) -> None:
 
 def _summary(callback: ModelSummary, root: nn.Module, trainer: Trainer, module: LightningModule) -> Summary:
     vars(callback).pop("_summary", None)
-    return _WholeSummary(module, _Parameters(root), max_depth=callback._max_depth)
-
-
-class _Parameters:
-    """The parameters of modules as they were before sharding."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._flattened = parameters_by_owner(root)
-        self._hidden = {id(one) for one in root.parameters() if isinstance(one, FlatParameter)}
-        for unit in self._flattened:  # original parameters are this process's part
-            self._hidden.update(id(one) for one in unit.parameters(recurse=False))
-
-    def of(self, module: nn.Module) -> Iterator[WholeParameter]:
-        """Return the parameters inside ``module``, each once."""
-        found: dict[object, WholeParameter] = {}
-        for inner in module.modules():
-            own = [
-                WholeParameter(id(one), one.numel(), one.requires_grad)
-                for one in inner.parameters(recurse=False)
-                if id(one) not in self._hidden
-            ]
-            found.update((one.key, one) for one in (*self._flattened.get(inner, ()), *own))
-        yield from found.values()
+    return _WholeSummary(module, WholeParameters(root), max_depth=callback._max_depth)
 
 
 class _WholeLayer(LayerSummary):
-    def __init__(self, module: nn.Module, parameters: _Parameters) -> None:
+    def __init__(self, module: nn.Module, parameters: WholeParameters) -> None:
         self._parameters = parameters
         super().__init__(module)
 
@@ -83,7 +60,7 @@ class _WholeLayer(LayerSummary):
 
 
 class _WholeSummary(Summary):
-    def __init__(self, model: LightningModule, parameters: _Parameters, max_depth: int) -> None:
+    def __init__(self, model: LightningModule, parameters: WholeParameters, max_depth: int) -> None:
         self._parameters = parameters
         super().__init__(model, max_depth=max_depth)
 

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import doctest
 import io
+import logging
 import os
 import re
 import sys
@@ -54,8 +55,8 @@ def num_processes(page: Path) -> int:
 def run_page(path: str, folder: str) -> list[str]:
     """Run a page's Python blocks in ``folder``, in one namespace.
 
-    An ``output`` block is compared with the end of what process 0 has printed since the last one; before that there are
-    tables of Lightning's. ``...`` stands for anything.
+    An ``output`` block is compared with the end of what process 0 has printed since the last one, before which
+    there are tables of Lightning's, or with the end of what it has logged. ``...`` stands for anything.
 
     Returns:
         The reasons of the blocks that were skipped.
@@ -67,21 +68,25 @@ def run_page(path: str, folder: str) -> list[str]:
     name = f"page_{re.sub(r'[^a-z0-9]', '_', Path(path).stem)}"
     module = sys.modules[name] = ModuleType(name)  # classes of the page say that they are of it
     is_first = os.environ.get("RANK", "0") == "0"
-    printed, skipped = io.StringIO(), list[str]()
+    printed, logged, skipped = io.StringIO(), io.StringIO(), list[str]()
 
     def compare(example: object) -> str | None:
         wanted = str(example.parsed)  # type: ignore[attr-defined]
-        found = printed.getvalue()
-        printed.seek(0)
-        printed.truncate()
+        found, *others = [told.getvalue() for told in (printed, logged)]
+        for told in (printed, logged):
+            told.seek(0)
+            told.truncate()
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-        if not is_first or doctest.OutputChecker().check_output(f"...{wanted}", found, flags):
+        checker = doctest.OutputChecker()
+        if not is_first or any(checker.check_output(f"...{wanted}", one, flags) for one in (found, *others)):
             return None
         return "\n".join(difflib.unified_diff(wanted.splitlines(), found.splitlines(), "the page", "printed"))
 
     parsers: list[Any] = [PythonCodeBlockParser(), CodeBlockParser(language="output", evaluator=compare), SkipParser()]
     document = Sybil(parsers=parsers).parse(Path(path))
     document.namespace.update(vars(module))
+    listener = logging.StreamHandler(logged)
+    logging.getLogger("lightning.pytorch").addHandler(listener)
     try:
         for example in document:
             with contextlib.redirect_stdout(printed):
@@ -90,6 +95,7 @@ def run_page(path: str, folder: str) -> list[str]:
                 except SkipTest as reason:
                     skipped.append(str(reason))
     finally:
+        logging.getLogger("lightning.pytorch").removeHandler(listener)
         del sys.modules[name]
     return skipped
 

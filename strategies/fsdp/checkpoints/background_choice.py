@@ -32,6 +32,13 @@ def choose_saves(async_save: object, timeout: timedelta) -> BackgroundSaves | No
     return BackgroundSaves(timeout, SavingProcess() if async_save == _PROCESS else None)
 
 
+def told_choice(saves: BackgroundSaves | None) -> str:
+    """Return who writes, as words to come after the checkpoints' form."""
+    if saves is None:
+        return ""
+    return " in the background" if saves.process is None else " by a process beside each rank"
+
+
 def check_kind(saves: BackgroundSaves | None, state_dict_type: str) -> None:
     """Check, before anything is trained, that the process can write checkpoints of this kind.
 
