@@ -12,6 +12,7 @@ from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from .held_weights import HeldWeights
 from .launcher import SubprocessScriptLauncher
+from .loader_places import LoaderPlaces, with_shared_order
 from .loop_tracker import LoopTracker
 from .lost_processes import tell_lost_processes
 from .termination import Termination, mark_terminated
@@ -24,11 +25,17 @@ class LoopFollowing(ParallelStrategy):
     _termination: Termination
     _process_group_backend: str | None
     _held_weights: HeldWeights
+    _loader_places: LoaderPlaces
 
     @override
     def __repr__(self) -> str:
         # A Trainer of the other package says no more about a strategy than this.
         return f"<{type(self).__name__}: {other_package_hint()}>" if other_package_is_imported() else super().__repr__()
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
+        """Where the training loaders are that know it."""
+        return self._loader_places
 
     @property
     def device(self) -> torch.device:
@@ -93,8 +100,27 @@ class LoopFollowing(ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
 
     @override
-    def on_train_end(self) -> None:
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._running_trainer()
+        if trainer is not None and trainer.training:
+            self._loader_places.take(trainer)
+            dataloader = with_shared_order(dataloader, self.distributed_sampler_kwargs)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if (trainer := self._running_trainer()) is not None:
+            self._loader_places.follow(trainer)
+
+    def _end_training_loop(self) -> None:
         self._tracker.close()
+        if (trainer := self._running_trainer()) is not None:
+            self._loader_places.let_go(trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._end_training_loop()
         super().on_train_end()
         self._termination.agree()  # for what came during the last batch
 
@@ -133,6 +159,6 @@ class LoopFollowing(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and not exception.code:  # raised by Lightning's own loops
             mark_terminated(exception)
-        self._tracker.close()
+        self._end_training_loop()
         super().on_exception(exception)
         tell_lost_processes(exception, self._termination.run)

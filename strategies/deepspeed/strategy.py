@@ -21,6 +21,7 @@ from ...state.process_group import explaining_interfaces
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import tell_what_comes_too_late
+from ..common.loader_places import LoaderPlaces
 from ..common.loop_tracker import LoopTracker
 from ..common.made_again import made_again
 from ..common.refused_callbacks import PRUNING, check_callbacks
@@ -176,7 +177,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
-        self._held_weights = HeldWeights()
+        self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
         self._window = None
         self._checkpointer = Checkpointer(self)
         self._while_fitting = ExitStack()

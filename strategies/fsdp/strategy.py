@@ -35,6 +35,7 @@ from ...state.process_group import explaining_interfaces
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
+from ..common.loader_places import LoaderPlaces
 from ..common.loop_tracker import LoopTracker
 from ..common.made_again import made_again
 from ..common.refused_callbacks import PRUNING, check_callbacks
@@ -212,7 +213,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
-        self._held_weights = HeldWeights()
+        self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
         self._checkpointer = Checkpointer(self, choose_saves(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)

@@ -166,6 +166,7 @@ _EVALUATION = "lightning.pytorch.loops.evaluation_loop._EvaluationLoop"
 _EPOCH = "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop"
 _FIT = "lightning.pytorch.loops.fit_loop._FitLoop"
 _MODULE = "lightning.pytorch.LightningModule"
+_LOADERS = "lightning.pytorch.utilities.combined_loader.CombinedLoader"
 _METRIC = "torchmetrics.Metric"
 _SUMMARY = "lightning.pytorch.utilities.model_summary.model_summary.ModelSummary"
 _OBSERVER = "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver"
@@ -178,6 +179,7 @@ ATTRIBUTES = {
     "_checkpoint_connector": (_TRAINER, "which checkpoint a run goes on from"),
     "_child_processes": (_OBSERVER, "processes that may end with a status, since they were told to end"),
     "_combined_loader": (_FIT, "the loaders that a loop goes through"),
+    "_combined_loader_states_to_load": (_FIT, "where a checkpoint says that loaders are"),
     "_computed": (_METRIC, "a padding step's result is forgotten"),
     "_copy_state_dict": (_METRIC, "states are put back after a padding step"),
     "_current_fx_name": (_MODULE, "from which hook a value is logged"),
@@ -190,6 +192,7 @@ ATTRIBUTES = {
     "_generate_state_key": ("lightning.pytorch.Callback", "how a callback's state is called in a checkpoint"),
     "_is_sequential": (_EVALUATION, "loaders come one after the other"),
     "_layer_sync": ("lightning.pytorch.strategies.ParallelStrategy", "Trainer(sync_batchnorm=True)"),
+    "_load_state_dicts": (_LOADERS, "loaders go to where their states say"),
     "_make_zero_grad_fn": (
         "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization",
         "a window that goes on over an epoch's end is not zeroed there",
@@ -198,6 +201,7 @@ ATTRIBUTES = {
     "_model": (_SUMMARY, "the module that is summarised"),
     "_module": ("lightning.pytorch.utilities.model_summary.model_summary.LayerSummary", "the module of a row"),
     "_num_ready_batches_reached": (_EPOCH, "whether an epoch's data is at its end"),
+    "_on_before_fetch": (_EPOCH, "where loaders are before a batch is read ahead"),
     "_prepare_dataloader": (
         "lightning.pytorch.trainer.connectors.data_connector._DataConnector",
         "where it does that",
@@ -205,10 +209,15 @@ ATTRIBUTES = {
     "_reductions": (_METRIC, "how a metric's states are reduced"),
     "_reset_optimizers_and_schedulers": ("lightning.pytorch.strategies.Strategy", "optimizers of an earlier fit"),
     "_results": (_TRAINER, "values that evaluation steps have logged"),
+    "_sampler": (
+        "lightning.fabric.utilities.distributed._DatasetSamplerWrapper",
+        "whether a loader's own sampler shuffles",
+    ),
     "_should_accumulate": (_EPOCH, "whether a window ends here"),
     "_signal_connector": (_TRAINER, "Lightning's handler of SIGTERM"),
     "_sigterm_notifier_fn": (_SIGNALS, "the handler itself"),
     "_slurm_sigusr_handler_fn": (_SIGNALS, "the handler that would save in the middle of a step"),
+    "_state_dicts": (_LOADERS, "where loaders are"),
     "_summary": ("lightning.pytorch.callbacks.ModelSummary", "counts a module's parameters"),
     "_sync_dist": (_METRIC, "states of any number of samples are gathered"),
     "_trainer": (_MODULE, "the Trainer, or None"),

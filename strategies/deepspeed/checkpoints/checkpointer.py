@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ....state.same_call import meet
+from ...common import loader_places
 from ...common.held_weights import STORED_WEIGHTS
+from ...common.loader_places import LoaderPlaces
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import local_path
+from ...common.store_messages import store_messages
 from ...upstream.lightning import LightningModule, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
@@ -38,6 +41,10 @@ class Saved(Protocol):
     @property
     def settings(self) -> DeepSpeedSettings:
         """Of the engine."""
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
+        """Of the running fit."""
 
     @property
     def lightning_module(self) -> LightningModule | None:
@@ -74,7 +81,11 @@ class Checkpointer:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
-        folder = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        places, module = self._strategy.loader_places, self._strategy.lightning_module
+        own = places.own(None if module is None else module._trainer, checkpoint)
+        path, states = store_messages().through_rank_zero(own, lambda states: (str(path), states), f"saving {path}")
+        loader_places.keep(states, checkpoint)
+        folder = local_path(path, _WHAT)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
@@ -104,14 +115,17 @@ class Checkpointer:
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         weights_only = self._strategy.weights_only if weights_only is None else weights_only
         if is_full(place):
-            return read_full(place, weights_only=weights_only, fitting=fitting)
-        return engine_checkpoints.read(
-            place,
-            with_optimizer=fitting,
-            stage=int(self._strategy.deepspeed_plugin.zero_stage or 0),
-            any_number=self._strategy.load_universal,
-            weights_only=weights_only,
-        )
+            checkpoint = read_full(place, weights_only=weights_only, fitting=fitting)
+        else:
+            checkpoint = engine_checkpoints.read(
+                place,
+                with_optimizer=fitting,
+                stage=int(self._strategy.deepspeed_plugin.zero_stage or 0),
+                any_number=self._strategy.load_universal,
+                weights_only=weights_only,
+            )
+        self._strategy.loader_places.load(checkpoint)
+        return checkpoint
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load what `read` has returned into the engine, with the optimizer's state when fitting.

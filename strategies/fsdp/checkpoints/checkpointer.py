@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.report import MergeReport
 from ....state.same_call import meet
+from ...common import loader_places
 from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.held_weights import STORED_WEIGHTS
+from ...common.loader_places import LoaderPlaces
 from ...common.new_checkpoints import new_file
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import is_remote, local_path
@@ -83,6 +85,10 @@ class Saved(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]:
+        """Of the running fit."""
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
         """Of the running fit."""
 
     @property
@@ -160,14 +166,17 @@ class Checkpointer:
                 saves.start(f"Saving {path}", write, self._plans.messages)
 
     def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
-        """Give rank 0's ``checkpoint`` the random states of all ranks; return rank 0's path."""
+        """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path."""
 
-        def on_rank_zero(states: list[dict[str, Any]]) -> tuple[str, int]:
+        def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
-                checkpoint[CHECKPOINT_KEY] = states
+                checkpoint[CHECKPOINT_KEY] = [state for state, _ in states]
+                loader_places.keep([places for _, places in states], checkpoint)
             return path, self._plans.number or next(_NUMBERS)
 
-        own, what = random_state(self._strategy.root_device), f"saving {path}"
+        module, what = self._strategy.lightning_module, f"saving {path}"
+        places = self._strategy.loader_places.own(None if module is None else module._trainer, checkpoint)
+        own = random_state(self._strategy.root_device), places
         path, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
         return path
 
@@ -266,6 +275,7 @@ class Checkpointer:
         self._path = store_messages().from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
+        self._strategy.loader_places.load(checkpoint)
         random_states = checkpoint.pop(CHECKPOINT_KEY, None)
         if fitting and random_states:
             self._random_state.load(random_states, self._strategy.root_device)

@@ -60,7 +60,8 @@ class ResumedRandomState:
             self._state = states[dist.get_rank()]
         elif dist.get_rank() == 0:
             _log.warning(
-                "The checkpoint holds the random states of %d processes, %d resume: they start from new ones.",
+                "The checkpoint holds the random states of %d processes, %d resume: they start from new ones. Its "
+                "counts of batches stay; ElasticTraining counts samples.",
                 len(states),
                 dist.get_world_size(),
             )

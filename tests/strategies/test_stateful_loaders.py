@@ -1,0 +1,166 @@
+"""Training loaders that know their place (``state_dict``, ``load_state_dict``) go on there, each process at its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from accelight.strategies import AccelDeepSpeedStrategy
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import quiet_trainer, strategy_named
+
+NUM_SAMPLES = 24
+STRATEGIES = ["fsdp1", "fsdp2", "zero2"]
+
+
+class Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+class OwnStream:
+    """A stream that gives each process other numbers of samples at a time: no two are at the same place."""
+
+    def __init__(self) -> None:
+        self.next_sample, self.left = 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.left = self.left or 6
+        while self.left:
+            found = torch.tensor([[1000.0 * dist.get_rank() + self.next_sample]])
+            self.next_sample += 1 + dist.get_rank()
+            self.left -= 1
+            yield found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_sample": self.next_sample, "left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_sample, self.left = state["next_sample"], state["left"]
+
+
+class Block(nn.Linear):
+    """The unit of `strategy_named`."""
+
+
+class Seeing(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Block(1, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch.flatten().tolist()
+        return self.layer(batch / 1000).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class SaveAt(Callback):
+    """Saves after a step, or in a hook that comes after it."""
+
+    def __init__(self, path: str, step: int, hook: str) -> None:
+        self.path, self.step = path, step
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def loader_named(kind: str) -> Any:
+    if kind == "own":
+        return OwnStream()
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Numbers(), batch_size=2, shuffle=kind == "shuffled")
+
+
+def strategy_for(name: str) -> Any:
+    if name == "zero2":  # a stream has no batch size to fill it from
+        return AccelDeepSpeedStrategy(zero_stage=2, hf_ds_config={"train_micro_batch_size_per_gpu": 2})
+    return strategy_named(name)
+
+
+def seen(strategy: str, kind: str, path: str, save_at: int | None, hook: str = "on_train_batch_end") -> list[float]:
+    torch.manual_seed(3 + dist.get_rank())
+    module = Seeing()
+    callbacks = [] if save_at is None else [SaveAt(path, save_at, hook)]
+    world_size = dist.get_world_size()
+    trainer = quiet_trainer(strategy_for(strategy), world_size, max_epochs=3, callbacks=callbacks)
+    trainer.fit(module, loader_named(kind), torch.utils.data.DataLoader(Numbers()), ckpt_path=None if save_at else path)
+    return module.seen
+
+
+MOMENTS = {  # within an epoch, at its end, after the next one's first batch
+    "4": (4, "on_train_batch_end"),
+    "6": (6, "on_train_batch_end"),
+    "7": (7, "on_train_batch_end"),
+    "validated": (6, "on_validation_end"),
+    "epoch_end": (6, "on_train_epoch_end"),
+}
+
+
+@pytest.mark.core("fsdp2-shuffled-4", "zero2-own-4", "fsdp2-own-validated", "zero2-plain-7", "fsdp1-shuffled-epoch_end")
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("kind", ["plain", "shuffled", "own"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_process_goes_on_at_its_own_place(strategy: str, kind: str, moment: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    save_at, hook = MOMENTS[moment]
+    whole = run_on_ranks(2, seen, strategy, kind, path, save_at, hook)
+    resumed = run_on_ranks(2, seen, strategy, kind, path, None)
+    num_before = save_at if kind == "own" else 2 * save_at
+    assert resumed == [samples[num_before:] for samples in whole]
+    if kind != "own":
+        assert sorted(whole[0][:12] + whole[1][:12]) == list(range(NUM_SAMPLES))
+
+
+def refused(strategy: str, kind: str, path: str) -> str:
+    with pytest.raises(ValueError, match="loader") as error:
+        seen(strategy, kind, path, None)
+    return str(error.value)
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_another_number_of_processes_is_refused_within_an_epoch(strategy: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    run_on_ranks(2, seen, strategy, "plain", path, 4)
+    [found] = run_on_ranks(1, refused, strategy, "plain", path)
+    assert found == (
+        "The checkpoint was saved before the end of an epoch, and says where the training loaders of 2 processes were; "
+        "1 resumes. Resume on 2, or from a checkpoint of on_train_epoch_end, or train with ElasticTraining, which "
+        "counts samples over all processes."
+    )
+
+
+def test_another_number_of_processes_begins_an_epoch(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    run_on_ranks(2, seen, "fsdp2", "plain", path, 6, "on_train_epoch_end")
+    [found] = run_on_ranks(1, seen, "fsdp2", "plain", path, None)
+    assert [sorted(found[:24]), sorted(found[24:])] == [list(range(NUM_SAMPLES))] * 2
+
+
+def test_a_stream_of_ones_own_is_refused_at_an_epochs_end_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    run_on_ranks(2, seen, "fsdp2", "own", path, 6, "on_train_epoch_end")
+    [found] = run_on_ranks(1, refused, "fsdp2", "own", path)
+    assert found.startswith(
+        "The checkpoint was saved at the end of an epoch, and says where the training loaders of 2 "
+    )
