@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks
+from tests.scripts import run_script
 from tests.strategies.oracle import quiet_trainer, strategy_named
 
 NUM_SAMPLES = 24
@@ -164,3 +166,36 @@ def test_a_stream_of_ones_own_is_refused_at_an_epochs_end_too(tmp_path: Path) ->
     assert found.startswith(
         "The checkpoint was saved at the end of an epoch, and says where the training loaders of 2 "
     )
+
+
+_SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import Trainer
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tests.strategies.test_stateful_loaders import Numbers, SaveAt, Seeing, strategy_for
+
+if __name__ == "__main__":
+    path, resumes = sys.argv[1], sys.argv[2] == "resume"
+    trainer = Trainer(strategy=strategy_for("fsdp2"), accelerator="cpu", devices=2, max_epochs=2, logger=False,
+                      callbacks=[SaveAt(path, 4, "on_train_batch_end")], enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False)
+    module = Seeing()
+    loader = StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=2)
+    trainer.fit(module, loader, ckpt_path=path if resumes else None)
+    print(f"process {trainer.global_rank}:", *map(int, module.seen), flush=True)
+"""
+
+
+def _seen_by_script(*args: str) -> list[list[str]]:
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+    lines = sorted(run_script(_SCRIPT, *args, launcher="torchrun", env=env).lines)
+    return [line.split()[2:] for line in lines if line.startswith("process ")]
+
+
+@pytest.mark.exhaustive
+def test_loaders_with_workers_go_on_too(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    whole, resumed = _seen_by_script(path, "begin"), _seen_by_script(path, "resume")
+    assert [len(samples) for samples in whole] == [24, 24]
+    assert resumed == [samples[8:] for samples in whole]
