@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ....state.same_call import meet
 from ...common.held_weights import STORED_WEIGHTS
+from ...common.own_folders import writes_own_folders
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import local_path
 from ...upstream.lightning import LightningModule, TrainerFn
@@ -74,7 +75,7 @@ class Checkpointer:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
-        folder = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        folder = local_path(str(path) if writes_own_folders() else self._strategy.broadcast(str(path)), _WHAT)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
