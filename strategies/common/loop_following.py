@@ -24,6 +24,8 @@ class LoopFollowing(ParallelStrategy):
     _termination: Termination
     _process_group_backend: str | None
     _held_weights: HeldWeights
+    where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
+    """What may have started the process group before the strategy does, for messages."""
 
     @override
     def __repr__(self) -> str:
