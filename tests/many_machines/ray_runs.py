@@ -42,9 +42,9 @@ _STORE_BYTES = 80 * 2**20  # the least that Ray takes
 
 
 def prepare_environment() -> None:
-    """Let what Ray starts find what is found here, and tell nobody; before a cluster is started."""
+    """Let what Ray starts find what is found here, tell nobody, and have time; before a cluster is started."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"})
 
 
 @contextmanager

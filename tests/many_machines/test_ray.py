@@ -56,7 +56,7 @@ def runs() -> Iterator[Any]:
     from tests.many_machines import ray_runs
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED"):
+        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"):
             patch.setenv(name, os.environ.get(name, ""))  # is put back
         with ray_runs.cluster():
             yield ray_runs

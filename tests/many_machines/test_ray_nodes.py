@@ -28,7 +28,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
     from tests.many_machines import ray_runs
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED"):
+        for name in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"):
             patch.setenv(name, os.environ.get(name, ""))  # is put back
         made = ray_runs.Nodes(request.param)
         try:
