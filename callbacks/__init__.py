@@ -11,15 +11,24 @@ if TYPE_CHECKING:
     from .exact_evaluation import ExactEvaluation
     from .grad_norm_monitor import GradNormMonitor
     from .merge_sharded_checkpoint import MergeShardedCheckpoint
+    from .ray_report_checkpoint import RayReportCheckpoint
     from .trigger_early_stopping import TriggerEarlyStopping
 
-__all__ = ["ElasticTraining", "ExactEvaluation", "GradNormMonitor", "MergeShardedCheckpoint", "TriggerEarlyStopping"]
+__all__ = [
+    "ElasticTraining",
+    "ExactEvaluation",
+    "GradNormMonitor",
+    "MergeShardedCheckpoint",
+    "RayReportCheckpoint",
+    "TriggerEarlyStopping",
+]
 
 _HOMES = {  # Lightning takes seconds to import
     "ElasticTraining": ".elastic_training",
     "ExactEvaluation": ".exact_evaluation",
     "GradNormMonitor": ".grad_norm_monitor",
     "MergeShardedCheckpoint": ".merge_sharded_checkpoint",
+    "RayReportCheckpoint": ".ray_report_checkpoint",
     "TriggerEarlyStopping": ".trigger_early_stopping",
 }
 

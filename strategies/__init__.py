@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
     from .loading import load_from_checkpoint
     from .newest import newest_checkpoint
+    from .ray_train import RayAccelDeepSpeedStrategy as RayAccelDeepSpeedStrategy
+    from .ray_train import RayAccelFSDPStrategy as RayAccelFSDPStrategy
+    from .ray_train import reported_checkpoint
     from .unwrapping import unwrap_model
 
 __all__ = [
@@ -32,8 +35,9 @@ __all__ = [
     "get_active_deepspeed_plugin",
     "load_from_checkpoint",
     "newest_checkpoint",
+    "reported_checkpoint",
     "unwrap_model",
-]
+]  # Ray's strategies are here, too, but `import *` must work without Ray, of whose classes they are made
 
 _HOMES = {  # the plugins must import without Lightning, so each name comes when it is asked for
     "AccelDeepSpeedStrategy": ".deepspeed",
@@ -46,6 +50,9 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
     "newest_checkpoint": ".newest",
+    "RayAccelDeepSpeedStrategy": ".ray_train",
+    "RayAccelFSDPStrategy": ".ray_train",
+    "reported_checkpoint": ".ray_train",
     "unwrap_model": ".unwrapping",
 }
 

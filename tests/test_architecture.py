@@ -17,7 +17,7 @@ FLOORS = ["state", "checkpoint", "strategies", "callbacks"]  # from the lowest u
 ROOMS = {  # of a folder, from the lowest up; files beside them stand on all of them
     "checkpoint": ["formats", "writing"],
     "checkpoint/formats": ["torch_save", "safetensors", "dcp", "zero"],
-    "strategies": ["upstream", "common", "fsdp", "deepspeed"],
+    "strategies": ["upstream", "common", "fsdp", "deepspeed", "ray_train"],
     "strategies/fsdp": ["config", "units", "steps", "engines", "weights", "checkpoints"],
     "strategies/deepspeed": ["config", "engines", "checkpoints"],
 }

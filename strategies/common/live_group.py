@@ -12,12 +12,13 @@ from ...state.process_group import backends_by_device, live_group, require_group
 from ..upstream.lightning import rank_zero_warn
 
 
-def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None) -> None:
+def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None, instead: str) -> None:
     """Warn of arguments that have no effect on a process group that is there already.
 
     Args:
         timeout: Of collectives; torch's default counts as not given.
         backend: As for ``init_process_group``; None is not given.
+        instead: What starts the group, and takes them.
     """
     group = live_group()
     if group is None:
@@ -33,7 +34,7 @@ def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None) -> 
     if late:
         rank_zero_warn(
             f"The process group was there before the Trainer, so these have no effect: {'; '.join(late)}. Give them "
-            "where the group is started: PartialState(timeout=..., backend=...) or init_process_group()."
+            f"where the group is started: {instead}."
         )
 
 

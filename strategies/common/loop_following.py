@@ -26,6 +26,8 @@ class LoopFollowing(ParallelStrategy):
     _process_group_backend: str | None
     _held_weights: HeldWeights
     _loader_places: LoaderPlaces
+    where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
+    """What may have started the process group before the strategy does, for messages."""
 
     @override
     def __repr__(self) -> str:

@@ -53,8 +53,9 @@ def lost_processes(run: str) -> str:
     Args:
         run: Names this run of training; the same on all processes, and another one in each run.
     """
-    answers, rank = _Answers(), dist.get_rank()
-    asking = threading.Thread(target=_ask, args=(f"{run}/failed", rank, answers), daemon=True)
+    answers, everyone = _Answers(), set(range(dist.get_world_size()))
+    prefix, rank = f"{run}/failed", dist.get_rank()
+    asking = threading.Thread(target=_ask, args=(prefix, rank, everyone, answers), daemon=True)
     asking.start()
     asking.join(ANSWERS_WITHIN_S + 1)
     if not answers.reached:
@@ -63,20 +64,20 @@ def lost_processes(run: str) -> str:
             f"nor does the store at {where.rstrip(':')}, which process 0 or its torchrun agent holds: process 0 has "
             "ended, or its host cannot be reached from here."
         )
-    missing = sorted(set(range(dist.get_world_size())) - answers.heard)
+    missing = sorted(everyone - answers.heard)  # the group may be gone by now: Ray ends it from another thread
     if not missing:
         return "but all of them answer: they wait for each other, or the timeout is too short."
     which = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return f"and {which} did not answer within {ANSWERS_WITHIN_S:g} s: ended, not to be reached, or busy elsewhere."
 
 
-def _ask(prefix: str, rank: int, answers: _Answers) -> None:
+def _ask(prefix: str, rank: int, everyone: set[int], answers: _Answers) -> None:
     try:
         store = group_store(prefix)
         store.set(f"{rank}", "")
         deadline = time.monotonic() + ANSWERS_WITHIN_S
-        while len(answers.heard) < dist.get_world_size() and time.monotonic() < deadline:
-            for other in set(range(dist.get_world_size())) - answers.heard:
+        while answers.heard != everyone and time.monotonic() < deadline:
+            for other in everyone - answers.heard:
                 if store.check([f"{other}"]):
                     answers.heard.add(other)
                 answers.reached = True

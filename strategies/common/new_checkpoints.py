@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from ...checkpoint.disk_space import telling_full_disk
 from .agreed_outcome import failing_together, run_on_rank_zero
 from .atomic_folders import drop_unfinished, drop_written_folder, remove_unfinished, replace, unfinished_name
 from .own_files import check_replaceable, keep_files_of_others
+from .own_folders import writes_own_folders
 from .shared_folders import check_mark, mark
 
 
@@ -67,9 +69,44 @@ class NewFolder:
             keep_files_of_others(self.path, self.unfinished)
             replace(self.path, self.unfinished)
 
+    def finish_own(self) -> None:
+        """Do on the other processes what is left when `finish` has named it on one: nothing, but for `OwnFolder`."""
+
     def drop(self) -> None:
         """Remove what was written, also while others still write: a full disk would stay full."""
         drop_written_folder(self.unfinished, self.path)
+
+    def drop_own(self) -> None:
+        """Do so on the process that has made it, whichever calls this."""
+        if dist.get_rank() == 0:
+            self.drop()
+
+
+class OwnFolder(NewFolder):
+    """A folder of this process alone, see `in_own_folders`."""
+
+    @override
+    def check_shared(self, name: str) -> None:
+        if dist.get_rank() != 0:
+            self.begin()
+
+    @override
+    def finish_own(self) -> None:
+        if dist.get_rank() != 0:
+            self.finish(lambda _: None)  # what tells of all parts is in process 0's
+
+    @override
+    def drop_own(self) -> None:
+        self.drop()
+
+
+def folder_named(path: Path) -> NewFolder:
+    """Return the folder to write a checkpoint into, as the caller's surroundings ask for it.
+
+    Args:
+        path: The name; with `in_own_folders`, of this process's.
+    """
+    return OwnFolder(path) if writes_own_folders() else NewFolder(path)
 
 
 @contextmanager
@@ -87,16 +124,16 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
         RuntimeError: On every rank, if rank 0 failed outside of the body.
         IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
     """
-    folder = NewFolder(path)
+    folder = folder_named(path)
     made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
         with failing_together(f"saving {path}", group):
             folder.check_shared(made)
         yield folder.unfinished
         run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
+        folder.finish_own()
     except BaseException:
-        if dist.get_rank() == 0:
-            folder.drop()
+        folder.drop_own()
         raise
 
 

@@ -193,7 +193,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
     @override
     def setup_environment(self) -> None:
         device = self.root_device
-        tell_what_comes_too_late(self._timeout, self._process_group_backend)
+        tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         choose_accelerator(device)
         with explaining_interfaces():
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone

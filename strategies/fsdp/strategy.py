@@ -227,7 +227,7 @@ class AccelFSDPStrategy(TrainerHooks):
     # ------------------------------------------------------------------ processes
     @override
     def setup_environment(self) -> None:
-        tell_what_comes_too_late(self._timeout, self._process_group_backend)
+        tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         with explaining_interfaces():
             super().setup_environment()
         self._held_weights.begin()

@@ -11,6 +11,7 @@ PACKAGES = (
     "accelight.strategies",
     "accelight.strategies.fsdp",
     "accelight.strategies.deepspeed",
+    "accelight.strategies.ray_train",
     "accelight.callbacks",
 )
 """Packages whose ``__all__`` is public. A name that several of them have belongs to the first."""

@@ -10,6 +10,7 @@ from ....state.same_call import meet
 from ...common import loader_places
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.loader_places import LoaderPlaces
+from ...common.own_folders import writes_own_folders
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import local_path
 from ...common.store_messages import store_messages
@@ -83,9 +84,9 @@ class Checkpointer:
         meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
         own = places.own(None if module is None else module._trainer, checkpoint)
-        path, states = store_messages().through_rank_zero(own, lambda states: (str(path), states), f"saving {path}")
+        common, states = store_messages().through_rank_zero(own, lambda states: (str(path), states), f"saving {path}")
         loader_places.keep(states, checkpoint)
-        folder = local_path(path, _WHAT)
+        folder = local_path(str(path) if writes_own_folders() else common, _WHAT)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)

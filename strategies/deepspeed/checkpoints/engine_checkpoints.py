@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ....checkpoint.digests import FileDigest
 from ....checkpoint.manifest import write_manifest
+from ....state import gather_object
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
+from ...common.own_folders import writes_own_folders
 from ...common.parameter_ties import find_ties
 from ..engines import partitions
 from ..engines.changed_weights import take_changed_weights
@@ -64,25 +67,31 @@ def save(
     with _told_what_is_trained(engine):
         left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
 
+    of_others: dict[str, FileDigest] = {}
+
     def complete(folder: Path) -> None:
         (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
         if write_16bit:
             sixteen_bit.write_16bit(weights, folder)
         # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
-        ties, digests = find_ties(engine.module), digests_of(folder)
+        ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
         write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
 
     window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
-    with new_folder(path, complete) as folder, guarded_files(engine, path), _told_what_is_trained(engine):
-        engine.save_checkpoint(
-            str(folder),
-            tag=universal.TAG,
-            client_state=trainer_state,
-            save_latest=False,
-            exclude_frozen_parameters=exclude_frozen,
-        )
+    with new_folder(path, complete) as folder:
+        with guarded_files(engine, path), _told_what_is_trained(engine):
+            engine.save_checkpoint(
+                str(folder),
+                tag=universal.TAG,
+                client_state=trainer_state,
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen,
+            )
+        if writes_own_folders():
+            for digests in gather_object([digests_of(folder)]):
+                of_others.update(digests)
 
 
 @dataclass(frozen=True)

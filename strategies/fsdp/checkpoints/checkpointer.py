@@ -21,7 +21,8 @@ from ...common.agreed_outcome import run_on_rank_zero
 from ...common.atomic_folders import remove_folder
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.loader_places import LoaderPlaces
-from ...common.new_checkpoints import new_file
+from ...common.new_checkpoints import folder_named, new_file
+from ...common.own_folders import writes_own_folders
 from ...common.plain_modules import plain_modules
 from ...common.storage_paths import is_remote, local_path
 from ...common.store_messages import store_messages
@@ -166,7 +167,7 @@ class Checkpointer:
                 saves.start(f"Saving {path}", write, self._plans.messages)
 
     def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
-        """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path."""
+        """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path, where that is wanted."""
 
         def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
@@ -177,8 +178,8 @@ class Checkpointer:
         module, what = self._strategy.lightning_module, f"saving {path}"
         places = self._strategy.loader_places.own(None if module is None else module._trainer, checkpoint)
         own = random_state(self._strategy.root_device), places
-        path, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
-        return path
+        common, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
+        return path if writes_own_folders() else common
 
     @property
     def _trainer_state(self) -> TrainerState | None:
@@ -222,12 +223,18 @@ class Checkpointer:
         state = sharded_checkpoints.sharded_state(key, weights, optimizer_states)
         manifest, saves = Manifest(key, form.ties, form.module_attribute), self.saves
         if saves is not None and saves.process is not None and stage == saves.stage:
+            if writes_own_folders():
+                raise ValueError(
+                    f"saving {folder}: async_save='process' writes into one folder that all processes see. Use "
+                    "async_save=True."
+                )
             stager = saves.shared_stager
             return HandedSave(folder, state, metadata, manifest, self._plans, stager, saves.process).hand_over(
                 saves.group
             )
         staged = stage(state)
-        return lambda group: save_sharded(folder, staged, metadata, manifest, self._plans, group)
+        new = folder_named(folder)
+        return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint when no save goes on any more that is to replace it.

@@ -47,7 +47,7 @@ class _Outcome:
 
 
 def save_sharded(
-    path: Path,
+    folder: NewFolder,
     state: dict[str, Any],
     metadata: bytes,
     manifest: Manifest,
@@ -57,7 +57,7 @@ def save_sharded(
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
     Args:
-        path: The folder; a checkpoint that is there already is replaced, last of all.
+        folder: Where; a checkpoint that is there already is replaced, last of all.
         state: Weights under the engine's key, and optimizer state under ``optimizer_0`` and so on.
         metadata: The file for everything else, written by rank 0.
         manifest: For the merger.
@@ -67,7 +67,7 @@ def save_sharded(
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
-    folder, messages, what = NewFolder(path), plans.messages, f"saving {path}"
+    path, messages, what = folder.path, plans.messages, f"saving {folder.path}"
     writer, planner = FolderWriter(folder.unfinished), FullFromRankZero()
     complete = partial(_complete, writer, metadata, manifest)
 
@@ -100,9 +100,9 @@ def save_sharded(
                 whole = save(state, storage_writer=writer, planner=planner, process_group=group)
             plans.keep(form, planner, whole)
             messages.from_rank_zero(partial(folder.finish, complete), f"finishing {path}")
+        folder.finish_own()
     except BaseException:
-        if dist.get_rank() == 0:
-            folder.drop()
+        folder.drop_own()
         raise
 
 

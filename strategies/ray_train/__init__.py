@@ -1,0 +1,22 @@
+"""Ray Train: the strategies that its ``prepare_trainer`` takes, and what its workers go on from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..common.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .deepspeed import RayAccelDeepSpeedStrategy
+    from .fsdp import RayAccelFSDPStrategy
+    from .reported import reported_checkpoint
+
+__all__ = ["RayAccelDeepSpeedStrategy", "RayAccelFSDPStrategy", "reported_checkpoint"]
+
+_HOMES = {  # the strategies are subclasses of Ray's, which is imported with them
+    "RayAccelDeepSpeedStrategy": ".deepspeed",
+    "RayAccelFSDPStrategy": ".fsdp",
+    "reported_checkpoint": ".reported",
+}
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,76 @@
+"""What is other in a Ray Train worker: Ray has started it, connected it to the others, and says which device is its."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..common.loop_following import LoopFollowing
+from .library import ray_train, worker_context
+
+
+def ray_lightning(who: str, base: type) -> Any:
+    """Import ``ray.train.lightning``, whose strategies are to be of the package that accelight follows.
+
+    Args:
+        who: Needs it.
+        base: A strategy of that package.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        RuntimeError: If Ray follows Lightning's other package.
+    """
+    ray_train(who)
+    module = importlib.import_module("ray.train.lightning")
+    theirs = module.RayDDPStrategy.__bases__[0]
+    if _package(theirs) != _package(base):
+        raise RuntimeError(
+            f"Ray follows the package {_package(theirs)}, and accelight {_package(base)}. Ray takes lightning wherever "
+            "it is installed: import lightning before accelight, or set ACCELIGHT_LIGHTNING=lightning."
+        )
+    return module
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.split(".")[0]
+
+
+class InRayWorker(LoopFollowing):
+    """Comes before accelight's strategy among the bases, and that before Ray's."""
+
+    where_group_starts = "TorchTrainer(torch_config=TorchConfig(timeout_s=..., backend=...))"
+
+    def _context(self) -> Any:
+        name = type(self).__name__
+        return worker_context(name, f"{name.removeprefix('Ray')}")
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device that Ray has given this worker."""
+        self._context()
+        device: torch.device = importlib.import_module("ray.train.torch").get_device()
+        return device
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return int(self._context().get_local_world_size())
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Start nothing: the workers are there."""
+
+    @override
+    def setup_environment(self) -> None:
+        self._context()
+        environment = importlib.import_module("ray.train.lightning").RayLightningEnvironment
+        if not isinstance(self.cluster_environment, environment):
+            raise RuntimeError(
+                f"{type(self).__name__} asks Ray which process this is, and the Trainer was told to ask "
+                f"{type(self.cluster_environment).__name__}. Use Trainer(plugins=[RayLightningEnvironment()]) of "
+                "ray.train.lightning, and its prepare_trainer(trainer)."
+            )
+        super().setup_environment()
