@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -28,8 +29,9 @@ def require_ray(who: str) -> None:
         )
 
 
+@functools.cache
 def ray_train(who: str) -> Any:
-    """Import ``ray.train``.
+    """Import ``ray.train``; what is installed is looked up once.
 
     Raises:
         ModuleNotFoundError: If Ray, or what its extra ``train`` brings, is not installed.

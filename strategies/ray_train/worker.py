@@ -43,6 +43,8 @@ class InRayWorker(LoopFollowing):
 
     where_group_starts = "TorchTrainer(torch_config=TorchConfig(timeout_s=..., backend=...))"
 
+    _device: torch.device | None = None
+
     def _context(self) -> Any:
         name = type(self).__name__
         return worker_context(name, f"{name.removeprefix('Ray')}")
@@ -50,9 +52,10 @@ class InRayWorker(LoopFollowing):
     @property
     def root_device(self) -> torch.device:
         """The device that Ray has given this worker."""
-        self._context()
-        device: torch.device = importlib.import_module("ray.train.torch").get_device()
-        return device
+        if self._device is None:  # asked for at each batch, and Ray looks it up anew
+            self._context()
+            self._device = importlib.import_module("ray.train.torch").get_device()
+        return self._device
 
     @property
     @override
