@@ -135,7 +135,8 @@ def test_they_train_as_a_plain_loop(runs: Any, tmp_path: Path) -> None:
         _assert_equal(weights, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=_LONG)])
+@_LONG
+@pytest.mark.parametrize("form", ["sharded", "full"])
 def test_a_storage_that_is_no_file_system(form: str, runs: Any, tmp_path: Path) -> None:
     """Ray uploads what each worker has written, and they go on from a copy of it."""
     import pyarrow.fs

@@ -3,112 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
-from tests.strategies.oracle import quiet_trainer, strategy_named
+from tests.strategies.stateful import NUM_SAMPLES, seen
 
-NUM_SAMPLES = 24
 STRATEGIES = ["fsdp1", "fsdp2", "zero2"]
-
-
-class Numbers(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([float(index)])
-
-
-class OwnStream:
-    """A stream that gives each process other numbers of samples at a time: no two are at the same place."""
-
-    def __init__(self) -> None:
-        self.next_sample, self.left = 0, 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.left = self.left or 6
-        while self.left:
-            found = torch.tensor([[1000.0 * dist.get_rank() + self.next_sample]])
-            self.next_sample += 1 + dist.get_rank()
-            self.left -= 1
-            yield found
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_sample": self.next_sample, "left": self.left}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_sample, self.left = state["next_sample"], state["left"]
-
-
-class Block(nn.Linear):
-    """The unit of `strategy_named`."""
-
-
-class Seeing(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Block(1, 1)
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen += batch.flatten().tolist()
-        return self.layer(batch / 1000).sum()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.layer(batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class SaveAt(Callback):
-    """Saves after a step, or in a hook that comes after it."""
-
-    def __init__(self, path: str, step: int, hook: str) -> None:
-        self.path, self.step = path, step
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
-def loader_named(kind: str) -> Any:
-    if kind == "own":
-        return OwnStream()
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoader(Numbers(), batch_size=2, shuffle=kind == "shuffled")
-
-
-def strategy_for(name: str) -> Any:
-    if name == "zero2":  # a stream has no batch size to fill it from
-        return AccelDeepSpeedStrategy(zero_stage=2, hf_ds_config={"train_micro_batch_size_per_gpu": 2})
-    return strategy_named(name)
-
-
-def seen(strategy: str, kind: str, path: str, save_at: int | None, hook: str = "on_train_batch_end") -> list[float]:
-    torch.manual_seed(3 + dist.get_rank())
-    module = Seeing()
-    callbacks = [] if save_at is None else [SaveAt(path, save_at, hook)]
-    world_size = dist.get_world_size()
-    trainer = quiet_trainer(strategy_for(strategy), world_size, max_epochs=3, callbacks=callbacks)
-    trainer.fit(module, loader_named(kind), torch.utils.data.DataLoader(Numbers()), ckpt_path=None if save_at else path)
-    return module.seen
-
-
 MOMENTS = {  # within an epoch, at its end, after the next one's first batch
     "4": (4, "on_train_batch_end"),
     "6": (6, "on_train_batch_end"),
@@ -173,7 +76,7 @@ import sys
 import torch
 from lightning.pytorch import Trainer
 from torchdata.stateful_dataloader import StatefulDataLoader
-from tests.strategies.test_stateful_loaders import Numbers, SaveAt, Seeing, strategy_for
+from tests.strategies.stateful import Numbers, SaveAt, Seeing, strategy_for
 
 if __name__ == "__main__":
     path, resumes = sys.argv[1], sys.argv[2] == "resume"
