@@ -6,17 +6,22 @@ import argparse
 import gc
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .. import __version__
-from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, add_commands
+from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, AddParser, add_commands
 from .errors import CheckpointError, printable_message
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 (bad checkpoint, or an error of the system), 2 (usage)."""
-    arguments = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[AddParser], None]] = ()) -> int:
+    """Run the command and return its exit status: 0, 1 (bad checkpoint, or an error of the system), 2 (usage).
+
+    Args:
+        argv: The words of the command; default those of this process.
+        more: Each adds a subcommand of a higher floor.
+    """
+    arguments = _parser(more).parse_args(argv)
     collects = gc.isenabled()
     gc.disable()  # a hundred thousand tensors are many objects for the collector to scan, and none is garbage
     try:
@@ -66,9 +71,12 @@ def _fail(error: object, status: int) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accelight", description="Tools for sharded checkpoints.", allow_abbrev=False)
+def _parser(more: Sequence[Callable[[AddParser], None]] = ()) -> argparse.ArgumentParser:
+    what = "Tools for sharded checkpoints and sharded training." if more else "Tools for sharded checkpoints."
+    parser = argparse.ArgumentParser(prog="accelight", description=what, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"accelight {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_commands(commands.add_parser)
+    for add in more:
+        add(commands.add_parser)
     return parser

@@ -2,6 +2,6 @@
 
 import sys
 
-from .checkpoint.cli import main
+from .command import main
 
 sys.exit(main())

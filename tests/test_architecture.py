@@ -17,7 +17,7 @@ FLOORS = ["state", "checkpoint", "strategies", "callbacks"]  # from the lowest u
 ROOMS = {  # of a folder, from the lowest up; files beside them stand on all of them
     "checkpoint": ["formats", "writing"],
     "checkpoint/formats": ["torch_save", "safetensors", "dcp", "zero"],
-    "strategies": ["upstream", "common", "fsdp", "deepspeed", "ray_train"],
+    "strategies": ["upstream", "common", "fsdp", "deepspeed", "planning", "ray_train"],
     "strategies/fsdp": ["config", "units", "steps", "engines", "weights", "checkpoints"],
     "strategies/deepspeed": ["config", "engines", "checkpoints"],
 }
@@ -139,6 +139,7 @@ sys.meta_path.insert(0, Block())
         (["lightning", "deepspeed", "transformers", "pandas", "scipy"], "from accelight.state import PartialState"),
         (["torch", "lightning", "numpy"], "from accelight.checkpoint import merge_fsdp_weights"),
         (["torch", "lightning", "numpy"], "from accelight.checkpoint.cli import main"),
+        (["torch", "lightning", "numpy"], "from accelight.command import main"),
         (
             ["lightning", "deepspeed", "transformers"],
             "from accelight.strategies import FullyShardedDataParallelPlugin as P; P(fsdp_version=2)",
@@ -149,7 +150,7 @@ sys.meta_path.insert(0, Block())
             "from accelight.strategies import DeepSpeedPlugin as P; P(zero_stage=3).set_deepspeed_weakref()",
         ),
     ],
-    ids=["state", "checkpoint", "command", "plugin", "callbacks", "deepspeed-plugin"],
+    ids=["state", "checkpoint", "command", "whole-command", "plugin", "callbacks", "deepspeed-plugin"],
 )
 def test_imports_without_heavy_packages(blocked: list[str], code: str) -> None:
     subprocess.run([sys.executable, "-c", _BLOCK.format(blocked=blocked, code=code)], check=True)

@@ -48,6 +48,8 @@ class ComparedActions:
         Raises:
             RuntimeError: On every rank, if they say different things; or on this one, if some say nothing in time.
         """
+        if dist.get_backend() == "fake":  # the other ranks are pretended (a plan): nobody says anything else
+            return
         store, rank, num_ranks = group_store(self._prefix), dist.get_rank(), dist.get_world_size()
         self._count += 1
         verdict = f"verdict/{self._count}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .lightning_package import lightning_package
 
 if TYPE_CHECKING or lightning_package() == "lightning":
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.fabric.plugins.precision.utils import _DtypeContextManager
     from lightning.fabric.strategies.deepspeed import _validate_device_index_selection
     from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -54,7 +54,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 else:
-    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning_fabric.plugins.precision.utils import _DtypeContextManager
     from lightning_fabric.strategies.deepspeed import _validate_device_index_selection
     from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -106,6 +106,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointIO",
+    "ClusterEnvironment",
     "DDPStrategy",
     "DeepSpeedPrecision",
     "DeepSpeedStrategy",

@@ -1,0 +1,18 @@
+"""How much memory training takes, before it is launched: `plan_memory`, and the command ``accelight plan``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..common.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from .hollow import CannotPlanError
+    from .memory_plan import MemoryPlan
+    from .planner import plan_memory
+
+__all__ = ["CannotPlanError", "MemoryPlan", "plan_memory"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"CannotPlanError": ".hollow", "MemoryPlan": ".memory_plan", "plan_memory": ".planner"}
+)

@@ -1,0 +1,160 @@
+"""``accelight plan``: its options, and the call behind them. Torch is imported when it runs, not before."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .wishes import STRATEGIES, Wishes
+
+if TYPE_CHECKING:
+    from .memory_plan import MemoryPlan
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+EXIT_OK, EXIT_NOTHING_FITS, EXIT_NO_PLAN = 0, 1, 1
+
+
+def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = "") -> None:
+    """Add the subcommand.
+
+    Args:
+        add_parser: Of the whole command's subcommands.
+        summary: For the help of the whole command.
+    """
+    parser = add_parser(
+        "plan",
+        help=summary,
+        description="Say how much memory training takes of each process, before it is launched: the Trainer runs some "
+        "steps with the strategy itself, in one process, without weights and without that memory. The status is 1 if "
+        "nothing that was tried fits into --memory.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("module", nargs="?", metavar="MODULE:CLASS", help="LightningModule: package.module:Class or path/file.py:Class")
+    add("--module-args", type=_json, default={}, metavar="JSON", help="keyword arguments of the class")
+    add(
+        "--hf-config", metavar="CONFIG", help="in its place a Hugging Face config: a folder, config.json, or a hub name"
+    )
+    add(
+        *("--batch",),
+        action="append",
+        metavar="SPEC",
+        help="a tensor of one process's micro-batch, NAME:SHAPE:DTYPE such as input_ids:8x2048:int64 (may be "
+        "repeated), or module:function that returns a batch (default: the module's example_input_array)",
+    )
+    add("--batch-size", type=int, metavar="N", help="with --hf-config: of one process's micro-batch")
+    add("--seq-len", type=int, metavar="N", help="with --hf-config: tokens of each sample")
+    add("--world-size", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    add("--strategy", choices=sorted(STRATEGIES), default="fsdp2", help="what shards (default: fsdp2)")
+    add("--strategy-args", type=_json, default={}, metavar="JSON", help="its other keyword arguments")
+    add("--wrap", action="append", default=[], metavar="CLASS", help="FSDP: class of the units (may be repeated)")
+    add("--activation-checkpointing", action="store_true", help="recompute the units in backward")
+    add("--precision", default="32-true", help="as for the Trainer (default: 32-true)")
+    add("--accumulate", type=int, default=1, metavar="N", help="micro-batches for each optimizer step (default: 1)")
+    add("--clip", type=float, metavar="NORM", help="largest norm of the gradients")
+    add("--memory", type=_size, metavar="SIZE", help="what each process has, e.g. 24GB: try what could fit, too")
+    add("--json", action="store_true", help="print as JSON")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if (arguments.module is None) == (arguments.hf_config is None):
+        raise ValueError("Give either MODULE:CLASS or --hf-config.")
+    wishes = Wishes(
+        module=arguments.module,
+        module_args=arguments.module_args,
+        hf_config=arguments.hf_config,
+        batch=tuple(arguments.batch or ()),
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.seq_len,
+        world_size=arguments.world_size,
+        strategy=arguments.strategy,
+        strategy_args=arguments.strategy_args,
+        wrap=tuple(arguments.wrap),
+        activation_checkpointing=arguments.activation_checkpointing,
+        precision=arguments.precision,
+        accumulate=arguments.accumulate,
+        clip=arguments.clip,
+    )
+    from .hollow import CannotPlanError
+
+    try:
+        return _plan(wishes, arguments)
+    except CannotPlanError as error:
+        if arguments.debug:
+            raise
+        print(f"accelight: error: {error}", file=sys.stderr)
+        return EXIT_NO_PLAN
+
+
+def _plan(wishes: Wishes, arguments: argparse.Namespace) -> int:
+    if arguments.memory is None:
+        plan = plan_of(wishes)
+        print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
+        return EXIT_OK
+    return _try(wishes, arguments.memory, as_json=arguments.json)
+
+
+def _try(wishes: Wishes, memory_bytes: int, *, as_json: bool) -> int:
+    from .suggestions import advice, table, try_variants
+
+    variants = try_variants(wishes, memory_bytes, plan_of)
+    fits = any(variant.fits(memory_bytes) for variant in variants)
+    if as_json:
+        told: dict[str, Any] = {
+            "memory_bytes": memory_bytes,
+            "advice": advice(variants, memory_bytes),
+            "variants": [
+                {
+                    "change": variant.change,
+                    "fits": variant.fits(memory_bytes),
+                    "plan": None if variant.plan is None else variant.plan.to_dict(),
+                    "refused": variant.refused,
+                }
+                for variant in variants
+            ],
+        }
+        print(json.dumps(told, indent=2))
+    else:
+        print(f"{variants[0].plan}\n")
+        print(f"{table(variants, memory_bytes)}\n\n{advice(variants, memory_bytes)}")
+    return EXIT_OK if fits else EXIT_NOTHING_FITS
+
+
+def plan_of(wishes: Wishes) -> MemoryPlan:
+    """Return the plan of what is asked for."""
+    from .planner import plan_memory
+
+    plan = plan_memory(
+        wishes.make_module,
+        wishes.make_batch,
+        wishes.make_strategy,
+        world_size=wishes.world_size,
+        precision=wishes.precision,
+        accumulate_grad_batches=wishes.accumulate,
+        gradient_clip_val=wishes.clip,
+    )
+    return replace(plan, settings=wishes.in_words())
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object: give {{"name": value}}.')
+    return found
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number and B, KB, MB, GB, KiB, MiB or GiB.")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
