@@ -108,15 +108,16 @@ def _compare(
     assert sum(plan.parts.values()) == plan.peak_bytes
 
 
-@pytest.mark.core(*CORE)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.machines) for name in CASES]
+)
 def test_the_peak_is_what_is_measured(name: str, allocator: str) -> None:
     case = CASES[name]
     make_batch = partial(text, case.batch_size, case.model["length"])
     _compare(allocator, partial(LanguageModel, **case.model), make_batch, case.options, case.trainer, case.num_steps)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("options", [{"fsdp_version": 2}, {"zero_stage": 1}], ids=["fsdp2", "zero1"])
 def test_the_peak_of_a_convolutional_network(options: dict[str, Any], allocator: str) -> None:
     _compare(allocator, Images, partial(images, 16), options, {})
@@ -125,7 +126,7 @@ def test_the_peak_of_a_convolutional_network(options: dict[str, Any], allocator:
 LLAMA = {"auto_wrap_policy": "transformer_based_wrap"}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize(
     "options",
     [{"fsdp_version": 2, **LLAMA}, {"fsdp_version": 1, **LLAMA, **CHECKPOINTED}, {"zero_stage": 3}],
