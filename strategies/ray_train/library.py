@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 from typing import Any
 
-from packaging.version import Version
+from ..common.requirements import require_installed
 
 OLDEST = "2.51"
 """The first with Ray Train v2 as what it is without being asked: reports of what is in the run's storage already."""
-
-
-def require_ray(who: str) -> None:
-    """Check that a Ray is installed that works here; nothing of it is imported.
-
-    Raises:
-        ModuleNotFoundError: If not.
-    """
-    found = importlib.metadata.version("ray") if importlib.util.find_spec("ray") else None
-    if found is None or Version(found) < Version(OLDEST):
-        raise ModuleNotFoundError(
-            f"{who} needs Ray Train {OLDEST} or newer, and {found or 'none'} is installed: "
-            "pip install 'accelight[ray]'."
-        )
 
 
 @functools.cache
@@ -37,7 +21,7 @@ def ray_train(who: str) -> Any:
         ModuleNotFoundError: If Ray, or what its extra ``train`` brings, is not installed.
         RuntimeError: If Ray Train is to be its first version.
     """
-    require_ray(who)
+    require_installed(who, "Ray Train", "ray", OLDEST)
     try:
         module = importlib.import_module("ray.train")
     except ImportError as error:  # Ray without what its extra brings

@@ -11,6 +11,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from accelight.strategies.deepspeed.engines.library import OLDEST
+from accelight.strategies.ray_train import library as ray_library
 from tools import matrix
 from tools.versions import environments
 from tools.versions.areas import AREAS, INSTALLATION, Cell, read_report, run_area, together
@@ -50,6 +51,7 @@ dev = [
 """
     assert floors(text) == {"torch": "2.9", "lightning": "2.6", "jsonargparse": "4.39", "rich": "13"}
     assert floors(PYPROJECT)["deepspeed"] == OLDEST
+    assert floors(PYPROJECT)["ray"] == ray_library.OLDEST
 
 
 def test_the_malicious_releases_of_lightning_are_left_out() -> None:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from packaging.version import Version
 
+from ...common.requirements import require_installed
 from ..config.settings import DeepSpeedSettings
 
 OLDEST = "0.19.8"
@@ -32,12 +32,7 @@ def require_deepspeed(who: str) -> None:
     Raises:
         ModuleNotFoundError: If not.
     """
-    found = importlib.metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else None
-    if found is None or Version(found) < Version(OLDEST):
-        raise ModuleNotFoundError(
-            f"{who} needs DeepSpeed {OLDEST} or newer, and {found or 'none'} is installed: "
-            "pip install 'accelight[deepspeed]'."
-        )
+    require_installed(who, "DeepSpeed", "deepspeed", OLDEST)
 
 
 def choose_accelerator(device: torch.device) -> None:
