@@ -48,8 +48,8 @@ class Storages:
     """Follows every storage from the first operation that returns it until it is freed.
 
     Args:
-        classify: Called when more is held than ever before in a step that is `watched`; returns of which part some
-            storages are, by their addresses in C++.
+        classify: Called when so much is held as was told to `expect`; returns of which part some storages are, by their
+            addresses in C++.
     """
 
     def __init__(self, classify: Callable[[], dict[int, Part]]) -> None:

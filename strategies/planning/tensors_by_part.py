@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from ..common.gradients import local_tensor
+from ..fsdp.engines.fsdp1_units import units_of
+from ..fsdp.engines.fsdp2_units import Units
 from ..upstream.torch_fake import tree_leaves
-from ..upstream.torch_fsdp2 import groups_of_state
 from .storages import Part
 
 _FLAT_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
@@ -55,21 +55,17 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
             yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
     yield from model.buffers()
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle: Any = unit._handle
-        if handle is not None:
-            yield handle.flat_param._local_shard
+    for unit in units_of(model):
+        yield unit._handle.flat_param._local_shard
 
 
 def _gradients(model: nn.Module) -> Iterator[Any]:
     for parameter in model.parameters():
         yield parameter.grad
         yield getattr(parameter, "grad_accum", None)
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle: Any = unit._handle
-        if handle is not None:
-            yield from (getattr(handle.flat_param, name, None) for name in _FLAT_GRADIENTS)
-    for param in _fsdp2_params(model):
+    for unit in units_of(model):
+        yield from (getattr(unit._handle.flat_param, name, None) for name in _FLAT_GRADIENTS)
+    for param in Units(model).params:
         yield param.unsharded_accumulated_grad
         unsharded = getattr(param, "_unsharded_param", None)
         yield None if unsharded is None else unsharded.grad
@@ -79,20 +75,11 @@ def _gathered(model: nn.Module) -> Iterator[Any]:
     for parameter in model.parameters():
         if hasattr(parameter, "ds_tensor"):
             yield parameter.data
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle: Any = unit._handle
-        if handle is not None:
-            yield from (getattr(handle.flat_param, name, None) for name in _FLAT_GATHERED)
-    for param in _fsdp2_params(model):
+    for unit in units_of(model):
+        yield from (getattr(unit._handle.flat_param, name, None) for name in _FLAT_GATHERED)
+    for param in Units(model).params:
         yield from param.all_gather_outputs
         yield getattr(param, "_unsharded_param", None)
-
-
-def _fsdp2_params(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in groups_of_state(module._get_fsdp_state()):
-                yield from group.fsdp_params
 
 
 def _states(optimizer: Any) -> Iterator[Any]:
