@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
 
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
-from tests.strategies.stateful import NUM_SAMPLES, seen
+from tests.strategies.oracle import quiet_trainer
+from tests.strategies.stateful import NUM_SAMPLES, Seeing, loader_named, seen, strategy_for
 
 STRATEGIES = ["fsdp1", "fsdp2", "zero2"]
+
+
+class Failing(Callback):
+    fails = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.fails:
+            raise KeyError("of the user's")
+
+
 MOMENTS = {  # within an epoch, at its end, after the next one's first batch
     "4": (4, "on_train_batch_end"),
     "6": (6, "on_train_batch_end"),
@@ -69,6 +82,23 @@ def test_a_stream_of_ones_own_is_refused_at_an_epochs_end_too(tmp_path: Path) ->
     assert found.startswith(
         "The checkpoint was saved at the end of an epoch, and says where the training loaders of 2 "
     )
+
+
+def after_a_failed_resume(path: str) -> list[float]:
+    module, loader, failing = Seeing(), loader_named("plain"), Failing()
+    trainer = quiet_trainer(strategy_for("fsdp2"), 2, max_epochs=3, callbacks=[failing])
+    with pytest.raises(KeyError, match="of the user's"):
+        trainer.fit(module, loader, ckpt_path=path)
+    failing.fails = False
+    trainer.fit(module, loader)
+    return module.seen
+
+
+def test_a_resume_that_failed_goes_on_with_the_trainers_next_fit(tmp_path: Path) -> None:
+    """Lightning keeps the loops where the checkpoint left them, and the loaders are to fit them."""
+    path = str(tmp_path / "saved.ckpt")
+    whole = run_on_ranks(2, seen, "fsdp2", "plain", path, 4)
+    assert run_on_ranks(2, after_a_failed_resume, path) == [samples[8:] for samples in whole]
 
 
 _SCRIPT = """
