@@ -30,7 +30,7 @@ test: $(STAMP)  ## Run the tests
 test-all: $(STAMP)  ## Run what `make test` leaves out: the rest of each grid, twenty random orders for each engine
 	ACCELIGHT_ORDERS=20 $(PYTEST) -m "exhaustive and not machines"
 
-test-machines: $(STAMP)  ## Run what takes minutes each: launchers that lose machines, links that are cut, fifty kills
+test-machines: $(STAMP)  ## Run what takes minutes each: launchers that lose machines, cut links, fifty kills, plans
 	$(PYTEST) -m machines
 
 test-gpu: $(STAMP)  ## Run the tests that need CUDA (ACCELIGHT_TRY_GPU_TESTS=1 tries most of them on the CPU)
