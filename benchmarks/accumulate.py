@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 
+from benchmarks import results
 from benchmarks.sharded_training import (
     BY_HAND,
     KEPT,
@@ -56,6 +57,13 @@ def run() -> None:
             f"{kind:32} {medians[kind] * 1000:8.1f} ms a step   spread {spread * 1000:7.1f} ms   gathered "
             f"{gathered:8.1f} MB, reduced {reduced:8.1f} MB a step   {medians[peer] / medians[kind]:5.2f} x {peer}"
         )
+    title = f"A step of {work.accumulate} micro-batches, 2 processes, {work.num_layers} layers of {work.width}"
+    results.keep_panels(
+        "accumulate",
+        {title: seconds},
+        num_bytes={kind: one.num_bytes for kind, one in counted.items()},
+        num_steps=work.num_steps,
+    )
     print(
         "targets: one reduction a step by default (an eighth of ModelParallelStrategy's; Lightning's FSDPStrategy "
         "makes one, too), one gather as well when kept; >= 1.5 and >= 3 times"

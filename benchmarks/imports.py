@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 
+from benchmarks import results
 from benchmarks.measure import python, time_commands
 
 _TIMED = "import torch, time; s = time.perf_counter(); from {} import PartialState; print(time.perf_counter() - s)"
@@ -22,5 +23,13 @@ def run() -> None:
     for module, values in seconds.items():
         spread = max(values) - min(values)
         print(f"{module:18} {statistics.median(values) * 1000:6.1f} ms over torch   spread {spread * 1000:.1f} ms")
-    for name, timing in time_commands({"python -c pass": python("pass"), "accelight --help": python(_COMMAND)}).items():
+    timings = time_commands({"python -c pass": python("pass"), "accelight --help": python(_COMMAND)})
+    for name, timing in timings.items():
         print(f"{name:18} {timing.median * 1000:6.1f} ms start to end   spread {timing.spread * 1000:.1f} ms")
+    results.keep_panels(
+        "import",
+        {
+            "Importing, over torch": seconds,
+            "Starting a command": {name: timing.seconds for name, timing in timings.items()},
+        },
+    )

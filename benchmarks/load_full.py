@@ -26,6 +26,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from benchmarks import results
 from benchmarks.measure import Timing, python
 
 REPEATS = 5
@@ -43,17 +44,24 @@ def run() -> None:
     wanted = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "0.2")) * 10**9)
     num_bytes = max(1, wanted // _LAYER_BYTES) * _LAYER_BYTES
     with tempfile.TemporaryDirectory(prefix="bench_load_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as folder:
-        results = _start(folder, num_bytes, WAYS, REPEATS)
+        found = _start(folder, num_bytes, WAYS, REPEATS)
         peaks_of = {way: [one[way]["peak"] for one in _start(folder, num_bytes, (way,), 0)] for way in WAYS}
-    timings = {way: Timing(tuple(results[0][way]["seconds"])) for way in WAYS}
+    timings = {way: Timing(tuple(found[0][way]["seconds"])) for way in WAYS}
     print(f"{num_bytes / 1e6:.0f} MB of weights, half of them on each process")
     for way, timing in timings.items():
         peaks = " and ".join(f"{peak / 1e6:.0f}" for peak in peaks_of[way])
         ratios = ", ".join(f"{timings[peer].median / timing.median:.2f} x {peer}" for peer in (ACCELERATE, TORCH))
         print(
             f"{way:40} {timing.median * 1000:8.0f} ms   spread {timing.spread * 1000:6.0f} ms   received "
-            f"{results[1][way]['received'] / 1e6:7.0f} MB   peak {peaks} MB   {ratios}"
+            f"{found[1][way]['received'] / 1e6:7.0f} MB   peak {peaks} MB   {ratios}"
         )
+    title = f"Loading {num_bytes / 1e6:.0f} MB into {NUM_RANKS} processes"
+    results.keep_panels(
+        "load-full",
+        {title: {way: timing.seconds for way, timing in timings.items()}},
+        peak_bytes=peaks_of,
+        received_bytes={way: found[1][way]["received"] for way in WAYS},
+    )
     print("targets: >= 2.5 x both from rank 0, with half the bytes; >= 3.5 x from files")
 
 

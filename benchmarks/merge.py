@@ -19,9 +19,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.measure import empty, peak_bytes, python, time_into
 
 REPEATS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "5"))
@@ -76,15 +78,17 @@ def run() -> None:
         free = shutil.disk_usage(scratch).free
         if free < _ROOM * num_bytes:
             raise OSError(f"{scratch} has {free} bytes free, {_ROOM * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
+        panels: dict[str, Mapping[str, Sequence[float]]] = {}
         for layout, target in TARGETS.items():
             folder = Path(scratch, layout)
             save_checkpoint(folder, layout, num_bytes)
-            compare(folder, layout, target)
+            panels.update(compare(folder, layout, target))
             shutil.rmtree(folder)
+    results.keep_panels("merge", panels)
 
 
-def compare(folder: Path, layout: str, target: str) -> None:
-    """Merge what `save_checkpoint` wrote with all, in turn, and print a line for each and the ``target``."""
+def compare(folder: Path, layout: str, target: str) -> results.Panels:
+    """Merge what `save_checkpoint` wrote with all, in turn, print a line for each and the ``target``; return all."""
     shards = sorted((folder / "in").glob("*.distcp"))
     names = (_OURS, _CAT, _ACCELERATE, _LIGHTNING, _TORCH)
     outputs = {name: folder / f"out{number}" for number, name in enumerate(names)}
@@ -113,6 +117,8 @@ def compare(folder: Path, layout: str, target: str) -> None:
             f"this / ours {timing.median / ours:6.2f}"
         )
     print(f"  targets: {target}")
+    title = f"Merging {len(shards)} shards of {total / 1e9:.2f} GB ({layout})"
+    return {title: {name: timing.seconds for name, timing in timings.items()}}
 
 
 def save_checkpoint(folder: Path, layout: str, num_bytes: int, code: str = _SAVE) -> None:

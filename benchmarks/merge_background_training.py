@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.callbacks.merge_queue import MergeJob, MergeOptions, MergeQueue
 from accelight.strategies import AccelFSDPStrategy
+from benchmarks import results
 
 _WINDOW_STEPS, _NUM_WINDOWS, _SIDE = 8, 12, 1024
 
@@ -105,6 +106,8 @@ def train(folder: Path, num_bytes: int) -> None:
             f"  {'while merging' if merging else 'no merge':15} median step {medians[merging] * 1000:7.1f} ms   "
             f"quartiles {low:.1f} to {high:.1f} ms   ratio {medians[merging] / medians[False]:.2f}"
         )
+    sides = {"while accelight merges": measure.seconds[True], "no merge": measure.seconds[False]}
+    results.keep_panels("merge-background", {f"A step of FSDP2, 2 processes, {size / 1e6:.0f} MB": sides})
     num_steps = _WINDOW_STEPS * _NUM_WINDOWS // 2  # in which merges ran
     added, blocked = (
         (medians[True] - medians[False]) * num_steps / measure.num_merges,

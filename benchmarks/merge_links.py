@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks import results
 from benchmarks.measure import empty, time_into
 from benchmarks.merge import rank_state, save_checkpoint
 
@@ -38,13 +39,16 @@ def run() -> None:
     given = os.environ.get("ACCELIGHT_BENCH_DIR")
     if given is not None:
         with tempfile.TemporaryDirectory(prefix="bench_merge_links_", dir=given) as folder:
-            _compare(Path(folder), given, num_bytes)
+            panels = _compare(Path(folder), given, num_bytes)
     elif os.getuid() == 0:
+        panels = {}
         for kind in ("xfs", "btrfs"):
             with _mounted(kind, _ROOM * num_bytes + 2**29) as folder:
-                _compare(Path(folder), kind, num_bytes)
+                panels.update(_compare(Path(folder), kind, num_bytes))
     else:
         print("  only root can mount file systems. Set ACCELIGHT_BENCH_DIR to a folder on XFS or btrfs.")
+        return
+    results.keep_panels("merge-links", panels)
     print(f"  {TARGETS}")
 
 
@@ -63,7 +67,7 @@ def _mounted(kind: str, num_bytes: int) -> Iterator[str]:
             subprocess.run(["umount", folder], check=True)
 
 
-def _compare(folder: Path, what: str, num_bytes: int) -> None:
+def _compare(folder: Path, what: str, num_bytes: int) -> dict[str, dict[str, tuple[float, ...]]]:
     save_checkpoint(folder / "saved", "rows", num_bytes, _SAVE)
     source = folder / "saved/in"
     shards = sorted(source.glob("*.distcp"))
@@ -89,6 +93,8 @@ def _compare(folder: Path, what: str, num_bytes: int) -> None:
             f"  {name:24} {timing.median:7.2f} s   spread {timing.spread:5.2f} s   "
             f"written {written[name] / total:8.3%}   this / cat {timing.median / timings[_CAT].median:6.3f}"
         )
+    title = f"Merging {len(shards)} shards of {total / 1e9:.2f} GB on {what}"
+    return {title: {name.strip(): timing.seconds for name, timing in timings.items()}}
 
 
 def _used(folder: Path) -> int:

@@ -11,6 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from benchmarks import results
 from benchmarks.merge import SMALL_PAIR_BYTES, compare, save_checkpoint
 
 
@@ -20,4 +21,4 @@ def run() -> None:
     with tempfile.TemporaryDirectory(prefix="bench_merge_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
         folder = Path(scratch, "small")
         save_checkpoint(folder, "small", num_pairs * SMALL_PAIR_BYTES)
-        compare(folder, "small", "seconds, not minutes")
+        results.keep_panels("merge-small", compare(folder, "small", "seconds, not minutes"), num_tensors=2 * num_pairs)

@@ -20,8 +20,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks import results
 from benchmarks.measure import empty, peak_bytes, python, time_into
 
 REPEATS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "5"))
@@ -49,15 +51,17 @@ def run() -> None:
         free, needed = shutil.disk_usage(scratch).free, 26 * num_parameters
         if free < needed:
             raise OSError(f"{scratch} has {free} bytes free, {needed} are needed. Set ACCELIGHT_BENCH_DIR.")
+        panels: dict[str, Mapping[str, Sequence[float]]] = {}
         for stage in (2, 3):
             folder = Path(scratch, str(stage))
             _run_savers(folder, stage, num_parameters)
-            _compare(folder, stage)
+            panels.update(_compare(folder, stage))
             shutil.rmtree(folder)
+    results.keep_panels("merge-zero", panels)
     print(f"  {TARGETS}")
 
 
-def _compare(folder: Path, stage: int) -> None:
+def _compare(folder: Path, stage: int) -> results.Panels:
     outputs = {_OURS: folder / "ours", _SCRIPT: folder / "theirs", _CAT: folder / "cat"}
     parts = sorted((folder / "in").glob("*/*optim_states.pt"))
     num_bytes = sum(part.stat().st_size for part in parts) // 3  # masters, and AdamW's two averages of the same size
@@ -86,6 +90,8 @@ def _compare(folder: Path, stage: int) -> None:
             f"peak {resident / 2**20:7.1f} MiB, {anonymous / 2**20:7.1f} without pages of files   "
             f"this / ours {timing.median / ours:6.2f} time, {resident / peaks[_OURS][0]:6.1f} memory"
         )
+    title = f"Merging ZeRO-{stage} of {_NUM_RANKS} ranks to {one.stat().st_size / 1e9:.2f} GB"
+    return {title: {name: timing.seconds for name, timing in timings.items()}}
 
 
 def _run_savers(folder: Path, stage: int, num_parameters: int) -> None:

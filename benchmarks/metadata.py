@@ -3,21 +3,18 @@
 A model of 10,000 tensors (with Adam's states: one of 3,333), trained with hybrid sharding: 64 copies, each sharded
 along dimension 0 over 64 ranks, which makes 640,000 pieces. Sharded over all ranks it would be 41 million, more than
 torch can plan in a process's memory. Plans are simulated, and so are processes, with torch's ``fake`` backend; no
-tensor's bytes are written. One copy plans to write its shards, and rank 0 tells the names' keys; torch lets all ranks
-send both.
+tensor's bytes are written. The copies share what is to be written, 156 pieces a rank.
 
 Each step is a process of its own: seconds, and the peak of its memory above what it had before the step; in the
 coordinator's are the plans that it was sent::
 
     python -m benchmarks metadata
-    ACCELIGHT_BENCH_REPLICAS=2 python -m benchmarks metadata    # two of the copies plan to write what they have
 
 ``ACCELIGHT_BENCH_TENSORS`` and ``ACCELIGHT_BENCH_SHARDS`` set the numbers of tensors and of shards.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -26,6 +23,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +32,9 @@ from benchmarks.results import keep
 NUM_RANKS = 4096
 NUM_TENSORS = int(os.environ.get("ACCELIGHT_BENCH_TENSORS", "10000"))
 NUM_SHARDS = int(os.environ.get("ACCELIGHT_BENCH_SHARDS", "64"))
-NUM_REPLICAS = int(os.environ.get("ACCELIGHT_BENCH_REPLICAS", "1"))
 _SHAPES = ((64, 1024), (256, 64), (1024,), (512, 8, 3), (128, 4096), (4096, 128), (64, 64), (2048,))
 _STEPS = {
-    "plan and write": "the coordinator: torch's global plan, and .metadata",
+    "plan and write": "the coordinator, in a first save: the plans of all ranks as one, and .metadata",
     "later save": "the coordinator, by a kept plan: what all ranks tell it, and .metadata",
     "read: torch": "FileSystemReader.read_metadata, and a rank's plan of what to load",
     "read: ours": "SafeReader.read_metadata, and a rank's plan of what to load",
@@ -49,9 +46,7 @@ _STEP = "import sys; from benchmarks.metadata import step; step(*sys.argv[1:])"
 
 def run() -> None:
     """Print seconds and memory of each step."""
-    print(
-        f"{NUM_RANKS} ranks, {NUM_TENSORS} tensors in {NUM_TENSORS * NUM_SHARDS} pieces, planned {NUM_REPLICAS} times"
-    )
+    print(f"{NUM_RANKS} ranks, {NUM_TENSORS} tensors in {NUM_TENSORS * NUM_SHARDS} pieces")
     steps: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bench_metadata_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as folder:
         for name, what in _STEPS.items():
@@ -65,7 +60,7 @@ def run() -> None:
             print(f"  {name:15} {parts}   {done['mib']:.0f} MiB   ({what})")
         num_bytes = Path(folder, ".metadata").stat().st_size
         print(f"  .metadata has {num_bytes / 1e6:.1f} MB; target: {_TARGET}")
-    sizes = {"num_tensors": NUM_TENSORS, "num_shards": NUM_SHARDS, "num_replicas": NUM_REPLICAS, "num_bytes": num_bytes}
+    sizes = {"num_tensors": NUM_TENSORS, "num_shards": NUM_SHARDS, "num_bytes": num_bytes}
     keep("metadata", {"num_ranks": NUM_RANKS, **sizes, "steps": steps})
 
 
@@ -98,6 +93,7 @@ def _memory(kind: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
+@cache
 def _names() -> list[str]:
     return [f"state_dict.model.layers.{number // 8}.part_{number % 8}.weight" for number in range(NUM_TENSORS)]
 
@@ -107,42 +103,41 @@ def _local_shape(number: int) -> tuple[int, ...]:
     return (first, *rest)
 
 
-def _planned() -> tuple[Any, list[Any]]:
-    """Return a planner that was asked, and the plans that it is to make one of."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+def _packed() -> list[Any]:
+    """Return what each rank tells rank 0 of its plan."""
     from torch.distributed.checkpoint.planner import SavePlan
 
-    planning = NUM_SHARDS * NUM_REPLICAS
-    plans = [
-        SavePlan(_items(rank % NUM_SHARDS) if rank < planning else [], planner_data={}) for rank in range(NUM_RANKS)
-    ]
+    from accelight.strategies.fsdp.checkpoints.packed_plans import PackedPlan
+
     keys = {name: ("state_dict", name.removeprefix("state_dict.")) for name in _names()}
-    plans[0] = dataclasses.replace(plans[0], planner_data=keys)
-    planner: Any = DefaultSavePlanner()
-    planner.set_up_planner({}, is_coordinator=True)
-    return planner, plans
+    copies = NUM_RANKS // NUM_SHARDS
+    plans = []
+    for rank in range(NUM_RANKS):
+        copy, shard = divmod(rank, NUM_SHARDS)
+        plans.append(PackedPlan.of(SavePlan(_items(shard, copy, copies), planner_data=keys)))
+    return plans
+
+
+def _places(rank: int, num_items: int) -> Any:
+    from accelight.strategies.fsdp.checkpoints.written_parts import Places
+
+    numbers = array("q", [number for place in range(num_items) for number in (1000, 0, place * 2000, 2000, 7)])
+    return Places([f"__{rank}_0.distcp"], numbers)
 
 
 def _plan_and_write(folder: Path) -> Iterator[str]:
     """Yield what was done; "" for what is not measured."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.storage import WriteResult
-
     from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+    from accelight.strategies.fsdp.checkpoints.packed_plans import merge_plans
+    from accelight.strategies.fsdp.checkpoints.written_parts import RankResults
 
-    planner, plans = _planned()
+    plans = _packed()
     yield ""
-    plans, metadata = planner.create_global_plan(plans)
-    yield "global plan"
-    results = []
-    for rank, plan in enumerate(plans):
-        name, own = f"__{rank}_0.distcp", []
-        for place, item in enumerate(plan.items):
-            own.append(WriteResult(item.index, 1000, _StorageInfo(name, place * 2000, 2000)))
-        results.append(own)
-    del plans
+    merged = merge_plans(1, plans)
+    yield "plans put together"
+    places = [_places(rank, len(own)) for rank, own in enumerate(merged.indices)]
     yield ""
-    FolderWriter(folder).finish(metadata, results)
+    FolderWriter(folder).finish(merged.metadata, list(map(RankResults, merged.indices, places)))
     yield "write"
 
 
@@ -154,44 +149,39 @@ def _later_save(folder: Path) -> Iterator[str]:
     from accelight.state.upstream import TCPStore
     from accelight.strategies.common.store_messages import StoreMessages
     from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-    from accelight.strategies.fsdp.checkpoints.kept_plans import Places
+    from accelight.strategies.fsdp.checkpoints.packed_plans import merge_plans
+    from accelight.strategies.fsdp.checkpoints.written_parts import Places, RankResults
 
-    planner, plans = _planned()
-    plans, metadata = planner.create_global_plan(plans)
-    indices = [[item.index for item in plan.items] for plan in plans]
-    del plans, planner
+    merged = merge_plans(1, _packed())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=NUM_RANKS)
     group: Any = dist.group.WORLD
     other, own = StoreMessages(group, "a save"), Places([], array("q"))
-    for rank, items in enumerate(indices):
-        numbers = array("q", [number for place in range(len(items)) for number in (1000, 0, place * 2000, 2000, 7)])
-        places = Places([f"__{rank}_0.distcp"], numbers)
+    for rank, items in enumerate(merged.indices):
         if rank == 0:
-            own = places
+            own = _places(rank, len(items))
         else:
             other._rank, other.num_uses = rank, 0
-            other._send(places)
-    del other, places, numbers
+            other._send(_places(rank, len(items)))
+    del other
     yield ""
 
     def finish(told: list[Places]) -> None:
-        results = [one.results(items) for one, items in zip(told, indices, strict=True)]
-        FolderWriter(folder).finish(metadata, results)
+        FolderWriter(folder).finish(merged.metadata, list(map(RankResults, merged.indices, told)))
 
     StoreMessages(group, "a save").through_rank_zero(own, finish, "saving")
     yield "collect and write"
 
 
-def _items(shard: int) -> list[Any]:
+def _items(shard: int, copy: int, num_copies: int) -> list[Any]:
     """Return what a rank plans to write, as torch plans it for a DTensor."""
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    items = []
-    for number, name in enumerate(_names()):
-        rows, *rest = _local_shape(number)
+    items, names = [], _names()
+    for number, name in enumerate(names[copy::num_copies]):
+        rows, *rest = _local_shape(copy + number * num_copies)
         offsets = torch.Size((shard * rows, *(0 for _ in rest)))
         chunk = ChunkStorageMetadata(offsets, torch.Size((rows, *rest)))
         data = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), torch.Size((rows * NUM_SHARDS, *rest)))

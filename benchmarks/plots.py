@@ -49,7 +49,22 @@ def _save(kept: Mapping[str, Any]) -> dict[str, Bars]:
     }
 
 
+def _panels(kept: Mapping[str, Any]) -> dict[str, Bars]:
+    return {
+        f"{title}, ms": [(side, paired.median_of({side: seconds}, side)) for side, seconds in sides.items()]
+        for title, sides in kept["panels"].items()
+    }
+
+
 PLOTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Bars]]] = {
+    "accumulate": _panels,
+    "import": _panels,
+    "load-full": _panels,
+    "merge": _panels,
+    "merge-background": _panels,
+    "merge-links": _panels,
+    "merge-small": _panels,
+    "merge-zero": _panels,
     "overhead": _overhead,
     "save": _save,
     "trigger": _trigger,
@@ -107,8 +122,8 @@ def _draw_bars(axis: Any, title: str, bars: Bars) -> None:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)}; default all")
-    names = parser.parse_args().names or list(PLOTS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)}; default all that are kept")
+    names = parser.parse_args().names or [name for name in PLOTS if results.is_kept(name)]
     if unknown := [name for name in names if name not in PLOTS]:
         parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(PLOTS)}")
     for name in names:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+Panels = Mapping[str, Mapping[str, Sequence[float]]]
+"""By title, the seconds that each side took."""
 _FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("accelight", "torch", "lightning", "deepspeed", "accelerate", "transformers", "safetensors")
 
@@ -30,6 +32,16 @@ def keep(name: str, what: Mapping[str, Any]) -> Path:
     path.write_text(json.dumps({"benchmark": name, **_circumstances(), **what}, indent=1) + "\n", encoding="utf-8")
     print(f"  kept in {path}")
     return path
+
+
+def keep_panels(name: str, panels: Panels, **more: Any) -> Path:
+    """Keep what is drawn as it is: a panel for each title."""
+    return keep(name, {**more, "panels": panels})
+
+
+def is_kept(name: str) -> bool:
+    """Return whether a benchmark has kept something."""
+    return (folder() / f"{name}.json").is_file()
 
 
 def kept(name: str) -> dict[str, Any]:

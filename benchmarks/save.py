@@ -8,7 +8,8 @@ folder on the disk that is to be measured, with room for ten times as much::
 
 Two gloo processes train with each engine, and two with Lightning's strategy, all alive at once; each way saves in turn,
 between two steps, into a new name. Ratios are those within a round, with intervals of 95 % by bootstrap (`paired`).
-Every side ends with fsync, except those in the background, which are waited for outside of the measurement.
+Every side ends with fsync, except those in the background, which are waited for outside of the measurement. DCP is
+given what torch's ``get_state_dict`` returns of FSDP1, within the measurement, and of FSDP2 the strategy's state.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ _WIDTH = 1024
 _LIGHTNING = "fsdp1 Lightning's FSDPStrategy"
 _ROWS = (  # ours, its peer, target; DCP alone writes no metadata and gives nothing its name atomically
     ("fsdp1 sharded", _LIGHTNING, 1.0),
+    ("fsdp1 sharded", "fsdp1 DCP save", 1.0),
     ("fsdp2 sharded", "fsdp2 DCP save", 1.0),
     ("fsdp1 async_save", _LIGHTNING, 0.3),
-    ("fsdp2 async_save", "fsdp2 DCP save", 0.3),
+    ("fsdp1 async_save", "fsdp1 DCP save", 0.05),
+    ("fsdp1 async_save", "fsdp1 DCP async_save", None),
+    ("fsdp2 async_save", "fsdp2 DCP save", 0.05),
     ("fsdp2 async_save", "fsdp2 DCP async_save", None),
     ("fsdp1 async_save=process", "fsdp1 async_save", None),
     ("fsdp2 async_save=process", "fsdp2 async_save", None),
@@ -136,6 +140,7 @@ def _ways() -> dict[str, _Way]:
     from datetime import timedelta
 
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
     from accelight.strategies.fsdp.checkpoints.background_choice import choose_saves
@@ -166,9 +171,12 @@ def _ways() -> dict[str, _Way]:
         return wait
 
     def state_of(trainer: Any) -> dict[str, Any]:
-        strategy = trainer.strategy
+        strategy, [optimizer] = trainer.strategy, trainer.optimizers
+        if strategy.engine.version == 1:
+            weights, state = get_state_dict(strategy.model, optimizer)
+            return {"model": weights, "optimizer_0": state}
         weights = strategy.lightning_module_state_dict()
-        return {"model": weights, "optimizer_0": strategy.optimizer_state(trainer.optimizers[0])}
+        return {"model": weights, "optimizer_0": strategy.optimizer_state(optimizer)}
 
     def dcp_async(trainer: Any, path: str) -> Callable[[], Any]:
         group = trainer.strategy._checkpointer.saves._groups[1]

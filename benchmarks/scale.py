@@ -7,13 +7,14 @@
 With U units of B bytes in all and A micro-batches a step, each unit is gathered twice for a micro-batch (forward and
 backward), and its gradients are reduced and scattered once for a step: 2AU calls of 2AB bytes, and U of B. With
 ``reshard_during_accumulation=False`` it is gathered once for a step. Two copies (HSDP) gather and scatter among half of
-the processes, and add U all-reduces of this process's shards. Small reductions: one of 4 bytes for each micro-batch
-(SIGTERM, in place of Lightning's broadcast), one of 4 P bytes for a step (which of the P parameters were used).
+the processes, and add U all-reduces of this process's shards. Small reductions: one of 4 (P + 1) bytes for a
+step (which of the P parameters were used, and SIGTERM, in place of Lightning's broadcast), one of 4 bytes for each
+other micro-batch (SIGTERM).
 
 ZeRO reduces all B bytes at once: stage 1 once for a step, stages 2 and 3, which keep no whole gradients, once for each
 micro-batch; stages 1 and 2 gather the weights once after the step, stage 3 each of its parameters (small ones stay
-gathered through the window, as here). Small reductions: as above, but of 16 (P + 1) bytes beside each reduction, and
-one of 4 or 8 after each step (overflow and, in stage 3, the norm).
+gathered through the window, as here). Small reductions: one of 4 bytes for each micro-batch (SIGTERM), one of
+16 (P + 1) bytes beside each reduction, and one of 4 or 8 after each step (overflow and, in stage 3, the norm).
 
 Start and end are left out: it is the difference between a longer and a shorter run.
 """
@@ -82,7 +83,7 @@ def _formula(world_size: int, kind: str, accumulate: int) -> Counts:
         return _formula_of_zero(int(kind.removeprefix(OURS_ZERO)), accumulate, num_bytes)
     gathers = 1 if kind.endswith(KEPT) else 2 * accumulate
     expected: Counts = {
-        "allreduce": (accumulate + 1, 4.0 * accumulate + 4.0 * _NUM_PARAMETERS),
+        "allreduce": (accumulate, 4.0 * accumulate + 4.0 * _NUM_PARAMETERS),
         "gather": (gathers * NUM_LAYERS, gathers * num_bytes),
         "reduce_scatter": (NUM_LAYERS, num_bytes),
     }

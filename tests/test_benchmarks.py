@@ -63,6 +63,9 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     first = plots.draw("overhead", tmp_path / "a").read_bytes()
     assert b"<svg" in first
     assert plots.draw("overhead", tmp_path / "b").read_bytes() == first
+    results.keep_panels("merge", {"Merging rows": sides, "Merging columns": sides})
+    assert b"<svg" in plots.draw("merge", tmp_path / "a").read_bytes()
+    assert (results.is_kept("merge"), results.is_kept("save")) == (True, False)
     with pytest.raises(FileNotFoundError, match=r"save\.json"):
         plots.draw("save", tmp_path)
 
