@@ -29,6 +29,8 @@ from .agreed_outcome import told_by_rank
 T = TypeVar("T")
 R = TypeVar("R")
 
+_PART_BYTES = 4 * 2**20  # torch's TCPStore (2.13) closes the connection of who sends more than 8 MiB at once
+_NUMBER_BYTES = 4
 _GRACE_S = 10.0  # rank 0 is waiting, too, and says for whom
 
 
@@ -117,17 +119,32 @@ class StoreMessages:
             failed = error
             content = pickle.dumps((f"{type(error).__name__}: {error}", None))
         if self._num_ranks > 1:
-            self._store.set(key, content)  # type: ignore[arg-type] # bytes are fine
-            self._told.append(key)
+            self._told += self._put(key, content)
         if failed is not None:
             raise RuntimeError(f"{what} failed on rank 0: {type(failed).__name__}: {failed}") from failed
         return outcome[1]
 
     def _send(self, content: Any) -> None:
         key = self._next()
-        self._store.set(f"{key}/{self._rank}", pickle.dumps(content))  # type: ignore[arg-type]
+        self._put(f"{key}/{self._rank}", pickle.dumps(content))
         self._store.add(key, 1)
         self._pass()
+
+    def _put(self, key: str, content: bytes) -> list[str]:
+        """Leave ``content`` on the store, in parts, and return their keys; the first is ``key``, and comes last."""
+        parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+        keys = [key, *(f"{key}/part{number}" for number in range(1, len(parts)))]
+        for name, part in zip(keys[1:], parts[1:], strict=True):
+            self._store.set(name, part)  # type: ignore[arg-type] # bytes are fine
+        self._store.set(key, len(parts).to_bytes(_NUMBER_BYTES, "little") + parts[0])  # type: ignore[arg-type]
+        return keys
+
+    def _take(self, key: str) -> tuple[bytes, list[str]]:
+        """Return what `_put` left under ``key``, and the keys."""
+        first = bytes(self._store.get(key))
+        number = int.from_bytes(first[:_NUMBER_BYTES], "little")
+        others = [f"{key}/part{one}" for one in range(1, number)]
+        return b"".join([first[_NUMBER_BYTES:], *(bytes(self._store.get(one)) for one in others)]), [key, *others]
 
     def _collect(self, key: str, own: T, watch: _Watch) -> list[T]:
         others = range(1, self._num_ranks)
@@ -143,8 +160,12 @@ class StoreMessages:
                 f"{ended}process{'es' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not finish"
                 + ("." if ended else f" in {self._timeout_s():g} s.")
             )
-        contents = [own, *(pickle.loads(self._store.get(f"{key}/{rank}")) for rank in others)]
-        for old in (*self._told, key, *(f"{key}/{rank}" for rank in others)):  # see [Note: clearing up]
+        contents, read = [own], [key]
+        for rank in others:
+            content, keys = self._take(f"{key}/{rank}")
+            contents.append(pickle.loads(content))
+            read += keys
+        for old in (*self._told, *read):  # see [Note: clearing up]
             self._store.delete_key(old)
         self._told.clear()
         return contents
@@ -162,7 +183,7 @@ class StoreMessages:
                 raise RuntimeError(f"{what} failed: a process has ended, and process 0 does not say which.")
             if answer is None:
                 raise RuntimeError(f"{what} failed: process 0 said nothing for {self._timeout_s():g} s.")
-            return bytes(self._store.get(key))
+            return self._take(key)[0]
         finally:
             self._pass()
 

@@ -7,8 +7,10 @@ import os
 import pytest
 import torch.distributed as dist
 
-from accelight.strategies.common.store_messages import _Watch, store_messages
-from tests.ranks import run_on_ranks
+from accelight.state.upstream import PrefixStore, TCPStore
+from accelight.strategies.common import store_messages as store_messages_module
+from accelight.strategies.common.store_messages import StoreMessages, _Watch, store_messages
+from tests.ranks import free_port, run_on_ranks
 
 
 def _talk() -> tuple[list[object], int]:
@@ -32,6 +34,27 @@ def test_all_hear_what_rank_zero_makes_of_what_all_say() -> None:
     for heard, num_more_keys in run_on_ranks(3, _talk):
         assert heard == expected
         assert num_more_keys <= 0  # however many messages there were
+
+
+def _say_much(port: int) -> int:
+    """Over torch's TCPStore, as launched processes have it: it takes 8 MiB at once."""
+    rank = dist.get_rank()
+    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_messages_module, "group_store", lambda name: PrefixStore(name, store))
+        messages = StoreMessages(dist.group.WORLD, "much")  # type: ignore[arg-type]
+    own = bytes([rank]) * (9 * 2**20 + rank)
+    heard = messages.through_rank_zero(own, b"".join, "saying much")
+    assert heard == b"".join(bytes([one]) * (9 * 2**20 + one) for one in range(dist.get_world_size()))
+    assert messages.through_rank_zero(b"", len, "clearing up") == dist.get_world_size()
+    dist.barrier()
+    num_keys = store.num_keys()
+    dist.barrier()
+    return num_keys
+
+
+def test_messages_may_be_of_any_size() -> None:
+    assert max(run_on_ranks(2, _say_much, free_port())) <= 3  # the last answer, and what counts
 
 
 def _refuse(*_: object) -> None:
