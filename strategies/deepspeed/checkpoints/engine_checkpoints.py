@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from ....checkpoint.digests import FileDigest
 from ....checkpoint.manifest import write_manifest
 from ....state import gather_object
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ...common.extra_states import is_extra_state, load_extra_states
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
 from ...common.own_folders import writes_own_folders
@@ -178,6 +179,7 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
             load_module_strict=strict,
             load_optimizer_states=with_optimizer,
             load_lr_scheduler_states=False,
+            custom_load_fn=None if with_optimizer or not partitioned else _with_extra_states(path, strict=strict),
         )
         if state is None:
             raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
@@ -190,6 +192,17 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
         window.lost_changes.accept()
     if with_optimizer and window is not None and window.steps is not None:
         window.steps.load_state_dict(state.get(_COUNTS, {}))
+
+
+def _with_extra_states(path: Path, *, strict: bool) -> Callable[..., None]:
+    """Return what loads weights that DeepSpeed has put together of stage 3's partitions: nothing else is in those."""
+
+    def load_all(src: Mapping[str, Any], dst: nn.Module) -> None:
+        saved: Mapping[str, Any] = _read_model_file(path / universal.TAG)["module"]
+        extra = {name: state for name, state in saved.items() if is_extra_state(name)}
+        dst.load_state_dict({**src, **extra}, strict=strict)
+
+    return load_all
 
 
 @contextmanager
@@ -280,7 +293,7 @@ def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
 
 
 def _load_what_is_not_trained(engine: Any, path: Path) -> None:
-    """Load buffers and frozen parameters: a universal checkpoint restores what the optimizer has, alone."""
+    """Load buffers, frozen parameters, extra states: a universal checkpoint restores what the optimizer has, alone."""
     module: nn.Module = engine.module
     stage3 = engine.zero_optimization_partition_weights()
     folder = path / universal.TAG
@@ -291,6 +304,7 @@ def _load_what_is_not_trained(engine: Any, path: Path) -> None:
         for name, tensor in {**({} if stage3 else frozen), **dict(module.named_buffers())}.items():
             if name in saved:
                 tensor.copy_(saved[name])
+    load_extra_states(module, _read_model_file(folder)["module"])
     if stage3 and frozen:
         _load_frozen_pieces(frozen, folder)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...common.extra_states import is_extra_state, load_extra_states
 from ...common.torch_files import check_full, read_torch
 from ...upstream.lightning import rank_zero_info, rank_zero_warn
 from ..engines import partitions
@@ -78,6 +79,7 @@ def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> No
                     tensor.copy_(weights[name])
         else:
             tensor.copy_(weights[name])
+    load_extra_states(module, weights)
     if partitioned:
         flats = partitions.masters(zero)
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -101,7 +103,8 @@ def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bo
         )
         if name in persistent
     }
-    missing, unexpected = sorted(set(tensors) - set(weights)), sorted(set(weights) - persistent)
+    wanted = {*tensors, *filter(is_extra_state, persistent)}
+    missing, unexpected = sorted(wanted - set(weights)), sorted(set(weights) - persistent)
     problems = [f"{name} is missing." for name in missing] + [f"{name} is not in the model." for name in unexpected]
     if problems and not strict:
         rank_zero_info("\n".join(["strict_loading=False loads what both sides have:", *problems]))

@@ -11,8 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from ...common.extra_states import is_extra_state
 from .safe_loading import reading_safely
 
 TAG, FOLDER, LATEST = "checkpoint", "checkpoint_universal", "latest_universal"
@@ -43,6 +49,26 @@ def convert(checkpoint: Path) -> None:
         )
 
 
+@contextmanager
+def _without_extra_states() -> Iterator[None]:
+    """Hide them from DeepSpeed 0.19, which takes them for weights; they are loaded from where they were saved."""
+    load = torch.load
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        state = load(*args, **kwargs)
+        weights: Any = state.get("module") if isinstance(state, dict) else None
+        if isinstance(weights, dict):
+            for name in filter(is_extra_state, list(weights)):
+                del weights[name]
+        return state
+
+    torch.load = load_weights
+    try:
+        yield
+    finally:
+        torch.load = load
+
+
 def _convert_here(checkpoint: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
@@ -58,7 +84,7 @@ def _convert_here(checkpoint: Path) -> None:
         inject_missing_state=True,
     )
     try:
-        with reading_safely():
+        with reading_safely(), _without_extra_states():
             ds_to_universal.main(arguments)
     except KeyError as error:  # of stages 1 to 3 alike
         shutil.rmtree(unfinished, ignore_errors=True)
