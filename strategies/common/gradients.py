@@ -127,18 +127,6 @@ def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def max_over_ranks(values: torch.Tensor) -> None:
-    """Replace a small tensor on the CPU by its maximum over all ranks, in place."""
-    if dist.get_world_size() == 1:
-        return
-    if "cpu" in dist.get_backend_config() or dist.get_backend() == "gloo":
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return
-    on_device = values.to(torch.accelerator.current_accelerator())
-    dist.all_reduce(on_device, dist.ReduceOp.MAX)
-    values.copy_(on_device)
-
-
 def refuse_second_derivatives(unit: str | None) -> None:
     """Refuse a backward that is to be differentiated itself, when it comes to a unit of FSDP.
 

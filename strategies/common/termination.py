@@ -6,6 +6,7 @@ import itertools
 import logging
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...state.agreement import sending_device
 from ...state.process_group import group_store, require_group
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from .agreed_outcome import run_on_rank_zero
+from .pending_maximum import PendingMaximum
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -52,13 +54,16 @@ class Termination:
 
     Lightning's handler (2.6) broadcasts, in the middle of whatever collective the signal finds, and a rank that knows
     of the signal leaves its loop without the others. Here the handler only takes note. Before each training batch, and
-    where a loop ends, the ranks reduce one number; in evaluation, where they need not have equally many batches, a
-    rank that was told says on the store how far all go.
+    where a loop ends, the ranks reduce one number, if they have not begun to in the batch before, with something else:
+    a small reduction costs as much as a large one, and next to nothing where nobody waits for it at once. In
+    evaluation, where they need not have equally many batches, a rank that was told says on the store how far all go.
     """
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
+        self._told: list[PendingMaximum] = []
+        """Whether to leave, as the last of their numbers: what ranks have told each other in the present batch."""
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
         self.run = ""
@@ -70,18 +75,19 @@ class Termination:
         """Take over for one run, before the Trainer installs its handlers."""
         self.let_go()
         self._trainer = trainer
-        self._is_noted, self._count = False, 0
+        self._is_noted, self._told, self._count = False, [], 0
         _connector(trainer)._sigterm_notifier_fn = self._note
         _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self.run = f"accelight/run/{number}"
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree  # type: ignore[method-assign]
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree_before_batch  # type: ignore[method-assign]
 
     def let_go(self) -> None:
         """Give Lightning's methods back."""
         trainer, self._trainer = self._trainer, None
+        self._told.clear()  # what was begun knows the process group
         if trainer is not None:
             for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
                 _connector(trainer).__dict__.pop(name, None)
@@ -92,7 +98,7 @@ class Termination:
         if self._is_noted or trainer is None:
             return
         self._is_noted = True
-        _log.info("Process %d received SIGTERM; training ends with this batch.", trainer.global_rank)
+        _log.info("Process %d received SIGTERM; training ends with this batch or the next.", trainer.global_rank)
         if trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)  # to the processes that it started
         if trainer.world_size == 1:
@@ -118,6 +124,7 @@ class Termination:
         """
         if self._trainer is None:
             return
+        self._told.clear()
         is_noted = self._is_noted
         if self._trainer.world_size > 1:
             noted = torch.tensor([is_noted], dtype=torch.int32, device=self._device)
@@ -126,8 +133,35 @@ class Termination:
         if is_noted:
             self._leave()
 
+    def begin_max(self, values: Sequence[int]) -> Callable[[], Sequence[int]]:
+        """Begin to reduce small numbers to their maximum over all ranks, and tell by the way.
+
+        What ranks were told before is known to all of them at the next training batch, and they need not meet there.
+        All ranks must call it.
+
+        Returns:
+            What waits for the numbers.
+        """
+        maximum = PendingMaximum([*values, int(self._is_noted)])
+        if self._trainer is not None and self._trainer.world_size > 1:
+            self._told.append(maximum)
+        return lambda: maximum.wait()[:-1]
+
+    def agree_before_batch(self) -> None:
+        """Leave if any rank was told to, before a training batch; all ranks must call it.
+
+        Raises:
+            SIGTERMException: On every rank.
+        """
+        told, self._told = self._told, []
+        if not told:
+            self.agree()
+        elif max(maximum.wait()[-1] for maximum in told):
+            self._leave()
+
     def end_evaluation(self) -> None:
         """Agree where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
+        self._told.clear()  # that was before
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
             self.agree()
 

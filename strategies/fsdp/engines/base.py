@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from ...common.parameter_ties import find_ties
+from ...common.pending_maximum import BeginMax, PendingMaximum
 from ...upstream.lightning import rank_zero_info, rank_zero_warn
 from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
@@ -61,6 +62,8 @@ class Engine(ABC, Generic[SettingsT]):
         self.settings = settings
         self.mesh = mesh
         self.device = device
+        self.begin_max: BeginMax = lambda values: PendingMaximum(values).wait
+        """For what the ranks have to tell each other about each step."""
 
     def prepare(self, model: nn.Module, *, to_be_filled: bool = False) -> ShardedForm:
         """Shard ``model``, whose submodules are changed in place.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...common.gradients import refuse_second_derivatives
+from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.same_path import SamePath
 from .fsdp1_units import hook_state, units_of, waiting_units
@@ -150,21 +151,21 @@ class BackwardWatch:
         """Note which parameters have no gradient before a backward."""
         self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
 
-    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+    def settle(self, begin_max: BeginMax) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+            begin_max: Lets the ranks tell each other.
 
         Raises:
             RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.
         """
         sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
         places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
-        told = torch.tensor([int(place in self._used) for place in places], dtype=torch.int32)
-        reduce_max(told)
-        used = {place for place, anywhere in zip(places, told.tolist(), strict=True) if anywhere}
-        self._used = set()
+        used, self._used = self._used, set()
+        of_all = begin_max([int(place in used) for place in places])
+        if len(used) < len(places):  # else there is nothing to learn from the others
+            used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
         for place, parameter in self._parameters():
             if place not in used and place in self.without:
                 parameter.grad = None

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...common.gradients import refuse_second_derivatives
+from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp2 import (
     add_zeros,
     drop_partly_reduced,
@@ -145,17 +145,18 @@ class BackwardWatch:
             add_zeros(unused)
         settle_dtypes([*used, *unused])
 
-    def settle(self, reduce_max: Callable[[torch.Tensor], None]) -> None:
+    def settle(self, begin_max: BeginMax) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            reduce_max: Replaces a tensor of int32 on the CPU by its maximum over all ranks.
+            begin_max: Lets the ranks tell each other.
         """
-        params = self._units.params
-        used = torch.tensor([int(param in self._used) for param in params], dtype=torch.int32)
-        reduce_max(used)
-        filled, self._filled, self._used = self._filled, set(), set()
-        for param, anywhere in zip(params, used.tolist(), strict=True):
+        params, used, filled = self._units.params, self._used, self._filled
+        self._used, self._filled = set(), set()
+        of_all = begin_max([int(param in used) for param in params])
+        if not filled:  # nothing to learn from the others
+            return
+        for param, anywhere in zip(params, of_all(), strict=True):
             if param in filled and not anywhere:
                 param.sharded_param.grad = None
 
