@@ -135,9 +135,10 @@ class AccelFSDPStrategy(TrainerHooks):
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
-        async_save: Write checkpoints in the background while training goes on; the loop waits for the copy to host
-            memory alone. See `wait_for_saves`. ``"process"`` lets a process beside each rank write sharded ones: what
-            `Trainer.save_checkpoint` has returned for is completed though all ranks are killed. Default False.
+        async_save: Write checkpoints in the background while training goes on; the loop waits at most for the copy to
+            host memory, and what is there already is copied behind the next backward. See `wait_for_saves`.
+            ``"process"`` lets a process beside each rank write sharded ones: what `Trainer.save_checkpoint` has
+            returned for is completed though all ranks are killed. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
@@ -250,6 +251,7 @@ class AccelFSDPStrategy(TrainerHooks):
             check_offload(self.root_device)
         self._checkpointer.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
+        self._engine.begin_max = self._termination.begin_max
         if self._timeout is not None:
             self._engine.timeout = self._timeout
         precision = self.precision_plugin.accelerate_name

@@ -172,11 +172,11 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
             optimizer: Whose gradients.
             rescale: Whether a shorter last window is divided by the micro-batches it really has.
         """
+        self._checkpointer.before_optimizer_step()
         self._average_unsharded(optimizer)
-        parameters = self._parameters_of(optimizer)
         factor = self._tracker.short_window_factor
         if rescale and factor != 1.0:
-            scale_gradients(gradients_of(parameters), factor)
+            scale_gradients(gradients_of(self._parameters_of(optimizer)), factor)
 
     def clip_grad_norm(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -219,8 +219,9 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         return self.engine.norm_of(self.form.root, gradients, norm_type)
 
     def _average_unsharded(self, optimizer: Optimizer) -> None:
-        parameters = self._parameters_of(optimizer)
-        average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
+        unsharded = self.form.unsharded
+        if unsharded:
+            average_over_ranks(parameter for parameter in self._parameters_of(optimizer) if parameter in unsharded)
 
     @staticmethod
     def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -14,8 +14,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -29,6 +30,7 @@ __all__ = [
     "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
     "StateDictStager",  # the way through nested states of any kind, each tensor copied to host memory
     "all_gather_single",  # its name until torch 2.12 is deprecated
+    "_StoragePrefix",  # how the files of a rank begin
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
@@ -36,6 +38,7 @@ __all__ = [
     "reduce_scatter_single",  # the same
     "tree_leaves",  # tensors inside state dicts
     "tree_map_only",  # the same, to change them
+    "unflatten_state_dict",  # what modules keep beside tensors, as it was before DCP took it apart
 ]
 
 ATTRIBUTES = {
@@ -49,17 +52,25 @@ ATTRIBUTES = {
     ),
     "_clip_grads_with_norm_": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
     "_current_graph_task_id": ("torch._C", "whether a backward runs"),
+    "_disabled_torch_function_impl": ("torch._C", "a tensor of a class of ours is asked below autograd alone"),
     "_foreach_mul_": ("torch", "gradients are scaled in one call"),
     "_foreach_norm": ("torch", "norms of many gradients in one call"),
     "_get_total_norm": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
+    "_lazy_clone": ("torch", "what is to be copied is shared until somebody writes"),
+    "_make_wrapper_subclass": ("torch.Tensor", "a tensor of a class of ours has no memory of its own"),
     "_modules": ("torch.nn.Module", "units are wrapped in their places"),
+    "_new_with_weak_ptr": ("torch.UntypedStorage", "what was shared is its own again, if it is still there"),
     "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
     "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
+    "_save_to_state_dict": ("torch.nn.Module", "whether a module saves its weights in its own way"),
     "_spec": ("torch.distributed.tensor.DTensor", "copies of states are laid out as what they are of"),
     "_stage_untyped_storage": (
         "torch.distributed.checkpoint._state_dict_stager.StateDictStager",
         "copies of states go into memory that is kept",
     ),
+    "_state_dict_hooks": ("torch.nn.Module", "whether somebody has a say in a module's state dict"),
+    "_state_dict_pre_hooks": ("torch.nn.Module", "whether somebody has a say in a module's state dict"),
     "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
+    "_to_copy": ("torch.ops.aten", "shards can be converted"),
     "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
 }

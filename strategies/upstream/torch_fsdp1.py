@@ -39,10 +39,13 @@ _UNIT = "torch.distributed.fsdp.FullyShardedDataParallel"
 _HANDLE = "torch.distributed.fsdp._flat_param.FlatParamHandle"
 _FLAT = "torch.distributed.fsdp._flat_param.FlatParameter"
 _STATE = "torch.distributed.fsdp._common_utils._FSDPState"
+_INIT = "torch.distributed.fsdp._init_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 
 ATTRIBUTES = {
     "_all_gather_flat_param": (_HANDLE, "ranks compare what they are about to gather"),
+    "_buffer_name_to_orig_dtype": (_INIT, "buffers are saved in the dtype that they had"),
+    "_buffer_names": (_INIT, "buffers are saved in the dtype that they had"),
     "_exec_order_data": (_STATE, "forwards without a backward are no part of the prefetching order"),
     "_fqns": (_FLAT, "names of the original parameters in a flat one"),
     "_fsdp_wrapped_module": (_UNIT, "the module itself"),
@@ -51,11 +54,13 @@ ATTRIBUTES = {
     "_gradient_postdivide_factor": (_STATE, "gradients are averaged as torch averages them"),
     "_gradient_predivide_factor": (_STATE, "gradients are averaged as torch averages them"),
     "_handle": (_STATE, "a unit's flat parameter, and what gathers it"),
-    "_inter_node_pg": ("torch.distributed.fsdp._init_utils", "hybrid sharding reduces over the copies, too"),
+    "_ignored_buffer_names": (_STATE, "buffers are saved in the dtype that they had"),
+    "_inter_node_pg": (_INIT, "hybrid sharding reduces over the copies, too"),
     "_is_root": (_STATE, "only a root ends its backward"),
     "_local_shard": (_FLAT, "this rank's part, whatever the parameter shows now"),
+    "_mixed_precision_enabled_for_buffers": (_UNIT, "buffers are saved in the dtype that they had"),
     "_needs_pre_backward_unshard": (_HANDLE, "a second backward of a graph gathers again"),
-    "_numels": (_FLAT, "sizes of the original parameters in a flat one"),
+    "_param_extensions": (_FLAT, "what has shards of its own inside is saved in torch's way"),
     "_param_infos": (_FLAT, "which module has which original parameter"),
     "_params": (_FLAT, "the original parameters, where users see them"),
     "_post_backward_callback_queued": (_RUNTIME, "an exception in backward leaves it set"),
@@ -69,14 +74,17 @@ ATTRIBUTES = {
     "_saved_grad_shard": (_FLAT, "where torch keeps the gradients of earlier reductions"),
     "_shard_param_infos": (_FLAT, "where an original parameter lies in this rank's part"),
     "_shared_param_infos": (_FLAT, "tied parameters"),
+    "_skip_writeback_check": (_HANDLE, "whether torch looks at what users put in a parameter's place"),
     "_skipped_use_sharded_views": (_HANDLE, "whether torch still shows parameters that were gathered"),
+    "_strides": (_FLAT, "how the original parameters lie in a flat one"),
     "_training_state": (_HANDLE, "an exception leaves it set"),
     "_unpadded_unsharded_size": (_FLAT, "size of the full flat parameter"),
     "_use_orig_params": (_HANDLE, "whether users see flat parameters"),
-    "_use_sharded_views": (_HANDLE, "lets modules have parameters again where no backward did"),
     "_use_sharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
+    "_use_sharded_views": (_HANDLE, "lets modules have parameters again where no backward did"),
     "_use_unsharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
     "_use_unsharded_views": (_HANDLE, "which parameters a backward reaches"),
+    "_writeback_orig_params": (_HANDLE, "what users put in a parameter's place is saved"),
     "_HYBRID_SHARD_ZERO2": ("torch.distributed.fsdp.ShardingStrategy", "Accelerate's HYBRID_SHARD_ZERO2"),
     "_run_policy": ("torch.distributed.fsdp.wrap._Policy", "policies that are objects"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accelight.state import GradientAccumulationPlugin
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config
+from tests.strategies.fsdp.late_copies import late_copies
 
 WORLD_SIZE = 2
 ROWS = 2
@@ -58,11 +59,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
     "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
+    "written_over": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
     },
 }
-"""Ways to run an engine that must not change what is trained."""
+"""Ways to run an engine that must not change what is trained.
+
+What saves in the background copy is copied as late as can be: ``written_over`` when it has been.
+"""
 
 
 class _Code:
@@ -139,9 +144,18 @@ class Planned(Exception):  # noqa: N818 (an event, and no error)
 
 
 class Block(nn.Module):
+    """Counts the batches that it was trained on, and keeps that beside its weights."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.num_batches = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"num_batches": self.num_batches}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_batches = state["num_batches"]
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(self.norm(x)))
@@ -242,6 +256,8 @@ class Module(LightningModule):
         return torch.stack(losses).mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        for block in self.blocks():
+            block.num_batches += 1
         if self.script.manual is None:
             return self._loss(batch, batch_idx, second=False)
         for optimizer, second in zip(self.optimizers(), (False, True), strict=True):
@@ -263,6 +279,9 @@ class Module(LightningModule):
             if toggles:
                 self.untoggle_optimizer(optimizer)
         return None
+
+    def blocks(self) -> list[Block]:
+        return [one for one in self.modules() if isinstance(one, Block)]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == self.skip_at else None
@@ -420,6 +439,8 @@ class Record:
     weights: dict[str, Tensor]
     optimizers: list[dict[Any, Any]]
     rates: list[float]
+    counts: list[int]
+    """Batches, as the blocks have counted them."""
     seen: list[float] = field(default_factory=list)
 
 
@@ -471,14 +492,17 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
         except Planned:
             outcome = "raised"
         if rank is None:
-            weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+            weights = {name: one.clone() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
         else:
             weights = {name: tensor.clone() for name, tensor in _weights(trainer, module).items()}
         trainer_optimizers = trainer.optimizers
         is_zero = hasattr(trainer.strategy, "deepspeed_plugin")
         states = [{} if is_zero else trainer.strategy.optimizer_state(one) for one in trainer_optimizers]
         rates = [float(group["lr"]) for one in trainer_optimizers for group in one.param_groups]
-        records.append(Record(outcome, trainer.global_step, weights, [_plain(s) for s in states], rates, module.seen))
+        counts = [block.num_batches for block in module.blocks()]
+        records.append(
+            Record(outcome, trainer.global_step, weights, [_plain(s) for s in states], rates, counts, module.seen)
+        )
         if fit.call == "fit":
             save(trainer)
     return records
@@ -489,7 +513,11 @@ def _weights(trainer: Trainer, module: Module) -> dict[str, Tensor]:
         with open_weights(module):
             return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     state = trainer.strategy.lightning_module_state_dict()
-    return {name: one.full_tensor() if hasattr(one, "full_tensor") else _whole(one) for name, one in state.items()}
+    return {
+        name: one.full_tensor() if hasattr(one, "full_tensor") else _whole(one)
+        for name, one in state.items()
+        if isinstance(one, Tensor)
+    }
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -546,7 +574,9 @@ def build_strategy(kind: str, script: Script) -> Any:
 
 def play_on_rank(script: Script, kind: str, folder: str) -> list[Record]:
     """Run a script on this rank, in a group of all."""
-    return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
+    is_late = script.option in ("background", "written_over")
+    with late_copies(optimizer_waits=script.option == "background") if is_late else nullcontext():
+        return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
 
 
 def run(script: Script, kind: str) -> list[Record]:
@@ -560,7 +590,7 @@ def differences(found: list[Record], expected: list[Record], *, tolerance: float
     lines: list[str] = []
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         where = f"fit {number}"
-        for name in ("outcome", "global_step"):
+        for name in ("outcome", "global_step", "counts"):
             if getattr(mine, name) != getattr(theirs, name):
                 lines.append(f"{where}: {name} {getattr(mine, name)}, expected {getattr(theirs, name)}")
         for name, weight in theirs.weights.items():

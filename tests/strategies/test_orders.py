@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ NUMBERS = [
     pytest.param(number, marks=[pytest.mark.exhaustive] if number > SEED else [])
     for number in range(SEED, SEED + math.ceil(NUM_SCRIPTS / IN_ONE_TEST))
 ]
+
+MIDDLE = Script(
+    (
+        Fit(accumulate=2, batches=5, epochs=2, events=(Event("on_after_backward", 2, "save"),)),
+        Fit(start="fresh", back=2, accumulate=2),
+    ),
+    optimizer="adamw",
+    schedule="step",
+    sharded=True,
+    option="background",
+)
 
 FOUND: dict[str, Script] = {
     "a save before the first step": Script(
@@ -129,26 +141,9 @@ FOUND: dict[str, Script] = {
     "the gradient of an input between backward and step": Script(
         (Fit(batches=2, events=(Event("on_after_backward", 0, "adversary"),)),), manual="zbs"
     ),
-    "a fresh module from a checkpoint of the middle of a window": Script(
-        (
-            Fit(accumulate=2, batches=5, epochs=2, events=(Event("on_after_backward", 2, "save"),)),
-            Fit(start="fresh", back=2, accumulate=2),
-        ),
-        optimizer="adamw",
-        schedule="step",
-        sharded=True,
-        option="background",
-    ),
-    "the same with another process that writes": Script(
-        (
-            Fit(accumulate=2, batches=5, epochs=2, events=(Event("on_after_backward", 2, "save"),)),
-            Fit(start="fresh", back=2, accumulate=2),
-        ),
-        optimizer="adamw",
-        schedule="step",
-        sharded=True,
-        option="process",
-    ),
+    "a fresh module from a checkpoint of the middle of a window": MIDDLE,
+    "the same, written over before it is copied": replace(MIDDLE, option="written_over"),
+    "the same with another process that writes": replace(MIDDLE, option="process"),
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
     ),

@@ -1,4 +1,4 @@
-"""Saves that go on while training goes on: only the copy to host memory makes the loop wait.
+"""Saves that go on while training goes on: at most the copy to host memory makes the loop wait.
 
 [Note: one error, one step] A failed save has to stop all processes at the same step, or those that go on hang in a
 collective. But each learns of the failure in a thread of its own, at a moment of its own. So while a save is
@@ -24,6 +24,7 @@ from ....state.process_group import group_store
 from ....state.process_record import set_device
 from ...common.agreed_outcome import num_ranks
 from ...common.store_messages import StoreMessages
+from .pending_copies import PendingCopies
 from .saving_process import SavingProcess
 from .shared_memory import SharedStager
 from .staging import Stager
@@ -38,6 +39,8 @@ class _Save:
     what: str
     key: str
     """Where on the store it says at which step it fails; no other save of any training has it."""
+    copies: PendingCopies
+    """Made first."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
     complete: bool = False
@@ -62,6 +65,8 @@ class BackgroundSaves:
         """What writes sharded checkpoints, from shared memory; None if the thread does."""
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
         self._stager: Stager | None = None
+        self._copies = PendingCopies()
+        """Of the next save."""
         self._device = torch.device("cpu")
         self._current: _Save | None = None
         self._num_saves = 0
@@ -77,11 +82,17 @@ class BackgroundSaves:
             self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``state`` in host memory; the memory is used again for the next one: `wait` first."""
+        """Return a copy of ``state`` in host memory, which is complete when the save that is started next reads it.
+
+        The memory is used again for the next one: `wait` first.
+        """
         self._check_idle()
         if self._stager is None:
             self._stager = Stager()
-        return self._stager.copy(state)
+        copies = PendingCopies()
+        copied = self._stager.copy(state, copies)
+        self._copies = copies
+        return copied
 
     @property
     def shared_stager(self) -> SharedStager:
@@ -115,7 +126,8 @@ class BackgroundSaves:
         self._check_idle()
         group = self.group
         self._num_saves += 1
-        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
+        copies, self._copies = self._copies, PendingCopies()
+        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}", copies)
         # Not a daemon: a process that ends waits for its save.
         current.thread = threading.Thread(
             target=_run, args=(current, save, group, messages, self._device), name="accelight-save"
@@ -135,6 +147,11 @@ class BackgroundSaves:
                     return
         action()
 
+    def wait_for_copies(self) -> None:
+        """Return when all is copied that the present save writes: it can be changed without another copy."""
+        if self._current is not None:
+            self._current.copies.wait()
+
     def wait(self) -> None:
         """Return when the present save is complete.
 
@@ -145,6 +162,7 @@ class BackgroundSaves:
         if current is None or current.thread is None:
             return
         current.thread.join()
+        current.copies.wait()
         if current.error is not None:
             raise RuntimeError(f"{current.what} in the background failed: {current.error}") from current.error
 
@@ -208,6 +226,7 @@ def _run(
 ) -> None:
     """Body of the thread."""
     try:
+        current.copies.run()
         set_device(device)  # a thread begins with the first one, where each process would take memory
         save(group)
         with current.lock:

@@ -131,8 +131,9 @@ class Checkpointer:
                 "The model cannot be saved or loaded while one of its steps runs: parameters are gathered. Do it in a "
                 "hook, such as on_train_batch_end() or on_validation_end()."
             )
+        module = self._strategy.engine.state_dict_module(self._strategy.form.root)
         self._strategy.engine.reshard(self._strategy.form.root)
-        return self._strategy.engine.state_dict_module(self._strategy.form.root)
+        return module
 
     def model_state(self) -> dict[str, Any]:
         """Return the weights as ``state_dict_type`` has them; all processes must call it."""
@@ -192,6 +193,9 @@ class Checkpointer:
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     def _full_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
+        own_io = type(self._strategy.checkpoint_io) is TorchCheckpointIO
+        if own_io and storage_options is not None and not is_remote(path):
+            raise TypeError("storage_options is for another CheckpointIO than Lightning's own. Leave it out.")
         staged = stage(checkpoint)
 
         def write(where: Path | str) -> None:
@@ -201,10 +205,8 @@ class Checkpointer:
             return lambda group: run_on_rank_zero(partial(write, path), f"saving {path}", group)
         file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
-        if type(self._strategy.checkpoint_io) is not TorchCheckpointIO:
+        if not own_io:
             return lambda group: new_file(file, write, group, beside=False)
-        if storage_options is not None:
-            raise TypeError("storage_options is for another CheckpointIO than Lightning's own. Leave it out.")
         # Lightning's own would make all of the file in memory, and then write it to the system's temporary folder.
         return lambda group: new_file(file, partial(save_torch, staged), group)
 
@@ -330,6 +332,11 @@ class Checkpointer:
         module = self._strategy.lightning_module
         if self.saves is not None and module is not None:
             self.saves.check(module.trainer.global_step)
+
+    def before_optimizer_step(self) -> None:
+        """Let saves in the background have what the optimizer is about to change."""
+        if self.saves is not None:
+            self.saves.wait_for_copies()
 
     def connect(self) -> None:
         """Give saves in the background their own process group; all processes must call it."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO, cast
@@ -26,6 +25,8 @@ from ....checkpoint.formats.dcp.metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save.zip_file import directory_digest
 from .aligned_file import AlignedFile, Place, in_writing_order, places
 from .metadata_writer import can_write, write_metadata
+from .packed_plans import in_torchs_form
+from .written_parts import Written, parts_of
 
 
 class _TellingFileSystem(FileSystem):
@@ -49,13 +50,6 @@ class _TellingFileSystem(FileSystem):
             else:
                 with super().create_stream(path, mode) as stream:
                     yield stream
-
-
-@dataclass(frozen=True)
-class Written(WriteResult):
-    """What torch tells rank 0 of a record, with its digest."""
-
-    digest: int
 
 
 class FolderWriter(FileSystemWriter):
@@ -101,7 +95,7 @@ class FolderWriter(FileSystemWriter):
                     written.append(Written(one.index, one.size_in_bytes, place, digest))
         return written
 
-    def _write(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _write(self, metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> None:
         """Do as torch does, with a pickle that is written piece by piece."""
         if _VERSION is not None:
             metadata.version = _VERSION
@@ -119,16 +113,15 @@ class FolderWriter(FileSystemWriter):
         return StorageMeta(checkpoint_id=self._known_as, save_id=self.save_id)
 
     @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> None:
         if can_write(metadata):
             self._write(metadata, results)
         else:
-            super().finish(metadata, results)
+            super().finish(in_torchs_form(metadata), [list(own) for own in results])
         records: dict[str, list[tuple[int, int, int]]] = {}
-        for one in chain.from_iterable(results):
-            if isinstance(one, Written):
-                place = one.storage_data
-                records.setdefault(place.relative_path, []).append((place.offset, place.length, one.digest))
+        for part in parts_of(results):
+            for file, offset, length, digest in part.digests():
+                records.setdefault(file, []).append((offset, length, digest))
         for name, own in records.items():
             own.sort()
             end = own[-1][0] + own[-1][1]

@@ -16,42 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
-from typing_extensions import override
 
 from ....checkpoint.manifest import Manifest
 from ....state.process_group import timeout_of
 from ...common.agreed_outcome import told_by_rank
 from ...common.new_checkpoints import NewFolder
-from .dcp_writer import FolderWriter
-from .kept_plans import KeptPlan, KeptPlans, form_of
+from .kept_plans import KeptPlan, KeptPlans, ToldPlan
+from .packed_plans import MergedPlan
 from .saving_orders import Begun, Ending, Part, Plan, Record
-from .saving_plan import FullFromRankZero
+from .saving_plan import OwnPart
 from .saving_process import SavingProcess, SavingProcessEnded
-from .sharded_checkpoints import naming_ranks
 from .shared_memory import SharedStager
-
-
-class _PlanningOnly(FolderWriter):
-    """Writes nothing: torch plans with it."""
-
-    @override
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # torch would make the folder
-
-    @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        nothing: Future[list[WriteResult]] = Future()
-        nothing.set_result([])
-        return nothing
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        return
 
 
 @dataclass
@@ -63,8 +38,6 @@ class _Begun:
     """Of the folder."""
     made: str = ""
     """What is to be seen there: see `NewFolder.check_shared`."""
-    is_planned: bool = False
-    """Whether all have the same plan."""
 
 
 @dataclass
@@ -79,12 +52,14 @@ class HandedSave:
     plans: KeptPlans
     stager: SharedStager
     process: SavingProcess
+    _merged: MergedPlan | None = None
+    """On rank 0, what all ranks write."""
 
     def hand_over(self, group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup | None], None]:
         """Let it be written by other processes; every rank must call it.
 
         Args:
-            group: Through which the ranks plan a first save, and notice who ends.
+            group: Through which the ranks notice who ends.
 
         Returns:
             What waits until it is written, on every rank, with a group to notice who ends.
@@ -93,31 +68,24 @@ class HandedSave:
             RuntimeError: On every rank, if any rank failed; it names the rank.
         """
         messages, what = self.plans.messages, f"saving {self.path}"
-        writer, planner = _PlanningOnly(NewFolder(self.path).unfinished), FullFromRankZero()
-        form = kept = problem = error = None
+        planner, kept, error = OwnPart(), None, None
         try:
-            staged = self.stager.copy(self.state)
-            planner.set_up_planner(staged, writer.storage_meta(), is_coordinator=dist.get_rank() == 0)
-            form = form_of(planner)
-            kept = self.plans.find(form)
+            planner.set_up_planner(self.stager.copy(self.state), is_coordinator=dist.get_rank() == 0)
+            kept = self.plans.of(planner)
+            wish: str | ToldPlan = self.plans.told(kept)
         except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
-            problem, error = f"{type(caught).__name__}: {caught}", caught
-        wish = problem, None if kept is None else kept.number
+            wish, error = f"{type(caught).__name__}: {caught}", caught
         begun = messages.through_rank_zero(wish, self._begin, what, group)
-        if begun.problems:
+        if begun.problems or kept is None:
             raise RuntimeError("\n".join([f"{what} failed.", *begun.problems])) from error
         folder = NewFolder(self.path, begun.number)
         try:
-            if kept is None or not begun.is_planned:
-                with naming_ranks(what):
-                    whole = save(staged, storage_writer=writer, planner=planner, process_group=group)
-                kept = self.plans.keep(form, planner, whole)
-            if dist.get_rank() != 0:
-                problem = self._tell(planner, begun, kept, None)
+            problem = None if dist.get_rank() == 0 else self._tell(planner, begun, kept, None)
             ending = Ending(self.metadata, self.manifest, timeout_of(group).total_seconds())
             commit = partial(self._commit, partial(self._tell, planner, begun, kept, ending))
             if problems := messages.through_rank_zero(problem, commit, what, group):
                 raise RuntimeError("\n".join([f"{what} failed.", *problems]))
+            self.plans.keep(kept)
         except BaseException:
             self.process.close()
             if dist.get_rank() == 0:
@@ -129,15 +97,14 @@ class HandedSave:
     def _absolute(self) -> Path:
         return self.path.absolute()  # the other process is where this one was when it was started
 
-    def _begin(self, wishes: list[tuple[str | None, int | None]]) -> _Begun:
-        """What rank 0 does when all want to save: make the folder, and compare their plans."""
-        if problems := _told_by_rank([problem for problem, _ in wishes]):
+    def _begin(self, wishes: list[str | ToldPlan]) -> _Begun:
+        """What rank 0 does when all want to save: make the folder, and put their plans together."""
+        if problems := _told_by_rank([wish if isinstance(wish, str) else None for wish in wishes]):
             return _Begun(problems)
+        self._merged = self.plans.merge([wish for wish in wishes if isinstance(wish, ToldPlan)])
         number = secrets.token_hex(8)
         self.process.tell(Begun(self._absolute, number))
-        made = NewFolder(self.path, number).begin()
-        plan_numbers = {plan_number for _, plan_number in wishes}
-        return _Begun([], number, made, is_planned=None not in plan_numbers and len(plan_numbers) == 1)
+        return _Begun([], number, NewFolder(self.path, number).begin())
 
     @staticmethod
     def _commit(tell: Callable[[], str | None], problems: list[str | None]) -> list[str]:
@@ -146,7 +113,7 @@ class HandedSave:
             problems[0] = tell()
         return _told_by_rank(problems)
 
-    def _tell(self, planner: FullFromRankZero, begun: _Begun, kept: KeptPlan, ending: Ending | None) -> str | None:
+    def _tell(self, planner: OwnPart, begun: _Begun, kept: KeptPlan, ending: Ending | None) -> str | None:
         """Tell this rank's process its part; return what went wrong."""
         folder = NewFolder(self.path, begun.number)
         try:
@@ -154,18 +121,19 @@ class HandedSave:
             if ending is not None:  # all others have seen it
                 (folder.unfinished / begun.made).unlink()
             data = [planner.resolve_data(item) for item in planner.finish_plan(kept.plan).items]
-            plan = None
-            if kept.number not in self.process.known_plans:
-                plan = Plan(kept.plan, kept.metadata, kept.indices)
+            merged, plan = self._merged, None
+            number = kept.number if merged is None else merged.number
+            if number not in self.process.known_plans:
+                plan = Plan(kept.plan, merged)
             part = Part(
                 path=self._absolute,
                 known_as=NewFolder(self.path).unfinished,
                 number=begun.number,
                 rank=dist.get_rank(),
                 num_ranks=dist.get_world_size(),
-                plan_number=kept.number,
+                plan_number=number,
                 plan=plan,
-                kept_plans=self.plans.numbers,
+                kept_plans=self.plans.told(kept).kept if merged is None else self.plans.merged_numbers,
                 ending=ending,
             )
             self.process.tell(part, data, self.stager.memory)

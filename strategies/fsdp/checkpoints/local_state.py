@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +18,7 @@ from ....checkpoint.formats.torch_save.torch_file import check_bytes
 from ....checkpoint.names import clean_name
 from ...common.agreed_outcome import failing_together
 from ...common.checked_bytes import bytes_are_checked
+from ...common.extra_states import extra_states, is_extra_state, load_extra_states
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.new_checkpoints import new_folder
 from ...common.torch_files import save_torch
@@ -30,12 +31,12 @@ from .sharded_loading import read_metadata
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 
 
-def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
-    """Return this rank's flat shards by the names of their units, and what is unsharded.
+def local_model_state(form: ShardedForm) -> dict[str, Any]:
+    """Return this rank's flat shards by the names of their units, what is unsharded, and extra states.
 
     Nothing is communicated and nothing is copied.
     """
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
     for name, module in form.root.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             flat = module._handle.flat_param
@@ -45,7 +46,7 @@ def local_model_state(form: ShardedForm) -> dict[str, Tensor]:
         unsharded = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
         if unsharded:
             state[named.name] = named.tensor.detach()
-    return state
+    return {**state, **extra_states(form.root)}
 
 
 def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None) -> None:
@@ -68,7 +69,7 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
         save_torch(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
 
 
-def local_state(model: dict[str, Tensor], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def local_state(model: dict[str, Any], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Put together what a rank's file holds."""
     return {_MODEL: model, _OPTIMIZERS: list(optimizer_states)}
 
@@ -99,7 +100,7 @@ def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
             )
         if bytes_are_checked():
             check_bytes(file)
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        stored = torch.load(file, map_location="cpu", weights_only=weights_only is not False, mmap=True)
     checkpoint[STORED_WEIGHTS] = LocalWeights(path, stored[_MODEL])
     if "lr_schedulers" in checkpoint:  # not one of weights alone
         checkpoint["optimizer_states"] = [LocalOptimizer(state) for state in stored[_OPTIMIZERS]]
@@ -111,7 +112,7 @@ class LocalWeights:
     """This rank's flat shards, as they were saved."""
 
     path: Path
-    stored: dict[str, Tensor] = field(repr=False)
+    stored: dict[str, Any] = field(repr=False)
 
     def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
         """Load them; every rank must call it.
@@ -124,7 +125,9 @@ class LocalWeights:
             _compare(self.stored, present)
         with torch.no_grad():
             for name, tensor in present.items():
-                tensor.copy_(self.stored[name])
+                if not is_extra_state(name):
+                    tensor.copy_(self.stored[name])
+        load_extra_states(form.root, self.stored)
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,12 @@ class LocalOptimizer:
         optimizer.load_state_dict(self.state)
 
 
-def _compare(stored: dict[str, Tensor], present: dict[str, Tensor]) -> None:
+def _compare(stored: dict[str, Any], present: dict[str, Any]) -> None:
+    saved, now = ({name: _form_of(name, value) for name, value in one.items()} for one in (stored, present))
     other = [
-        f"{name} (saved {_shape(stored.get(name))}, now {_shape(present.get(name))})"
-        for name in sorted(stored.keys() | present.keys())
-        if _shape(stored.get(name)) != _shape(present.get(name))
+        f"{name} (saved {saved.get(name)}, now {now.get(name)})"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
     ]
     if other:
         raise ValueError(
@@ -153,8 +157,8 @@ def _compare(stored: dict[str, Tensor], present: dict[str, Tensor]) -> None:
         )
 
 
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)
+def _form_of(name: str, value: Any) -> object:
+    return "an extra state" if is_extra_state(name) else tuple(value.shape)
 
 
 def _file_of(rank: int, world_size: int) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import islice
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...upstream.torch_core import _StorageInfo
+from .packed_plans import Chunks
+from .written_parts import parts_of
 
 _FIELDS: dict[type, tuple[str, ...]] = {
     TensorStorageMetadata: ("properties", "size", "chunks"),
@@ -48,7 +50,7 @@ def can_write(metadata: Metadata) -> bool:
     return known and all(type(fqn) is str for fqn in metadata.state_dict_metadata)
 
 
-def write_metadata(stream: BinaryIO, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+def write_metadata(stream: BinaryIO, metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> None:
     """Write a description.
 
     Args:
@@ -60,10 +62,10 @@ def write_metadata(stream: BinaryIO, metadata: Metadata, results: Sequence[Seque
 
 
 class _Writer:
-    def __init__(self, stream: BinaryIO, metadata: Metadata, results: Sequence[Sequence[WriteResult]]):
+    def __init__(self, stream: BinaryIO, metadata: Metadata, results: Sequence[Iterable[WriteResult]]):
         self._stream = stream
         self._metadata = metadata
-        self._results = results
+        self._parts = parts_of(results)
         self._gets: dict[object, bytes] = {}
         """Opcodes that fetch a class or a text."""
         self._num_memo = 0
@@ -91,7 +93,7 @@ class _Writer:
         for cls in (*_FIELDS, torch.Size):
             self._remember(cls, _global(cls))
         names = dict.fromkeys(name for own in _FIELDS.values() for name in own)
-        files = dict.fromkeys(one.storage_data.relative_path for own in self._results for one in own)
+        files = dict.fromkeys(file for part in self._parts for file in part.files())
         for text in (*names, *self._metadata.state_dict_metadata, *files):
             self._remember(text, _text(text))
 
@@ -115,16 +117,14 @@ class _Writer:
         """Return an entry of ``state_dict_metadata``."""
         if type(entry) is not TensorStorageMetadata:
             return _pickled(entry)
-        gets = self._gets
+        gets, chunks = self._gets, cast("Any", entry.chunks)
+        boxes = chunks.boxes() if isinstance(chunks, Chunks) else ((one.offsets, one.sizes) for one in chunks)
         chunk = gets[ChunkStorageMetadata] + _NEW + gets["offsets"]
         return b"".join(
             (
                 gets[TensorStorageMetadata] + _NEW + gets["properties"] + _pickled(entry.properties),
                 gets["size"] + self._size(entry.size) + gets["chunks"] + b"](",
-                *(
-                    chunk + self._size(one.offsets) + gets["sizes"] + self._size(one.sizes) + b"ub"
-                    for one in entry.chunks
-                ),
+                *(chunk + self._size(offsets) + gets["sizes"] + self._size(sizes) + b"ub" for offsets, sizes in boxes),
                 b"eub",
             )
         )
@@ -134,20 +134,18 @@ class _Writer:
         gets = self._gets
         index_begin = gets[MetadataIndex] + _NEW + gets["fqn"]
         info_begin = gets[_StorageInfo] + _NEW + gets["relative_path"]
-        for own in self._results:
-            for one in own:
-                index, info = one.index, one.storage_data
-                place = b"N" if index.index is None else _number(index.index)
-                key = index_begin + self._key(index.fqn) + gets["index"] + place
-                if index.offset is not None:
-                    key += gets["offset"] + self._size(index.offset)
-                value = info_begin + gets[info.relative_path] + gets["offset"] + _number(info.offset)
-                value += gets["length"] + _number(info.length)
-                if info.transform_descriptors is not None:
-                    value += gets["transform_descriptors"] + _pickled(info.transform_descriptors)
+        for part in self._parts:
+            for fqn, begin, hint, file, offset, length, transforms in part.records():
+                key = index_begin + self._key(fqn) + gets["index"] + (b"N" if hint is None else _number(hint))
+                if begin is not None:
+                    key += gets["offset"] + self._size(begin)
+                value = info_begin + gets[file] + gets["offset"] + _number(offset)
+                value += gets["length"] + _number(length)
+                if transforms is not None:
+                    value += gets["transform_descriptors"] + _pickled(transforms)
                 yield key + b"ub" + value + b"ub"
 
-    def _size(self, size: torch.Size) -> bytes:
+    def _size(self, size: tuple[int, ...]) -> bytes:
         """Return a ``torch.Size``; few differ."""
         found = self._fragments.get(size)
         if found is None:

@@ -1,31 +1,42 @@
 """An optimizer's state by the names of the model's parameters, whichever way sharding cut them; nobody is stepped.
 
 An optimizer over FSDP2's parameters, or over ignored ones, keeps state in their own form. Over FSDP1's it keeps state
-of pieces of flat parameters, which are put together here, a unit and a kind of state at a time.
+of pieces of flat parameters: shards of a state are those pieces, a full one is put together here, a unit and a kind of
+state at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
 from ...common.store_messages import store_messages
 from ...upstream.torch_core import all_gather_single
 from ..engines.fsdp1_units import units_of
+from .flat_shards import FlatLayout, FlatShard
+from .flat_state import layouts_of
 
 States = dict[str, dict[str, Any]]
 """By parameter name, what the optimizer keeps of it."""
 Told = list[dict[str, Any]]
 """Of each parameter of a unit, what the optimizer keeps of it: dtypes of tensors, and values of all else."""
 Keep = Callable[[Tensor], Any]
-"""Takes a full tensor (FSDP1's) or a DTensor, and returns what the checkpoint is to hold."""
+"""Takes a full tensor, or a shard, and returns what the checkpoint is to hold."""
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """Stands for the dtype of a state that has not the parameter's shape, which a flat parameter has no place for."""
+
+    shape: tuple[int, ...]
 
 
 class Layout:
@@ -42,6 +53,7 @@ class Layout:
         """FSDP1's units with the names of what is in them."""
         units = set(units_of(module))
         self._in_units: dict[nn.Parameter, Any] = {}
+        self._places: dict[str, FlatLayout | None] = {}
         for prefix, unit in module.named_modules():
             if isinstance(unit, FullyShardedDataParallel) and unit in units:
                 names = [clean_name(f"{prefix}.{fqn}" if prefix else fqn) for fqn in unit._handle.flat_param._fqns]  # type: ignore[union-attr]
@@ -66,7 +78,10 @@ class Layout:
         Args:
             optimizer: Over parameters of the model.
             keep: What becomes of each tensor.
-            shards: Whether ``keep`` gets shards (DTensors) of what FSDP1 has cut, and not the full ones.
+            shards: Whether ``keep`` gets shards of what FSDP1 has cut, and not the full ones.
+
+        Raises:
+            ValueError: On every rank, if FSDP1 has cut a state that is not of its parameter's shape.
         """
         states: States = {}
         for parameter, (name, *_) in self.names.items():
@@ -94,8 +109,18 @@ class Layout:
                 )
         return [self.names[parameter] for parameter in parameters]
 
-    def template(self, parameter: nn.Parameter, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of ``shape`` to load a stored state of ``parameter`` into, sharded where that is."""
+    def template(self, parameter: nn.Parameter, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor to load a stored state into, sharded where its parameter is.
+
+        Args:
+            parameter: An optimizer's.
+            name: One of its names.
+            shape: Of the state.
+            dtype: Of the state.
+
+        Raises:
+            ValueError: If FSDP1 has cut the parameter, and the state has another shape.
+        """
         shape = torch.Size(shape)
         if isinstance(parameter, DTensor):
             if shape == parameter.shape:
@@ -103,16 +128,27 @@ class Layout:
             if shape:
                 return _zeros(shape, dtype, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
         unit = self._in_units.get(parameter)
-        if unit is not None and shape and unit._handle.uses_sharded_strategy:
-            return _zeros(shape, dtype, *_sharding(unit))
-        return torch.zeros(shape, dtype=dtype)
+        if unit is None or not shape or not unit._handle.uses_sharded_strategy:
+            return torch.zeros(shape, dtype=dtype)
+        place = self._place(unit, name)
+        if place is None:
+            return torch.zeros(shape, dtype=dtype)
+        if shape != place.shape:
+            raise ValueError(_misfit(name, shape))
+        return FlatShard(torch.zeros(place.count, dtype=dtype, device=_local_shard(unit).device), place)
+
+    def _place(self, unit: Any, name: str) -> FlatLayout | None:
+        if name not in self._places:
+            [names] = [names for one, names in self.units if one is unit]
+            self._places.update(zip(names, layouts_of(unit), strict=True))
+        return self._places[name]
 
     def restore(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give the optimizer the state that `collect` returned; every rank calls it.
 
         Args:
             optimizer: What it keeps of its parameters is replaced.
-            states: Full tensors, or DTensors.
+            states: Full tensors, or shards.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -159,14 +195,14 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, mesh: Any, placements: Any) ->
     return zeros(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def _sharding(unit: Any) -> tuple[Any, list[Any]]:
-    mesh = unit._device_mesh
-    return mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-
-
 # ---------------------------------------------------------------------- FSDP1's units
 def _pieces(unit: Any) -> list[Any]:
     return list(unit._handle.flat_param._shard_param_infos)
+
+
+def _local_shard(unit: Any) -> Tensor:
+    shard: Tensor = unit._handle.flat_param._local_shard
+    return shard
 
 
 def _held(unit: Any, optimizer: Optimizer) -> list[Mapping[str, Any]]:
@@ -181,15 +217,22 @@ def _told(unit: Any, optimizer: Optimizer) -> Told:
     """Return what this rank knows of the state of each parameter in a sharded ``unit``."""
     if not unit._handle.uses_sharded_strategy:
         return []
+    is_flat, whole = unit._handle.flat_param._params is None, _local_shard(unit).numel()
     return [
-        {
-            key: value if not isinstance(value, Tensor) else value.dtype if value.dim() else value.cpu()
-            for key, value in own.items()
-        }
+        {key: _kind(value, whole if is_flat else info.numel_in_shard) for key, value in own.items()}
         if info.in_shard
         else {}
         for own, info in zip(_held(unit, optimizer), _pieces(unit), strict=True)
     ]
+
+
+def _kind(value: Any, numel: int) -> Any:
+    """Return what the others are told of one part of a state."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim():
+        return value.cpu()
+    return value.dtype if value.numel() == numel else _Misfit(tuple(value.shape))
 
 
 def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
@@ -201,8 +244,17 @@ def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
             known: dict[str, Any] = {}
             for one in reversed(of_parameter):
                 known.update(one)
+            for one in of_parameter:
+                known.update({key: value for key, value in one.items() if isinstance(value, _Misfit)})
             merged[-1].append(known)
     return merged
+
+
+def _misfit(name: str, shape: Sequence[int]) -> str:
+    return (
+        f"The optimizer's state of {name!r} has a part with the shape {tuple(shape)}: FSDP1 keeps state of a "
+        "parameter's own shape alone. Use fsdp_version=2 for this optimizer."
+    )
 
 
 def _collect_unit(
@@ -210,53 +262,57 @@ def _collect_unit(
 ) -> States:
     handle = unit._handle
     flat_param, held = handle.flat_param, _held(unit, optimizer)
-    is_flat = flat_param._params is None
     states: States = {}
     if not handle.uses_sharded_strategy:
         for index, (name, own) in enumerate(zip(names, held, strict=True)):
             for key, value in own.items():
-                if is_flat and isinstance(value, Tensor) and value.dim():
+                if flat_param._params is None and isinstance(value, Tensor) and value.dim():
                     value = list(handle._get_unflat_views(value.flatten()))[index]
                 states.setdefault(name, {})[key] = _own(value, keep)
         return states
-    infos = _pieces(unit)
     by_key: dict[tuple[str, torch.dtype], list[int]] = {}
     for index, (name, known) in enumerate(zip(names, told, strict=True)):
         for key, value in known.items():
+            if isinstance(value, _Misfit):
+                raise ValueError(_misfit(name, value.shape))
             if isinstance(value, torch.dtype):
                 by_key.setdefault((key, value), []).append(index)
             else:
                 states.setdefault(name, {})[key] = value.clone() if isinstance(value, Tensor) else value
+    layouts = layouts_of(unit) if shards else []
     for (key, dtype), indices in sorted(by_key.items(), key=lambda item: (item[0][0], str(item[0][1]))):
-        shard = torch.zeros(flat_param._local_shard.numel(), dtype=dtype, device=unit.compute_device)
-        for index in indices:
-            info, value = infos[index], held[index].get(key)
-            if info.in_shard and value is not None:
-                place = shard.narrow(0, info.offset_in_shard, info.numel_in_shard)
-                begin = info.offset_in_shard if is_flat else 0
-                place.copy_(value.flatten().narrow(0, begin, info.numel_in_shard))
-        views = _gather_views(unit, shard)
-        for index in indices:
-            states.setdefault(names[index], {})[key] = keep(_cut(unit, views[index]) if shards else views[index])
+        pieces = {index: _piece(unit, index, held[index].get(key), dtype) for index in indices}
+        if shards:
+            for index, piece in pieces.items():
+                place = layouts[index]
+                shard = piece.reshape(flat_param._shapes[index]) if place is None else FlatShard(piece, place)
+                states.setdefault(names[index], {})[key] = keep(shard)
+        else:
+            views = _gather_views(unit, pieces, dtype)
+            for index in indices:
+                states.setdefault(names[index], {})[key] = keep(views[index])
     return states
 
 
-def _gather_views(unit: Any, shard: Tensor) -> list[Tensor]:
-    """Return the parameters' parts of something laid out as the unit's flat parameter, in full on every rank."""
-    handle = unit._handle
-    group = handle.process_group
-    full = torch.empty(group.size() * shard.numel(), dtype=shard.dtype, device=shard.device)
+def _piece(unit: Any, index: int, value: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return this rank's elements of one part of a parameter's state; zeros if it keeps none, and others do."""
+    flat_param, info = unit._handle.flat_param, _pieces(unit)[index]
+    count = info.numel_in_shard if info.in_shard else 0
+    if value is None or not count:
+        return torch.zeros(count, dtype=dtype, device=_local_shard(unit).device)
+    return value.flatten().narrow(0, info.offset_in_shard if flat_param._params is None else 0, count)
+
+
+def _gather_views(unit: Any, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the full tensors of which the ranks have pieces, on every rank, for each parameter in a unit."""
+    handle, infos = unit._handle, _pieces(unit)
+    group, shard = handle.process_group, torch.zeros_like(_local_shard(unit), dtype=dtype, device=unit.compute_device)
+    for index, piece in pieces.items():
+        if piece.numel():
+            shard.narrow(0, infos[index].offset_in_shard, piece.numel()).copy_(piece)
+    full = torch.empty(group.size() * shard.numel(), dtype=dtype, device=shard.device)
     all_gather_single(full, shard, group=group)
     return list(handle._get_unflat_views(full[: handle.flat_param._unpadded_unsharded_size.numel()]))
-
-
-def _cut(unit: Any, full: Tensor) -> Tensor:
-    """Return this rank's rows of ``full``, for a sharded checkpoint."""
-    mesh, placements = _sharding(unit)
-    part = distribute_tensor(full.contiguous(), mesh, placements, src_data_rank=None)
-    return DTensor.from_local(
-        part.to_local().clone(), mesh, placements, shape=part.shape, stride=part.stride(), run_check=False
-    )
 
 
 def _restore_unit(
@@ -268,41 +324,46 @@ def _restore_unit(
 ) -> None:
     handle = unit._handle
     flat_param: Any = handle.flat_param
-    sharded = handle.uses_sharded_strategy
-    flat: dict[str, Any] = {}
-    for index, (name, info) in enumerate(zip(names, _pieces(unit), strict=True)):
-        parameter = flat_param if flat_param._params is None else flat_param._params[index]
-        if name not in states or parameter not in group_of:
+    is_flat, flat = flat_param._params is None, dict[str, Any]()
+    whole = not is_flat and not handle.uses_sharded_strategy
+    for index, (name, info, layout) in enumerate(zip(names, _pieces(unit), layouts_of(unit), strict=True)):
+        parameter = flat_param if is_flat else flat_param._params[index]
+        if name not in states or parameter not in group_of or not (is_flat or info.in_shard):
             continue
-        own: dict[str, Any] = {}
-        for key, value in states[name].items():
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if not (isinstance(full, Tensor) and full.dim()):
-                own[key] = full
-            elif full.numel() != flat_param._numels[index]:
-                raise ValueError(
-                    f"The optimizer's state {key!r} of {name!r} has the shape {tuple(full.shape)}: FSDP1 keeps state "
-                    "of a parameter's own shape alone. Use fsdp_version=2 for this optimizer."
-                )
-            elif not sharded:
-                own[key] = full.reshape(flat_param._shapes[index])
-            elif info.in_shard:
-                begin, end = info.intra_param_start_idx, info.intra_param_end_idx
-                own[key] = full.flatten()[begin : end + 1]
-        if flat_param._params is not None:
-            if info.in_shard or not sharded:
-                group = group_of[parameter]
-                optimizer.state[parameter] = {key: _like(value, key, parameter, group) for key, value in own.items()}
+        own = {key: _own_part(value, name, layout, whole=whole) for key, value in states[name].items()}
+        if not is_flat:
+            group = group_of[parameter]
+            optimizer.state[parameter] = {key: _like(value, key, parameter, group) for key, value in own.items()}
             continue
         for key, value in own.items():
-            if not (isinstance(value, Tensor) and value.dim()):
+            if not _has_dims(value):
                 flat[key] = max(flat[key], value) if key in flat and key == "step" else value
-                continue
-            buffer = flat.setdefault(key, torch.zeros_like(flat_param._local_shard))
-            offset = info.offset_in_shard if sharded else sum(flat_param._numels[:index])
-            buffer.narrow(0, offset, value.numel()).copy_(value.flatten())
+            elif info.in_shard:
+                buffer = flat.setdefault(key, torch.zeros_like(flat_param._local_shard))
+                buffer.narrow(0, info.offset_in_shard, value.numel()).copy_(value)
     if flat:
         group = group_of[flat_param]
         for key in {key for name in names for key in states.get(name, {})}:
             flat.setdefault(key, torch.zeros_like(flat_param._local_shard))
         optimizer.state[flat_param] = {key: _like(value, key, flat_param, group) for key, value in flat.items()}
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _own_part(value: Any, name: str, layout: FlatLayout | None, *, whole: bool) -> Any:
+    """Return what this rank keeps of one part of a state: a range, or all of it (``whole``).
+
+    Raises:
+        ValueError: If it has not the shape of its parameter.
+    """
+    if isinstance(value, FlatShard):
+        return value.held
+    if not _has_dims(value):
+        return value
+    if value.numel() != (0 if layout is None else layout.shape.numel()):
+        raise ValueError(_misfit(name, value.shape))
+    if layout is None:
+        return value
+    return value.reshape(layout.shape) if whole else layout.own_range(value)

@@ -152,7 +152,7 @@ def restore_optimizer(
         for full_key in keys.get(name, ()):
             key, metadata = full_key.removeprefix(f"state.{name}."), stored[full_key]
             size = getattr(metadata, "size", None)  # of a tensor; else bytes
-            place = 0 if size is None else layout.template(parameter, size, metadata.properties.dtype)
+            place = 0 if size is None else layout.template(parameter, name, size, metadata.properties.dtype)
             template["state"].setdefault(name, {})[key] = place
     fill(template)
     _restore(layout, optimizer, template["state"], template["param_groups"], num_steps)

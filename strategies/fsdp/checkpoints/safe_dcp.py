@@ -120,6 +120,11 @@ class SafeReader(FileSystemReader):
             self._metadata = self._read_metadata()
         return self._metadata
 
+    def read_paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Return where in nested states the folder's entries were; nothing if they were in none."""
+        paths = self._read_objects(pathlib.Path(self.path) / METADATA_NAME).planner_data
+        return paths if isinstance(paths, Mapping) else {}
+
     def _read_metadata(self) -> Metadata:
         path = pathlib.Path(self.path) / METADATA_NAME
         try:

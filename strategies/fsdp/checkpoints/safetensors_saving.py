@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,9 @@ from ...common.agreed_outcome import failing_together, run_on_rank_zero
 from ...common.shared_folders import check_mark, mark
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
+from .flat_shards import FlatShard
 from .host_blocks import in_host_memory
+from .saving_plan import replica_of
 
 _SUFFIX = ".safetensors"
 _SHARED_FROM_BYTES = 2**20  # an unsharded tensor that is smaller is not worth being written by several
@@ -42,7 +45,7 @@ _SHARED_FROM_BYTES = 2**20  # an unsharded tensor that is smaller is not worth b
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank holds of a tensor, and its share where others hold the same."""
+    """A box of a tensor that this rank holds, and its share where others hold the same."""
 
     local: Tensor
     offsets: tuple[int, ...]
@@ -53,7 +56,7 @@ class _Part:
 
 def save_safetensors(
     path: Path,
-    weights: Mapping[str, Tensor],
+    state: Mapping[str, Any],
     module: nn.Module,
     form: ShardedForm,
     *,
@@ -65,7 +68,8 @@ def save_safetensors(
 
     Args:
         path: A file with the suffix ``.safetensors``, or a folder.
-        weights: Sharded, as `sharded_checkpoints.model_state` returns them; the same names on every rank.
+        state: Sharded, as `sharded_checkpoints.model_state` returns it; the same names on every rank. What modules
+            keep beside tensors is left out.
         module: Whose weights they are; tells parameters from buffers.
         form: For its ties and its module attribute.
         max_shard_size: Of one file.
@@ -73,6 +77,7 @@ def save_safetensors(
         strip_prefix: As `merge_fsdp_weights` has it.
     """
     started, what = time.monotonic(), f"Saving the weights to {path}"
+    weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     is_file = path.suffix == _SUFFIX
     folder = path.parent if is_file else path
     with failing_together(what):
@@ -117,7 +122,7 @@ def save_safetensors(
         num_bytes=plan.num_bytes,
         seconds=time.monotonic() - started,
         ties=dict(selection.ties),
-        skipped=dict(selection.skipped),
+        skipped={**selection.skipped, **dict.fromkeys(state.keys() - weights.keys(), "not a tensor")},
         verified=False,
     )
 
@@ -129,34 +134,25 @@ def _described(name: str, tensor: Tensor) -> SourceTensor:
     return SourceTensor(name, dtype, tuple(tensor.shape), ())
 
 
-def _parts(weights: Mapping[str, Tensor], module: nn.Module, wanted: set[str]) -> dict[str, _Part]:
+def _parts(weights: Mapping[str, Tensor], module: nn.Module, wanted: set[str]) -> dict[str, list[_Part]]:
     """Return what this rank has to write."""
     buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
-    parts = {
-        name: _part_of(name, tensor, clean_name(name) in buffers) for name, tensor in weights.items() if name in wanted
+    return {
+        name: _parts_of(name, tensor, clean_name(name) in buffers) for name, tensor in weights.items() if name in wanted
     }
-    return {name: part for name, part in parts.items() if part is not None}
 
 
-def _part_of(name: str, tensor: Tensor, is_buffer: bool) -> _Part | None:
+def _parts_of(name: str, tensor: Tensor, is_buffer: bool) -> list[_Part]:
+    if isinstance(tensor, FlatShard):
+        return [_Part(local, box.offsets, box.sizes, *replica_of(tensor)) for box, local in tensor.boxes()]
     offsets, sizes = NamedTensor((name,), tensor, True).part()
     if isinstance(tensor, DTensor):
-        return _Part(tensor.to_local(), offsets, sizes, *_replica(tensor))
+        return [_Part(tensor.to_local(), offsets, sizes, *replica_of(tensor))]
     if (
         is_buffer or tensor.nbytes < _SHARED_FROM_BYTES
     ):  # buffers may differ from process to process: one of them counts
-        return _Part(tensor, offsets, sizes, 0, 1) if dist.get_rank() == 0 else None
-    return _Part(tensor, offsets, sizes, dist.get_rank(), dist.get_world_size())
-
-
-def _replica(tensor: DTensor) -> tuple[int, int]:
-    """Return which of how many equal copies of its shard this rank holds."""
-    mesh, index, count = tensor.device_mesh, 0, 1
-    place = mesh.get_coordinate() or [0] * mesh.ndim  # not get_local_rank(), which asks the groups
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            index, count = index * mesh.size(dim) + place[dim], count * mesh.size(dim)
-    return index, count
+        return [_Part(tensor, offsets, sizes, 0, 1)] if dist.get_rank() == 0 else []
+    return [_Part(tensor, offsets, sizes, dist.get_rank(), dist.get_world_size())]
 
 
 def _create(output: AtomicFolder, plan: Plan) -> list[str]:
@@ -172,7 +168,7 @@ def _create(output: AtomicFolder, plan: Plan) -> list[str]:
     return [str(output.path_of(file.name)) for file in plan.files]
 
 
-def _write_parts(path: str, tensors: Sequence[PlannedTensor], parts: Mapping[str, _Part]) -> None:
+def _write_parts(path: str, tensors: Sequence[PlannedTensor], parts: Mapping[str, Sequence[_Part]]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         for (planned, position), start, values in in_host_memory(_pieces(tensors, parts)):
@@ -183,16 +179,15 @@ def _write_parts(path: str, tensors: Sequence[PlannedTensor], parts: Mapping[str
 
 
 def _pieces(
-    tensors: Sequence[PlannedTensor], parts: Mapping[str, _Part]
+    tensors: Sequence[PlannedTensor], parts: Mapping[str, Sequence[_Part]]
 ) -> Iterator[tuple[tuple[PlannedTensor, int], Tensor]]:
     """Yield (tensor, first element) and the bytes of each run that this rank writes, where they lie; no other bytes."""
     for planned in tensors:
-        part, itemsize = parts.get(planned.source.fqn), planned.source.dtype.itemsize
-        if part is None:
-            continue
-        local = part.local.detach().contiguous().reshape(-1).view(torch.uint8)
-        for start, position, count in _runs(planned.source.shape, part):
-            yield (planned, position), local[start * itemsize : (start + count) * itemsize]
+        itemsize = planned.source.dtype.itemsize
+        for part in parts.get(planned.source.fqn, ()):
+            local = part.local.detach().contiguous().reshape(-1).view(torch.uint8)
+            for start, position, count in _runs(planned.source.shape, part):
+                yield (planned, position), local[start * itemsize : (start + count) * itemsize]
 
 
 def _write(fd: int, planned: PlannedTensor, position: int, values: memoryview) -> None:

@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from typing_extensions import Self, override
 
 from ....checkpoint.manifest import Manifest
-from .kept_plans import Places
+from .packed_plans import MergedPlan
 from .shared_memory import SharedMemory, unnamed_file
+from .written_parts import Places
 
 _NUM_DESCRIPTORS = 2
 
@@ -49,10 +49,8 @@ class Plan:
     """What is the same for all saves by one plan."""
 
     own: SavePlan
-    metadata: Metadata | None
-    """On rank 0: see `KeptPlan`."""
-    indices: list[list[MetadataIndex]]
-    """On rank 0."""
+    merged: MergedPlan | None
+    """On rank 0, what all ranks write."""
 
 
 @dataclass(frozen=True)

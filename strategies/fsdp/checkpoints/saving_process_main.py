@@ -21,10 +21,10 @@ from typing_extensions import override
 from ....state.ordering import poll
 from ...common.new_checkpoints import NewFolder
 from .dcp_writer import FolderWriter
-from .kept_plans import Places
 from .saving_orders import Answer, Begun, Part, Plan, Received, Record, receive
-from .saving_plan import FullFromRankZero
+from .saving_plan import OwnPart
 from .sharded_saving import finish_folder
+from .written_parts import Places
 
 _LOOK_S = 1.0  # a process that the rank has forked may hold the connection open after the rank's end
 _SLOWEST_S = 0.25
@@ -62,7 +62,7 @@ def _next(connection: socket.socket, parent: int) -> Received | None:
         return None
 
 
-class _Planned(FullFromRankZero):
+class _Planned(OwnPart):
     """Stands where torch's writer asks for what a plan's items are."""
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
@@ -107,9 +107,8 @@ class _Writer:
         try:
             records = [own, *_records_of_others(folder, part, part.ending.timeout_s)]
             places = [one.places for one in records if one.places is not None]
-            if len(places) == part.num_ranks and plan.metadata is not None:
-                ending = part.ending
-                finish_folder(folder, writer, plan.metadata, plan.indices, places, ending.metadata, ending.manifest)
+            if len(places) == part.num_ranks and plan.merged is not None:
+                finish_folder(folder, writer, plan.merged, places, part.ending.metadata, part.ending.manifest)
                 return Answer(None, complete=True)
             problem = own.problem
         except Exception as error:  # noqa: BLE001 (told to whoever is left)

@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
@@ -30,8 +26,11 @@ from ....checkpoint.digests import FileDigest
 from ....checkpoint.files import is_regular, open_regular
 from ....checkpoint.formats.state_dict_keys import MODEL_KEYS
 from ....checkpoint.manifest import read_manifest
+from ...common.extra_states import is_extra_state
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.store_messages import store_messages
+from ...upstream.torch_core import unflatten_state_dict
+from ..units.model_state_dicts import load_model_state_dict, model_state_dict
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
 from .accelerate_folders import OPTIMIZER_KEY, AccelerateFolder, missing_prefix, trainer_state
@@ -127,13 +126,34 @@ class StoredPart:
         Raises:
             RuntimeError: If ``strict`` and names are missing or unexpected; all are listed.
         """
-        present = get_model_state_dict(module)
+        present = model_state_dict(module)
         prefix = self.prefix(present, form.module_attribute)
-        weights = _common_names(present, {f"{prefix}{name}" for name in self.own()}, strict, self.path)
+        extra = self._extra_states(present, prefix)
+        parts = tuple(f"{name}." for name in extra)  # DCP saves dictionaries and lists entry by entry
+        stored = {name for name in (f"{prefix}{one}" for one in self.own()) if not (parts and name.startswith(parts))}
+        weights = _common_names({**present, **extra}, stored | extra.keys(), strict, self.path)
         held = {name.removeprefix(prefix): value for name, value in weights.items()}
         _load(self, {self.key: held})
         loaded = {f"{prefix}{name}": value for name, value in held.items()}
-        set_model_state_dict(module, loaded, options=StateDictOptions(strict=strict))
+        load_model_state_dict(module, loaded, strict=strict)
+
+    def _extra_states(self, present: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return places for what modules keep beside tensors, in the form it was saved in: that may change in training.
+
+        Args:
+            present: The module's state dict.
+            prefix: What stored names lack.
+        """
+        own = {name.removeprefix(prefix): value for name, value in present.items() if is_extra_state(name)}
+        if not own:
+            return {}
+        entries, paths = self.reader.read_metadata().state_dict_metadata, dict[str, tuple[str | int, ...]]()
+        for fqn, path in self.reader.read_paths().items():
+            if path[0] == self.key and len(path) > 1 and path[1] in own:
+                paths[fqn] = path
+        places = unflatten_state_dict({fqn: _place(entries[fqn]) for fqn in paths}, paths).get(self.key, {})
+        nothing = {name: value for name, value in own.items() if value == {}}  # no entry in the folder
+        return {f"{prefix}{name}": place for name, place in {**nothing, **places}.items()}
 
     @without_torch_noise()
     def load_optimizer(
@@ -147,7 +167,7 @@ class StoredPart:
             optimizer: Which is restored.
             num_steps: Optimizer steps of the run that saved it, if that is known.
         """
-        present = get_model_state_dict(module) if self.of_accelerate else {}
+        present = model_state_dict(module) if self.of_accelerate else {}
         prefix = self.prefix(present, form.module_attribute)
         held = {re.sub(r"^state\.", f"state.{prefix}", name): entry for name, entry in self.own().items()}
 
@@ -213,6 +233,12 @@ def _has_parameters(optimizer: Optimizer) -> bool:
     return any(group["params"] for group in optimizer.param_groups)
 
 
+def _place(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
 def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path: Path | str) -> dict[str, Any]:
     """Return the weights that the checkpoint has; report the rest, or raise if ``strict``."""
     missing, unexpected = sorted(set(weights) - stored), sorted(stored - set(weights))
@@ -242,11 +268,11 @@ def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
 
 
 @without_torch_noise()
-def load_full_weights(stored: Mapping[str, Tensor], path: Path | str, module: nn.Module, *, strict: bool) -> None:
+def load_full_weights(stored: Mapping[str, Any], path: Path | str, module: nn.Module, *, strict: bool) -> None:
     """Load a full state dict into a sharded model; each rank copies its own shards out of it.
 
     Args:
-        stored: Full tensors by name; they may lie in a file that is mapped into memory.
+        stored: By name full tensors, which may lie in a file that is mapped into memory, and modules' extra states.
         path: The file, for errors.
         module: What ``Engine.state_dict_module`` returns.
         strict: Whether every name must be on both sides.
@@ -254,10 +280,13 @@ def load_full_weights(stored: Mapping[str, Tensor], path: Path | str, module: nn
     Raises:
         RuntimeError: If ``strict`` and names are missing or unexpected.
     """
-    present = _common_names(get_model_state_dict(module), set(stored), strict, path)
+    present = _common_names(model_state_dict(module), set(stored), strict, path)
     for name, target in present.items():
-        _copy_own_part(name, stored[name], target)
-    set_model_state_dict(module, present, options=StateDictOptions(strict=strict))
+        if is_extra_state(name):
+            present[name] = stored[name]
+        else:
+            _copy_own_part(name, stored[name], target)
+    load_model_state_dict(module, present, strict=strict)
 
 
 @without_torch_noise()

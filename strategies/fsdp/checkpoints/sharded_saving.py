@@ -1,14 +1,13 @@
-"""Writing a sharded checkpoint: each rank its shards, rank 0 the rest; only a first save is planned together.
+"""Writing a sharded checkpoint: each rank its shards, rank 0 the rest.
 
-[Note: a later save] Each rank looks for a plan of its own for what it is to save, writes by it, and tells rank 0 where
-everything is; rank 0 completes the folder, and tells the others. Nobody asks beforehand whether the others have the
-same plan: if one has another, or none, rank 0 tells that, and all plan together, over what was written.
+Each rank writes by its own plan, and tells rank 0 what and where, once; rank 0 completes the folder, and tells the
+others. Nobody waits for anybody before, and no Python object is sent in a collective.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from ....checkpoint.digests import FileDigest
 from ....checkpoint.manifest import Manifest, write_manifest
@@ -25,25 +22,20 @@ from ...common.agreed_outcome import told_by_rank
 from ...common.new_checkpoints import NewFolder
 from ...common.store_messages import store_messages
 from .dcp_writer import FolderWriter
-from .kept_plans import KeptPlan, KeptPlans, Places, form_of
-from .saving_plan import FullFromRankZero
-from .sharded_checkpoints import METADATA_FILE, naming_ranks, write_metadata
+from .kept_plans import KeptPlan, KeptPlans, ToldPlan
+from .packed_plans import MergedPlan
+from .saving_plan import OwnPart
+from .sharded_checkpoints import METADATA_FILE, write_metadata
+from .written_parts import Places, RankResults
 
 
 @dataclass
 class _Report:
     """What a rank has to say of its part."""
 
-    plan: int | None
-    """Number of the plan that it has; None without one."""
+    plan: ToldPlan | None = None
     places: Places | None = None
     error: str | None = None
-
-
-@dataclass
-class _Outcome:
-    complete: bool
-    problems: list[str]
 
 
 def save_sharded(
@@ -62,55 +54,56 @@ def save_sharded(
         metadata: The file for everything else, written by rank 0.
         manifest: For the merger.
         plans: Of earlier saves, for states of the same form; a new one is kept.
-        group: Through which the ranks plan a first save, and notice who ends; the default group by default.
+        group: Through which the ranks notice who ends; the default group by default.
 
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
     path, messages, what = folder.path, plans.messages, f"saving {folder.path}"
-    writer, planner = FolderWriter(folder.unfinished), FullFromRankZero()
-    complete = partial(_complete, writer, metadata, manifest)
+    writer = FolderWriter(folder.unfinished)
 
-    def finish(kept: KeptPlan | None, reports: list[_Report]) -> _Outcome:
+    def finish(reports: list[_Report]) -> list[str]:
         """What rank 0 does when it knows what all have done."""
-        problems = told_by_rank([[one.error] if one.error else [] for one in reports])
-        if problems or kept is None or kept.metadata is None or any(one.plan != kept.number for one in reports):
-            if problems:
-                folder.drop()  # before anybody is told
-            return _Outcome(complete=False, problems=problems)
+        if problems := told_by_rank([[one.error] if one.error else [] for one in reports]):
+            folder.drop()  # before anybody is told
+            return problems
+        merged = plans.merge([one.plan for one in reports if one.plan is not None])
         places = [one.places for one in reports if one.places is not None]
-        finish_folder(folder, writer, kept.metadata, kept.indices, places, metadata, manifest)
-        return _Outcome(complete=True, problems=[])
+        finish_folder(folder, writer, merged, places, metadata, manifest)
+        return []
 
     made = messages.from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
+    kept = error = None
     try:
-        planner.set_up_planner(state, writer.storage_meta(), is_coordinator=dist.get_rank() == 0)
-        form = form_of(planner)
-        kept = plans.find(form)
-        report, error = _write(kept, writer, planner, partial(folder.check_shared, made))
-        outcome = messages.through_rank_zero(
-            report, partial(finish, kept), f"finishing {path}", group or dist.group.WORLD
-        )
-        if outcome.problems:
-            raise RuntimeError("\n".join([f"{what} failed.", *outcome.problems])) from error
-        if not outcome.complete:
-            for name in () if report.places is None else report.places.files:
-                (folder.unfinished / name).unlink()
-            with naming_ranks(what):
-                whole = save(state, storage_writer=writer, planner=planner, process_group=group)
-            plans.keep(form, planner, whole)
-            messages.from_rank_zero(partial(folder.finish, complete), f"finishing {path}")
+        try:
+            folder.check_shared(made)
+            kept, report = _write(state, writer, plans)
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+            report, error = _Report(error=f"{type(caught).__name__}: {caught}"), caught
+        problems = messages.through_rank_zero(report, finish, f"finishing {path}", group or dist.group.WORLD)
+        if problems or kept is None:
+            raise RuntimeError("\n".join([f"{what} failed.", *problems])) from error
+        plans.keep(kept)
         folder.finish_own()
     except BaseException:
         folder.drop_own()
         raise
 
 
+def _write(state: dict[str, Any], writer: FolderWriter, plans: KeptPlans) -> tuple[KeptPlan, _Report]:
+    """Write this rank's part."""
+    rank, planner = dist.get_rank(), OwnPart()
+    planner.set_up_planner(state, writer.storage_meta(), is_coordinator=rank == 0)
+    kept = plans.of(planner)
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+    plan = planner.finish_plan(kept.plan)
+    return kept, _Report(plans.told(kept), Places.of(plan, writer.write_data(plan, planner).wait()))
+
+
 def finish_folder(
     folder: NewFolder,
     writer: FolderWriter,
-    planned: Metadata,
-    indices: Sequence[Sequence[MetadataIndex]],
+    merged: MergedPlan,
     places: Sequence[Places],
     metadata: bytes,
     manifest: Manifest,
@@ -120,13 +113,13 @@ def finish_folder(
     Args:
         folder: Where they are.
         writer: Into it.
-        planned: As `KeptPlan.metadata`.
-        indices: As `KeptPlan.indices`.
+        merged: What all ranks were to write.
         places: Where each rank wrote its part.
         metadata: The file for everything else.
         manifest: For the merger.
     """
-    writer.finish(planned, [one.results(own) for one, own in zip(places, indices, strict=True)])
+    results = [RankResults(indices, own) for indices, own in zip(merged.indices, places, strict=True)]
+    writer.finish(merged.metadata, results)
     folder.finish(partial(_complete, writer, metadata, manifest))
 
 
@@ -139,23 +132,6 @@ def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinis
         module_attribute=manifest.module_attribute,
         digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
     )
-
-
-def _write(
-    kept: KeptPlan | None, writer: FolderWriter, planner: FullFromRankZero, check_folder: Callable[[], None]
-) -> tuple[_Report, Exception | None]:
-    """Write this rank's part by a kept plan."""
-    number = None if kept is None else kept.number
-    try:
-        check_folder()
-        if kept is None:
-            return _Report(None), None
-        writer.set_up_storage_writer(dist.get_rank() == 0, rank=dist.get_rank(), use_collectives=True)
-        plan = planner.finish_plan(kept.plan)
-        places = Places.of(plan, writer.write_data(plan, planner).wait())
-    except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
-        return _Report(number, error=f"{type(error).__name__}: {error}"), error
-    return _Report(number, places), None
 
 
 def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:

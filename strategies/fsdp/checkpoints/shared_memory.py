@@ -20,6 +20,8 @@ from typing_extensions import override
 
 from ....checkpoint.report import human_bytes
 from ...upstream.torch_core import ShardedTensor, tree_leaves
+from .flat_shards import FlatShard
+from .pending_copies import PendingCopies
 from .staging import Stager, pin, unpin
 
 _ALIGNMENT = 64
@@ -139,7 +141,7 @@ class SharedStager(Stager):
         """Where the last copy lies; None if it has no tensors."""
 
     @override
-    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
         storages = {(one.device, one.data_ptr(), one.nbytes()): one for one in _storages(state)}
         needed = sum(aligned(one.nbytes()) for one in storages.values())
         pinned = any(one.device.type == "cuda" for one in storages.values())
@@ -149,7 +151,7 @@ class SharedStager(Stager):
             self.memory = SharedMemory(needed, pinned=pinned)
         elif self.memory is not None:
             self.memory.restart()
-        return super().copy(state)
+        return super().copy(state, pending)
 
     @property
     @override
@@ -183,6 +185,8 @@ def _storages(state: dict[str, Any]) -> Iterator[UntypedStorage]:
             tensors = [shard.tensor for shard in leaf.local_shards()]
         elif isinstance(leaf, DTensor):
             tensors = [leaf.to_local()]
+        elif isinstance(leaf, FlatShard):
+            tensors = [leaf.held]
         else:
             tensors = [leaf] if isinstance(leaf, Tensor) else []
         for tensor in tensors:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...upstream.torch_core import StateDictStager
+from .flat_shards import FlatShard
+from .pending_copies import PendingCopies
 
 _log = logging.getLogger(__name__)
 
@@ -24,11 +26,11 @@ _ATOMIC = frozenset({type(None), bool, int, float, str, bytes})
 class Stager(StateDictStager):
     """Copies nested states, with torch's way through them, into memory that it keeps.
 
-    torch 2.13 keeps memory for as long as the tensor lives that was copied into it. FSDP1's state dicts, and full ones,
-    hold new tensors each time: all their memory would be allocated, and on CUDA pinned, again at each save. Here a
+    torch 2.13 keeps memory for as long as the tensor lives that was copied into it. State dicts that are gathered hold
+    new tensors each time: all their memory would be allocated, and on CUDA pinned, again at each save. Here a
     copy takes any memory of its size; what the latest state has no use for is freed.
 
-    What most states are made of, dictionaries of plain tensors and DTensors, goes a shorter way: torch's takes longer
+    What most states are made of, dictionaries of plain tensors and of shards, goes a shorter way: torch's takes longer
     for a DTensor of 4 MB than its bytes do.
     """
 
@@ -36,17 +38,25 @@ class Stager(StateDictStager):
         super().__init__()
         self._kept: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
         self._used: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
-        self._copied: dict[tuple[torch.device, int, int], tuple[UntypedStorage, UntypedStorage]] = {}
-        """By their place, storages and their copies, while a state is copied: several tensors may share one."""
+        self._copied: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        """By their identity, storages and their copies, while a state is copied: several tensors may share one."""
+        self._pending: PendingCopies | None = None
 
-    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more."""
+    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more.
+
+        Args:
+            state: Nested, of any kind.
+            pending: Takes what can be copied later; None copies all of it now.
+        """
         self._kept, self._used = self._used, defaultdict(list)
+        self._pending = pending
         try:
             copied = self.stage(state)
             if self._is_pinned:
                 torch.accelerator.current_stream().synchronize()
         finally:
+            self._pending = None
             self._copied.clear()
             self._free()
         if not isinstance(copied, dict):
@@ -68,6 +78,8 @@ class Stager(StateDictStager):
             memo[id(x)] = copied
             for key, value in x.items():
                 copied[self.deepcopy_with_tensor_offload(key, memo)] = self.deepcopy_with_tensor_offload(value, memo)
+        elif kind is FlatShard:
+            copied = memo[id(x)] = FlatShard(self.deepcopy_with_tensor_offload(x.held, memo), x.place)
         elif kind in (Tensor, DTensor) and _is_plain(x):
             copied = memo[id(x)] = self._copied_tensor(x, memo)
         else:
@@ -102,13 +114,14 @@ class Stager(StateDictStager):
 
     @override
     def _stage_untyped_storage(self, storage: UntypedStorage, non_blocking: bool = False) -> UntypedStorage:
-        place = storage.device, storage.data_ptr(), storage.nbytes()
-        if place in self._copied:
-            return self._copied[place][1]
+        identity = storage._cdata  # asking for its address would end sharing: see [Note: copy on write]
+        if identity in self._copied:
+            return self._copied[identity][1]
         pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
         memory = self._memory(storage.nbytes(), pinned)
-        memory.copy_(storage, non_blocking=pinned)
-        self._copied[place] = storage, memory
+        if self._pending is None or not self._pending.add(storage, memory):
+            memory.copy_(storage, non_blocking=pinned)
+        self._copied[identity] = storage, memory
         return memory
 
     def _memory(self, num_bytes: int, pinned: bool) -> UntypedStorage:

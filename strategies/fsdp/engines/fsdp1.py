@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -23,7 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ....checkpoint.names import clean_name
-from ...common.gradients import clip_to_norm, gradients_of, max_over_ranks, norm_of_parts
+from ...common.extra_states import is_extra_state
+from ...common.gradients import clip_to_norm, gradients_of, norm_of_parts
 from ...upstream.torch_core import tree_map_only
 from ...upstream.torch_fsdp1 import (
     _lazy_init,
@@ -37,6 +37,7 @@ from ...upstream.torch_fsdp1 import (
 from ..config.settings import FSDP1Settings
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
+from ..units.model_state_dicts import load_model_state_dict, model_state_dict
 from ..units.named_tensors import NamedTensor, named_tensors, swap_for_empty
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot
@@ -44,6 +45,7 @@ from .base import Engine
 from .fsdp1_backward import BackwardWatch, KeptGraphs, expect_backward
 from .fsdp1_shards import explained, guard_shards
 from .fsdp1_units import (
+    check_not_summoned,
     forget_frozen_hooks,
     forget_order,
     forget_views,
@@ -132,7 +134,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @contextmanager
     def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         module = self.state_dict_module(form.root)
-        state: dict[str, Any] = get_model_state_dict(module)
+        state = model_state_dict(module)
+        extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
         names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
         for alias, name in form.ties.items():
             names[name].append(alias)
@@ -140,7 +143,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         tensors += [named for named in named_tensors(module) if not named.persistent]
         yield tensors, lambda: [named.local() for named in tensors]
         state.update({alias: state[name] for alias, name in form.ties.items()})
-        set_model_state_dict(module, state)
+        load_model_state_dict(module, {**state, **extra})
 
     def _sharding_strategy(self) -> ShardingStrategy:
         """Return the strategy that fits the mesh.
@@ -273,7 +276,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._frozen.give_back()
         if reduced:
             reduce_left_over(root)
-            self._watch.settle(max_over_ranks)
+            self._watch.settle(self.begin_max)
 
     @override
     def keep_graph(self) -> None:
@@ -344,6 +347,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
+        check_not_summoned(root)
         # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
         return root.module if isinstance(root, ShardedRoot) else root
 

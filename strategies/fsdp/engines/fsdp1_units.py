@@ -122,6 +122,19 @@ def make_idle(root: nn.Module) -> None:
     reshard(root)
 
 
+def check_not_summoned(root: nn.Module) -> None:
+    """Look whether the user has the full parameters.
+
+    Raises:
+        RuntimeError: If so: what is written to them reaches the shards when the context ends, and not before.
+    """
+    if any(unit.training_state == TrainingState.SUMMON_FULL_PARAMS for unit in _all_units(root)):
+        raise RuntimeError(
+            "The model cannot be saved or loaded inside of summon_full_params(): what is written to full parameters "
+            "reaches the shards when the context ends. Leave it first."
+        )
+
+
 def reshard(root: nn.Module) -> None:
     """Free what is gathered, and let parameters be the sharded ones."""
     for unit in units_of(root):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ....checkpoint.names import clean_name
-from ...common.gradients import clip_to_norm, global_norm, gradients_of, max_over_ranks
+from ...common.gradients import clip_to_norm, global_norm, gradients_of
 from ...upstream.lightning import rank_zero_info
 from ...upstream.torch_fsdp2 import give_frozen_group_dtypes, reset_iter_state
 from ..config.settings import FSDP2Settings
@@ -179,7 +179,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
         if reduced:
-            self._watch.settle(max_over_ranks)
+            self._watch.settle(self.begin_max)
 
     @override
     def reshard(self, root: nn.Module) -> None:

@@ -91,7 +91,8 @@ def test_saves_of_the_strategy(version: int, in_background: bool, tmp_path: Path
             link_to=tmp_path,
         )
     assert [tensor.name for tensor in plan.files[0].tensors] == ["whole", "rows", "small"]
-    assert plan.num_linkable > 0.99 * plan.num_bytes
+    # FSDP1 cuts where half of all elements are, 281 KB before the end of a tensor: too few to be linked.
+    assert plan.num_linkable > (0.99 if version == 2 else 0.98) * plan.num_bytes
     merge_fsdp_weights(folder, tmp_path / "ours", verify=True)
     merged = load_file(tmp_path / "ours/model.safetensors")
     assert merged.keys() == set(dict(Large().named_parameters()))

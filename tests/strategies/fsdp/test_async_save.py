@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.utils._pytree import tree_flatten
 
-from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints import checkpointer
-from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
 from accelight.strategies.fsdp.checkpoints.staging import Stager
 from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.checkpoint_contents import assert_equal, everything_in
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -101,36 +98,7 @@ def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
     run_on_ranks(2, _save_while_training, engine, kind, str(tmp_path))
     for step in ("", "5"):
         now, later = tmp_path / f"now{step}", tmp_path / f"later{step}"
-        if kind == "full_state_dict":
-            found, expected = (torch.load(path, weights_only=True) for path in (later, now))
-        else:
-            found, expected = (_everything(path, tmp_path / f"{path.name}_merged") for path in (later, now))
-        assert_equal(found, expected)
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    """Compare nested states, bit for bit."""
-    (found, form), (expected, expected_form) = tree_flatten(found), tree_flatten(expected)
-    assert form == expected_form
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-        else:
-            assert one == other
-
-
-def _everything(path: Path, scratch: Path) -> dict[str, Any]:
-    """Read a sharded checkpoint in one process, by other code than that which wrote it."""
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    merge_fsdp_weights(path, scratch, progress=False)
-    dcp_to_torch_save(path, scratch / "all.pt")
-    return {
-        "merged": load_file(scratch / "model.safetensors"),
-        "all": torch.load(scratch / "all.pt", weights_only=True),
-        "meta": torch.load(path / checkpointing.METADATA_FILE, weights_only=True),
-    }
+        assert_equal(everything_in(later), everything_in(now))
 
 
 def _remove_while_saving(kind: str, folder: str) -> None:
