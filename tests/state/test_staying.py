@@ -17,7 +17,8 @@ state = PartialState()
 late_s = float(sys.argv[1])
 
 def say(what):
-    print(f"{what} {state.process_index}", flush=True)
+    sys.stdout.write(f"{what} {state.process_index}\\n")  # at once: torchrun's processes have no buffer
+    sys.stdout.flush()
 """
 
 # What the others do at the end while the main process has nothing left to do.

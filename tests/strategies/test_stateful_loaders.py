@@ -116,7 +116,8 @@ if __name__ == "__main__":
     module = Seeing()
     loader = StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=2)
     trainer.fit(module, loader, ckpt_path=path if resumes else None)
-    print(f"process {trainer.global_rank}:", *map(int, module.seen), flush=True)
+    seen = " ".join(str(int(one)) for one in module.seen)
+    sys.stdout.write(f"process {trainer.global_rank}: {seen}\\n")  # at once: torchrun's processes have no buffer
 """
 
 

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from tests.strategies.oracle import quiet_trainer
 
 SOURCE = Path(__file__).with_name("counting_allocator.cpp")
-NUM_STEPS = 2
-"""The second is like all that follow, unless a scaler skips the first."""
+NUM_STEPS = 4
+NUM_COUNTED = 3
+"""Steps at the end, which are alike. The least of them counts: now and then, on a busy machine, gloo frees late."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Measured:
     """Of one process, in bytes."""
 
     peak_bytes: int
-    """The most that was held while training."""
+    """The most that was held in a step."""
     building_bytes: int
     """The most that was held before the first step."""
     resting_bytes: int
@@ -69,11 +70,16 @@ def measure(
         return step(*args, **kwargs)
 
     strategy.training_step = training_step
-    module, batch = make_module(), make_batch()
+    module, batch, window = make_module(), make_batch(), trainer.get("accumulate_grad_batches", 1)
     size = next(iter(batch.values()) if isinstance(batch, dict) else iter([batch])).shape[0]
-    num_batches = num_steps * trainer.get("accumulate_grad_batches", 1)
-    loader: Any = DataLoader(range(size * num_batches), size, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+    loader: Any = DataLoader(range(size * num_steps * window), size, collate_fn=lambda _: batch)  # type: ignore[arg-type]
     fit = quiet_trainer(strategy, world_size, max_steps=num_steps, use_distributed_sampler=False, **trainer)
     fit.fit(module, loader)
     highest.append(counting.highest_bytes() - before)
-    return Measured(max(highest[1:]), highest[0], max(resting[1:]))
+    return Measured(_of_a_step(highest[1:], window), highest[0], _of_a_step(resting, window))
+
+
+def _of_a_step(of_batches: list[int], window: int) -> int:
+    """Return what a step takes, whose most counts."""
+    steps = [max(of_batches[start : start + window]) for start in range(0, len(of_batches), window)]
+    return min(steps[-NUM_COUNTED:])
