@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,12 @@ def _peak(library: str, folder: str, from_bytes: int) -> tuple[int, list[int]]:
         transformer_cls_names_to_wrap=["Linear"],
         async_save=True,
     )
-    steps = AtStep(dict.fromkeys(SAVES, save) | {step + 1: note for step in SAVES})
+    actions: dict[int, Callable[[Trainer], None]] = {}
+    for step in SAVES:
+        actions |= {step: save, step + 1: note}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pending_copies, "_FROM_BYTES", from_bytes)
-        trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[steps])
+        trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[AtStep(actions)])
         trainer.fit(_Wide(), DataLoader(list(torch.randn(2 * NUM_STEPS * 2, WIDTH)), 2))  # type: ignore[arg-type]
     return min(highest), num_copies
 
