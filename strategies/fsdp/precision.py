@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -43,8 +44,8 @@ class Trained(Protocol):
     def optimizers(self) -> list[Optimizer]:
         """Of the running fit."""
 
-    def running_backward(self, *, keeps_graph: bool = False) -> AbstractContextManager[None]:
-        """Run a backward inside."""
+    def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
+        """Run a backward."""
 
     def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
         """Complete the gradients before they are unscaled, clipped and used."""
@@ -123,8 +124,8 @@ class AccelFSDPPrecision(FSDPPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._strategy.running_backward(keeps_graph=bool(kwargs.get("retain_graph"))):
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+        backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
+        self._strategy.run_backward(backward, keeps_graph=bool(kwargs.get("retain_graph")))
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from .engines.base import Engine
 from .steps.outside_calls import inside
-from .units.sharded_root import ShardedForm, explaining_mixtures
-from .units.unit_wrappers import explaining_recomputation
+from .units.sharded_root import ShardedForm, explained_mixture
+from .units.unit_wrappers import explained_recomputation
+
+T = TypeVar("T")
 
 
 class Running:
@@ -29,44 +31,46 @@ class Running:
         self.kept_gathered = False
         """Whether what a micro-batch gathers serves the next one of its window."""
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
+    def train(self, step: Callable[[], T]) -> T:
         """Run a training step."""
         root, path, manual = self._form.root, self._engine.path, self._is_manual()
         self._engine.begin_step(root)
         if not manual:
             path.forget()
             path.begin(("train", self._accumulating))
-        with self._step(reshard=self.resharded_before_backward or manual):
-            yield
+        result = self._run(step, reshard=self.resharded_before_backward or manual)
         if not manual:  # else before each backward: hooks come between the two
             self._engine.end_step(root)
+        return result
 
-    @contextmanager
-    def evaluating(self, stage: str) -> Iterator[None]:
+    def evaluate(self, stage: str, step: Callable[[], T]) -> T:
         """Run a validation, test or predict step.
 
         Args:
             stage: Which of them.
+            step: The module's.
         """
+        if not self._form.has_root_unit:
+            return self._run(step, reshard=True)
         path = self._engine.path
-        if self._form.has_root_unit:
-            path.begin(stage)
-        with self._step(reshard=True):
-            yield
-            if self._form.has_root_unit:
-                path.end()
+        path.begin(stage)
 
-    @contextmanager
-    def _step(self, *, reshard: bool) -> Iterator[None]:
+        def to_its_end() -> T:
+            result = step()
+            path.end()
+            return result
+
+        return self._run(to_its_end, reshard=True)
+
+    def _run(self, step: Callable[[], T], *, reshard: bool) -> T:
         """Run one of the module's steps, around which the root's unit is gathered, if there is one.
 
         Where there is none (manual optimization), each call inside of the step gathers what it needs.
         """
         root = self._form.root
-        with inside() if self._form.has_root_unit else nullcontext():
+        with inside if self._form.has_root_unit else nullcontext():
             try:
-                yield
+                result = step()
             except BaseException as error:  # whoever catches it may save, evaluate and fit again
                 instead = self._engine.explained(error)
                 self._engine.make_idle(root)
@@ -75,30 +79,33 @@ class Running:
                 raise
         if reshard:
             self._engine.reshard(root)
+        return result
 
     def before_backward(self) -> None:
         """End what the step opened; hooks come between this and the backward."""
         if self._is_manual():
             self._engine.end_step(self._form.root)
 
-    @contextmanager
-    def backward(self, *, keeps_graph: bool) -> Iterator[None]:
+    def backward(self, run: Callable[[], None], *, keeps_graph: bool) -> None:
         """Run a backward; gradients are what one process would have when it ends, if it reduces them.
 
         Args:
+            run: The backward.
             keeps_graph: Whether there may be another one of the same graph.
         """
         root = self._form.root
         self._engine.begin_backward(root)
-        with inside():
+        with inside:
             try:
                 if self._is_manual():
                     self._engine.path.begin("backward")
-                with explaining_mixtures(), explaining_recomputation():
-                    yield
+                run()
                 self._engine.path.end()
-            except BaseException:
+            except BaseException as error:
                 self._engine.make_idle(root)
+                instead = explained_mixture(error) or explained_recomputation(error)
+                if instead is not None:
+                    raise instead from error
                 raise
             self._engine.end_backward(root, reduced=not self._accumulating)
             if keeps_graph:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -106,31 +106,29 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         return self.skipped_steps.last
 
     # ------------------------------------------------------------------ loops and gradients
-    def running_backward(self, *, keeps_graph: bool = False) -> AbstractContextManager[None]:
-        """Run a backward inside; gradients are what one process would have when it ends, if it reduces them.
+    def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
+        """Run a backward; gradients are what one process would have when it ends, if it reduces them.
 
         Args:
+            backward: Torch's, or whatever calls it.
             keeps_graph: Whether there may be another one of the same graph.
         """
-        return self._running.backward(keeps_graph=keeps_graph)
+        self._running.backward(backward, keeps_graph=keeps_graph)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
         self.engine.drop_unreduced(self.form.root, parameters)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running.evaluating("validation"):
-            return super().validation_step(*args, **kwargs)
+        return self._running.evaluate("validation", partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running.evaluating("test"):
-            return super().test_step(*args, **kwargs)
+        return self._running.evaluate("test", partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running.evaluating("predict"):
-            return super().predict_step(*args, **kwargs)
+        return self._running.evaluate("predict", partial(super().predict_step, *args, **kwargs))
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -155,8 +153,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._running.training():
-            result = super().training_step(*args, **kwargs)
+        result = self._running.train(partial(super().training_step, *args, **kwargs))
         if self._is_manual:
             self.precision_plugin.update_scale()
         return result

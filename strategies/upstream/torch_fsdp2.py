@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 __all__ = [
     "add_zeros",
+    "disable_dynamo_once",
+    "disabled_once",
     "drop_partly_reduced",
     "drop_unreduced_gradient",
     "give_frozen_group_dtypes",
@@ -19,6 +24,7 @@ __all__ = [
     "settle_dtypes",
 ]
 
+_COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
@@ -26,6 +32,7 @@ _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam"
 ATTRIBUTES = {
     "_all_gather_result": (_GROUP, "an exception leaves a gather that nobody waits for"),
     "_comm_ctx": (_STATE, "the order of forwards, from which backward prefetches"),
+    "_dynamo_disable": (_COMMON, "what keeps hooks out of torch.compile, anew in each call"),
     "_device_handle": (_STATE, "a root that an exception left waits for its gathers"),
     "_fsdp_param_group": (_STATE, "the parameters that a unit gathers together"),
     "_get_fsdp_state": ("torch.distributed.fsdp.FSDPModule", "the state behind a sharded module"),
@@ -35,11 +42,15 @@ ATTRIBUTES = {
     "_orig_dtype": (_GROUP, "gradients that torch has not reduced have the parameters' dtype"),
     "_partial_reduce_output": (_GROUP, "hybrid sharding keeps gradients that are reduced in part"),
     "_partial_reduce_output_layout": (_GROUP, "what the gradients that are reduced in part are of"),
+    "_forward_hooks": ("torch.nn.Module", "those of a unit are replaced where they stand"),
+    "_forward_pre_hooks": ("torch.nn.Module", "those of a unit are replaced where they stand"),
     "_post_forward": (_STATE, "a part called from outside goes through its unit's hooks"),
     "_post_forward_indices": (_GROUP, "forwards without a backward are no part of the prefetching order"),
+    "_pre_backward": (_STATE, "a hook of autograd's, looked up in each forward"),
     "_pre_forward": (_STATE, "a part called from outside goes through its unit's hooks"),
     "_reduce_dtype": (_GROUP, "gradients that torch has not reduced are reduced in its dtype"),
     "_reshard_after_forward_event": (_GROUP, "an exception leaves a unit that is not sharded again"),
+    "_root_post_backward_final_callback": (_STATE, "what ends a backward, looked up in each"),
     "_state_ctx": (_STATE, "an exception leaves the iteration open"),
     "_to_sharded": (_GROUP, "an exception leaves parameters gathered"),
     "_training_state": (_GROUP, "an exception leaves it set"),
@@ -48,6 +59,7 @@ ATTRIBUTES = {
 }
 
 ONLY_WITH = {
+    "_dynamo_disable": "torch>=2.12",
     "_orig_dtype": "torch<2.15",
     "_partial_reduce_output_layout": "torch>=2.15",
     "_wait_all_gather_streams_on_event": "torch<2.15",
@@ -59,6 +71,33 @@ def groups_of_state(state: Any) -> list[Any]:
     """Return what a unit's parameters are gathered in."""
     groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def disable_dynamo_once(state: Any) -> None:
+    """Keep the hooks of a unit out of torch.compile once and for all, see `disabled_once`."""
+    for name in ("_pre_backward", "_root_post_backward_final_callback"):
+        setattr(state, name, MethodType(disabled_once(getattr(type(state), name)), state))
+    for name in ("_pre_forward", "_post_forward"):
+        hook = getattr(type(state), name)
+        setattr(state, name, MethodType(disabled_once(hook), state))
+        for module in state._modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, registered in hooks.items():  # in its place: others may have come before and after it
+                    if registered == MethodType(hook, state):
+                        hooks[key] = getattr(state, name)
+
+
+@cache
+def disabled_once(hook: Any) -> Callable[..., Any]:
+    """Return one of FSDP2's hooks as a function that torch.compile does not trace.
+
+    torch (2.12 to 2.15) makes it one in each call, which takes longer than all that we add to a step. What others have
+    put in a hook's place is returned as it is.
+    """
+    decorator = getattr(_fsdp_common, "_dynamo_disable", None)
+    if decorator is None or getattr(hook, "__code__", None) is not decorator(disabled_once).__code__:
+        return hook
+    return torch.compiler.disable(hook.__wrapped__, reason="FSDP2's hooks")  # type: ignore[no-untyped-call]
 
 
 def give_frozen_group_dtypes(group: Any) -> None:
@@ -96,7 +135,7 @@ def add_zeros(params: Iterable[Any]) -> None:
 
 def settle_dtypes(params: Sequence[Any]) -> None:
     """Bring the gradients of a unit to one dtype, as torch wants them; 2.15 does it itself."""
-    if any(vars(param).get("unsharded_accumulated_grad") is not None for param in params):
+    if [param for param in params if vars(param).get("unsharded_accumulated_grad") is not None]:
         for param in params:
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()

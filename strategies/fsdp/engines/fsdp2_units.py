@@ -14,6 +14,8 @@ from ...common.gradients import refuse_second_derivatives
 from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp2 import (
     add_zeros,
+    disable_dynamo_once,
+    disabled_once,
     drop_partly_reduced,
     drop_unreduced_gradient,
     groups_of_state,
@@ -41,7 +43,8 @@ class Units:
     def reshard(self) -> None:
         """Leave none gathered."""
         for group in self.groups:
-            group.reshard()
+            if not group.is_sharded:
+                group.reshard()
 
     def forget_forwards(self) -> None:
         """Forget forwards without a backward (validation): they are no part of the next step's order."""
@@ -59,7 +62,12 @@ class Units:
         if parameters is None:
             for group in self.groups:
                 drop_partly_reduced(group)
-        held = [param for param in self.params if hasattr(param, "_unsharded_param") and _has_gradient(param)]
+        held = [
+            param
+            for param in self.params
+            if (leaf := getattr(param, "_unsharded_param", None)) is not None
+            and (leaf.grad is not None or param.unsharded_accumulated_grad is not None)
+        ]
         if not held:
             return
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
@@ -105,15 +113,19 @@ class BackwardWatch:
         self._units, self._path = units, path
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
+        for state in units.states:
+            disable_dynamo_once(state)
         for number, group in enumerate(units.groups):
             group.unshard = self._before_unshard(number, group, type(group).unshard)
-            group.post_backward = self._around(number, group, type(group).post_backward)
-            group.pre_backward = partial(_first_derivatives_only, group, type(group).pre_backward)
+            group.post_backward = self._around(number, group, disabled_once(type(group).post_backward))
+            group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))
 
     def _before_unshard(self, number: int, group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
+        path = self._path
+
         def run(async_op: bool = False) -> None:
-            if group._all_gather_result is None and not group.is_unsharded:
-                self._path.gather(number)
+            if path.at is not None and group._all_gather_result is None and not group.is_unsharded:
+                path.gather(number)
             unshard(group, async_op)
 
         return run
@@ -129,11 +141,12 @@ class BackwardWatch:
     def _fill(self, number: int, group: Any) -> None:
         used, unused = [], []
         for param in group.fsdp_params:
-            if not hasattr(param, "_unsharded_param"):
+            leaf = getattr(param, "_unsharded_param", None)
+            if leaf is None:
                 continue
-            if _has_gradient(param):
+            if leaf.grad is not None or param.unsharded_accumulated_grad is not None:
                 used.append(param)
-            elif param._unsharded_param.requires_grad:
+            elif leaf.requires_grad:
                 unused.append(param)
         if not used and group._training_state.name != "PRE_BACKWARD":
             return  # no rank has come through this unit
@@ -143,7 +156,8 @@ class BackwardWatch:
         if unused:
             self._filled |= {param for param in unused if param.sharded_param.grad is None}
             add_zeros(unused)
-        settle_dtypes([*used, *unused])
+            used += unused
+        settle_dtypes(used)
 
     def settle(self, begin_max: BeginMax) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
@@ -164,10 +178,6 @@ class BackwardWatch:
 def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
     refuse_second_derivatives(group._module_fqn)
     pre_backward(group, *args)
-
-
-def _has_gradient(param: Any) -> bool:
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 def can_be_unit(module: nn.Module) -> bool:

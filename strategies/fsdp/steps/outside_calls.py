@@ -11,8 +11,8 @@ Modules carry no hooks for it: one global hook of torch's stands while no step r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -118,14 +118,18 @@ _depth = 0
 _handle: RemovableHandle | None = None
 
 
-@contextmanager
-def inside() -> Iterator[None]:
-    """Run a step or a backward, whose calls find gathered what they need."""
-    _enter()
-    try:
-        yield
-    finally:
+class _Inside:
+    """A step or a backward runs in this context, whose calls find gathered what they need."""
+
+    def __enter__(self) -> None:
+        _enter()
+
+    def __exit__(self, *_: object) -> None:
         _leave()
+
+
+inside = _Inside()
+"""It may be entered again inside of itself."""
 
 
 def is_inside() -> bool:

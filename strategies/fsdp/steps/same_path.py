@@ -35,14 +35,15 @@ class SamePath:
     def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
         self._names, self._compared = names, ComparedActions(WAY_OUT, timeout)
         self._known: dict[Hashable, dict[int, Any]] = {}
-        self._at: dict[int, Any] | None = None
+        self.at: dict[int, Any] | None = None
+        """Where this rank is; None while it follows nothing, as when it is the only one."""
         self._around: list[dict[int, Any] | None] = []
         self._alone = num_ranks() == 1
 
     def begin(self, kind: Hashable) -> None:
         """Begin a step, or a call within one; ``kind`` is alike on every rank, and tells what has paths of its own."""
-        self._around.append(self._at)
-        self._at = None if self._alone else self._known.setdefault(kind, {})
+        self._around.append(self.at)
+        self.at = None if self._alone else self._known.setdefault(kind, {})
 
     def gather(self, unit: int) -> None:
         """Say that this rank is about to gather a unit.
@@ -67,19 +68,19 @@ class SamePath:
             RuntimeError: If the others go on.
         """
         self._take(_END)
-        self._at = self._around.pop() if self._around else None
+        self.at = self._around.pop() if self._around else None
 
     def forget(self) -> None:
         """Follow nothing any more, until the next `begin`."""
-        self._at, self._around = None, []
+        self.at, self._around = None, []
 
     def _take(self, step: int) -> None:
-        at = self._at
+        at = self.at
         if at is None:
             return
         if step not in at or len(at) > 1:
             self._compared.compare(self._describe(step))
-        self._at = at.setdefault(step, {})
+        self.at = at.setdefault(step, {})
 
     def _describe(self, step: int) -> str:
         if step == _END:

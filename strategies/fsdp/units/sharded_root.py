@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,30 +24,21 @@ class ShardedRoot(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module.
-
-        Raises:
-            RuntimeError: If weights are used outside of the ``forward`` that they are gathered for.
-        """
-        with explaining_mixtures():
-            return self.module(*args, **kwargs)
+        """Call the wrapped module."""
+        return self.module(*args, **kwargs)
 
 
-@contextmanager
-def explaining_mixtures() -> Iterator[None]:
-    """Say where sharded weights (DTensors) of FSDP2 meet plain tensors, which torch refuses."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        raise RuntimeError(
-            "Sharded weights (DTensors) met plain tensors in a step. As a rule, a weight of a module that is gathered "
-            "on its own was used past the module's forward: something inside of it, or another method, was called, or "
-            "somebody read the weight (a fused loss that reads the output head's, a penalty). Call the module, or "
-            "leave it to the root's unit: give auto_wrap_policy a policy object such as ModuleWrapPolicy({Block}), "
-            "which wraps nothing else. For a penalty, use weight_decay or parameter.full_tensor()."
-        ) from error
+def explained_mixture(error: BaseException) -> RuntimeError | None:
+    """Return what to raise where sharded weights (DTensors) of FSDP2 met plain tensors, which torch refuses."""
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return None
+    return RuntimeError(
+        "Sharded weights (DTensors) met plain tensors in a step. As a rule, a weight of a module that is gathered "
+        "on its own was used past the module's forward: something inside of it, or another method, was called, or "
+        "somebody read the weight (a fused loss that reads the output head's, a penalty). Call the module, or "
+        "leave it to the root's unit: give auto_wrap_policy a policy object such as ModuleWrapPolicy({Block}), "
+        "which wraps nothing else. For a penalty, use weight_decay or parameter.full_tensor()."
+    )
 
 
 def inside_root(root: nn.Module) -> nn.Module:

@@ -7,8 +7,7 @@ Compiling wraps nothing: modules keep their classes, and parameters their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,18 +61,16 @@ def checkpoint_modules(
     return [wrappers.get(unit, unit) for unit in units]
 
 
-@contextmanager
-def explaining_recomputation() -> Iterator[None]:
-    """Say what torch finds where it recomputes something else than it computed."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise RuntimeError(
-            "What activation checkpointing recomputes is not what the forward computed. As a rule, parameters were "
-            "frozen or thawed between training_step() and its backward (in on_before_zero_grad or on_before_backward); "
-            "or the forward is not the same twice. Freeze before training_step(), or do without "
-            f"activation_checkpointing. torch says: {str(error).partition('.')[0]}."
-        ) from error
+def explained_recomputation(error: BaseException) -> RuntimeError | None:
+    """Return what to raise where torch recomputes something else than it computed."""
+    if not isinstance(error, CheckpointError):
+        return None
+    return RuntimeError(
+        "What activation checkpointing recomputes is not what the forward computed. As a rule, parameters were "
+        "frozen or thawed between training_step() and its backward (in on_before_zero_grad or on_before_backward); "
+        "or the forward is not the same twice. Freeze before training_step(), or do without "
+        f"activation_checkpointing. torch says: {str(error).partition('.')[0]}."
+    )
 
 
 def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
