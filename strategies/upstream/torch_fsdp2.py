@@ -59,7 +59,7 @@ ATTRIBUTES = {
 }
 
 ONLY_WITH = {
-    "_dynamo_disable": "torch>=2.12",
+    "_dynamo_disable": "torch>=2.13",
     "_orig_dtype": "torch<2.15",
     "_partial_reduce_output_layout": "torch>=2.15",
     "_wait_all_gather_streams_on_event": "torch<2.15",
@@ -91,8 +91,8 @@ def disable_dynamo_once(state: Any) -> None:
 def disabled_once(hook: Any) -> Callable[..., Any]:
     """Return one of FSDP2's hooks as a function that torch.compile does not trace.
 
-    torch (2.12 to 2.15) makes it one in each call, which takes longer than all that we add to a step. What others have
-    put in a hook's place is returned as it is.
+    torch (2.13, 2.14) makes it one in each call, which takes as long as all that we add to a step. What others have put
+    in a hook's place is returned as it is.
     """
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
     if decorator is None or getattr(hook, "__code__", None) is not decorator(disabled_once).__code__:

@@ -29,7 +29,7 @@ from ..steps.same_path import SamePath
 from ..units.groups import late_heads
 from ..units.named_tensors import NamedTensor, open_tensors
 from ..units.plan import Plan
-from ..units.sharded_root import ShardedForm, ShardedRoot, explained_mixture, inside_root
+from ..units.sharded_root import ShardedForm, ShardedRoot, inside_root
 from .base import Engine
 from .fsdp2_units import (
     BackwardWatch,
@@ -161,10 +161,6 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             return output
 
         return args, close_unit
-
-    @override
-    def explained(self, error: BaseException) -> RuntimeError | None:
-        return explained_mixture(error)
 
     @override
     def make_idle(self, root: nn.Module) -> None:

@@ -24,8 +24,18 @@ class ShardedRoot(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-        return self.module(*args, **kwargs)
+        """Call the wrapped module.
+
+        Raises:
+            RuntimeError: If weights are used outside of the ``forward`` that they are gathered for.
+        """
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            instead = explained_mixture(error)
+            if instead is None:
+                raise
+            raise instead from error
 
 
 def explained_mixture(error: BaseException) -> RuntimeError | None:
