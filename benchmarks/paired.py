@@ -44,7 +44,12 @@ def median_of(rounds: Rounds, side: str) -> Interval:
 
 def difference(rounds: Rounds, side: str, base: str) -> Interval:
     """Return what a side takes more than another."""
-    return _interval(rounds, lambda drawn: numpy.median(drawn[side] - drawn[base], axis=-1))
+    return _interval(rounds, lambda drawn: _added(drawn, side, base))
+
+
+def difference_of_added(rounds: Rounds, one: tuple[str, str], other: tuple[str, str]) -> Interval:
+    """Return what a side adds to its base more than another side adds to its own; both are ``(side, base)``."""
+    return _interval(rounds, lambda drawn: _added(drawn, *one) - _added(drawn, *other))
 
 
 def ratio(rounds: Rounds, side: str, peer: str) -> Interval:
@@ -56,11 +61,11 @@ def ratio_of_added(rounds: Rounds, side: str, peer: str, base: str) -> Interval 
     """Return what a side adds to ``base``, in terms of what a peer adds; None if it is not sure that the peer adds."""
     if difference(rounds, peer, base).low <= 0:
         return None
+    return _interval(rounds, lambda drawn: _added(drawn, side, base) / _added(drawn, peer, base))
 
-    def added(drawn: Mapping[str, Values], one: str) -> Values:
-        return numpy.asarray(numpy.median(drawn[one] - drawn[base], axis=-1))
 
-    return _interval(rounds, lambda drawn: added(drawn, side) / added(drawn, peer))
+def _added(drawn: Mapping[str, Values], side: str, base: str) -> Values:
+    return numpy.asarray(numpy.median(drawn[side] - drawn[base], axis=-1))
 
 
 def _interval(rounds: Rounds, statistic: Callable[[Mapping[str, Values]], Values]) -> Interval:

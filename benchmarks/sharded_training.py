@@ -11,17 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 
-BY_HAND = "FSDP2 by hand"
+BY_HAND, DDP_BY_HAND = "FSDP2 by hand", "DDP by hand"
+LIGHTNING_DDP = "Lightning DDPStrategy"
 LIGHTNING_FSDP1, LIGHTNING_FSDP2 = "Lightning FSDPStrategy", "Lightning ModelParallelStrategy"
 OURS_FSDP1, OURS_FSDP2 = "accelight FSDP1", "accelight FSDP2"
 OURS_ZERO = "accelight ZeRO-"
@@ -137,8 +139,8 @@ def _train(kind: str, work: Work) -> tuple[list[float], float]:
 
 def train(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
     """Train on every batch of a loader, and return when each began or ended, and the last loss."""
-    if kind == BY_HAND:
-        return _train_by_hand(work, loader)
+    if kind in (BY_HAND, DDP_BY_HAND):
+        return _train_by_hand(kind, work, loader)
     if kind == ACCELERATE:
         return _train_with_accelerate(work, loader)
     world_size = dist.get_world_size()
@@ -157,6 +159,8 @@ def _strategy(kind: str, world_size: int) -> Any:
         return _FSDPOnCPU(auto_wrap_policy=ModuleWrapPolicy({Layer}), process_group_backend="gloo")
     if kind == LIGHTNING_FSDP2:
         return ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
+    if kind == LIGHTNING_DDP:
+        return DDPStrategy(process_group_backend="gloo")
     if kind.startswith(OURS_ZERO):
         return AccelDeepSpeedStrategy(zero_stage=int(kind.removeprefix(OURS_ZERO)))
     version = 1 if kind.startswith(OURS_FSDP1) else 2
@@ -177,13 +181,19 @@ def _shard(model: nn.Sequential, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _train_by_hand(work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
+def _train_by_hand(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
     model: Any = _Module(work, False).model
-    _shard(model, dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    if kind == DDP_BY_HAND:
+        model = DistributedDataParallel(model)
+    else:
+        _shard(model, dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer, ticks, loss = torch.optim.SGD(model.parameters(), lr=0.01), [], torch.zeros(())
     for index, [batch] in enumerate(loader):
         last = (index + 1) % work.accumulate == 0
-        model.set_requires_gradient_sync(last)
+        if kind == DDP_BY_HAND:
+            model.require_backward_grad_sync = last
+        else:
+            model.set_requires_gradient_sync(last)
         loss = model(batch).square().mean() / work.accumulate
         loss.backward()
         if last:

@@ -31,6 +31,9 @@ def test_differences_are_those_within_a_round() -> None:
     assert added is not None
     assert added.low < 0.5 < added.high
     assert str(paired.ratio(rounds, "a", "a")) == "1.00 (1.00 to 1.00)"
+    more = paired.difference_of_added(rounds, ("b", "by hand"), ("a", "by hand"))
+    assert more.low < 0.1 < more.high
+    assert more.high - more.low < 0.01
 
 
 def test_no_ratio_to_what_may_be_nothing() -> None:
@@ -59,7 +62,8 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
     rounds = _rounds()
     sides = {"FSDP2 by hand": rounds["by hand"], "accelight FSDP2": rounds["a"], "another": rounds["b"]}
-    results.keep("overhead", {"processes": {"1": {"seconds_per_step": sides}}})
+    bases = dict.fromkeys(("accelight FSDP2", "another"), "FSDP2 by hand")
+    results.keep("overhead", {"added_to": bases, "processes": {"1": {"seconds_per_step": sides}}})
     first = plots.draw("overhead", tmp_path / "a").read_bytes()
     assert b"<svg" in first
     assert plots.draw("overhead", tmp_path / "b").read_bytes() == first
