@@ -19,6 +19,7 @@ from ...upstream.torch_fsdp2 import (
     drop_partly_reduced,
     drop_unreduced_gradient,
     groups_of_state,
+    label_quickly,
     settle_dtypes,
 )
 from ..steps.same_path import SamePath
@@ -113,6 +114,7 @@ class BackwardWatch:
         self._units, self._path = units, path
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
+        label_quickly()
         for state in units.states:
             disable_dynamo_once(state)
         for number, group in enumerate(units.groups):

@@ -1,7 +1,11 @@
-"""FSDP2's hooks are kept out of torch.compile once for each unit; what torch and others have hooked stays as it is."""
+"""FSDP2's hooks: kept out of torch.compile once for each unit, and labelled at a price only where somebody reads it.
+
+What torch and others have hooked stays as it is.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from packaging.version import Version
 from torch import nn
+from torch.autograd import profiler
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.upstream.torch_fsdp2 import disabled_once
@@ -140,3 +146,48 @@ def test_what_is_not_torchs_is_left_alone() -> None:
     def hook() -> None: ...
 
     assert disabled_once(hook) is hook
+
+
+class _Labels(Callback):
+    """Keeps what a profiler sees of FSDP2 in the second step, and how many labels the third has, without one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.profiled, self.num_later = patch, Counter[str](), 0
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 1:
+            self.profiler.start()
+        if trainer.global_step == 2:
+            self.patch.setattr(profiler.record_function, "__enter__", self._count(profiler.record_function.__enter__))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self.profiler.stop()
+            self.profiled.update(one.name for one in self.profiler.events() if one.name.startswith("FSDP::"))
+
+    def _count(self, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counting(label: Any) -> Any:
+            self.num_later += label.name.startswith("FSDP::")
+            return enter(label)
+
+        return counting
+
+
+def _labels(torchs: bool) -> tuple[Counter[str], int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_param_group, "record_function", profiler.record_function)
+        if torchs:
+            patch.setattr("accelight.strategies.fsdp.engines.fsdp2_units.label_quickly", lambda: None)
+        labels = _Labels(patch)
+        trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **WRAP), 2, max_steps=3, callbacks=[labels])
+        trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    return labels.profiled, labels.num_later
+
+
+def test_a_profiler_sees_torchs_own_labels() -> None:
+    ours, torchs = run_on_ranks(2, _labels, False), run_on_ranks(2, _labels, True)
+    for (seen, num_later), (expected, num_of_torch) in zip(ours, torchs, strict=True):
+        assert seen == expected
+        assert sum("post_backward_reduce" in name for name in seen) == 3, seen
+        assert 0 <= num_later < num_of_torch / 4  # a few of the root's alone
