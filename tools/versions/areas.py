@@ -49,7 +49,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/state/test_scripts.py::test_a_newcomers_script_under_torchrun",
     ),
     "FSDP1": tuple(test.format(engine="fsdp1", version=1) for test in _ENGINE),
-    "FSDP2": tuple(test.format(engine="fsdp2", version=2) for test in _ENGINE),
+    "FSDP2": (
+        *(test.format(engine="fsdp2", version=2) for test in _ENGINE),
+        f"{_FSDP}/test_hooks_of_units.py",
+    ),
     "ZeRO": (
         f"{_ZERO}/test_strategy.py::test_seven_batches_with_accumulation_two_are_four_steps",
         f"{_ZERO}/test_strategy.py::test_overflowing_steps_are_skipped_and_hold_schedules_back",
@@ -67,6 +70,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"{_FILES}[2-fsdp_version=1]",
         f"{_FILES}[3-fsdp_version=2]",
         *(f"{_FSDP}/test_{name}.py" for name in ("kept_plans", "aligned_shards", "metadata_writer", "dcp_metadata")),
+        *(f"{_FSDP}/test_{name}.py" for name in ("packed_plans", "flat_shards", "flat_state", "pending_copies")),
         "tests/strategies/test_store_messages.py",
     ),
     "merge": (
