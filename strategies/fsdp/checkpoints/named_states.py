@@ -39,6 +39,19 @@ class _Misfit:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Scalar:
+    """Stands for a tensor without dimensions (a ``step``), which takes eighty times as long to pickle."""
+
+    dtype: torch.dtype
+    value: complex
+    """As Python's number of its kind: exact."""
+
+    def tensor(self) -> Tensor:
+        """Return it, on the CPU."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+
 class Layout:
     """Where the parameters of a sharded model lie.
 
@@ -231,8 +244,15 @@ def _kind(value: Any, numel: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not value.dim():
-        return value.cpu()
+        return _Scalar(value.dtype, value.item()) if type(value) is Tensor else value.cpu()
     return value.dtype if value.numel() == numel else _Misfit(tuple(value.shape))
+
+
+def _untold(value: Any) -> Any:
+    """Return what `_kind` has told of a value or a tensor without dimensions, the caller's own."""
+    if isinstance(value, _Scalar):
+        return value.tensor()
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
@@ -278,7 +298,7 @@ def _collect_unit(
             if isinstance(value, torch.dtype):
                 by_key.setdefault((key, value), []).append(index)
             else:
-                states.setdefault(name, {})[key] = value.clone() if isinstance(value, Tensor) else value
+                states.setdefault(name, {})[key] = _untold(value)
     layouts = layouts_of(unit) if shards else []
     for (key, dtype), indices in sorted(by_key.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         pieces = {index: _piece(unit, index, held[index].get(key), dtype) for index in indices}

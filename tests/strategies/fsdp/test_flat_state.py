@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoints.flat_shards import FlatShard
 from accelight.strategies.fsdp.checkpoints.flat_state import flat_model_state, has_flat_state
+from accelight.strategies.fsdp.checkpoints.named_states import _kind, _untold
 from accelight.strategies.fsdp.checkpoints.sharded_checkpoints import model_state
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import WIDTH, Block, Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -321,3 +323,19 @@ def test_folders_hold_what_torch_gathers(layout: str, tmp_path: Path) -> None:
         assert "model.blocks.0.conv.weight" in found
         for name, tensor in found.items():
             assert torch.equal(tensor, expected[name]), (folder, name)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("value", [0.1, 7, float("inf"), 2**24 + 1])
+def test_tensors_without_dimensions_are_told_exactly(dtype: torch.dtype, value: float) -> None:
+    if value == float("inf") and not dtype.is_floating_point:
+        value = 1
+    tensor = torch.tensor(value, dtype=torch.float64).to(dtype)
+    for own in (tensor, nn.Parameter(tensor, requires_grad=False)):
+        told = _untold(pickle.loads(pickle.dumps(_kind(own, 1))))
+        assert (told.dtype, told.shape) == (dtype, ())
+        assert torch.equal(told, tensor)
+    kept = _untold(_kind(tensor, 1))
+    assert kept.data_ptr() != tensor.data_ptr()
