@@ -12,6 +12,7 @@ beyond its start at the worst moment, rank 0's weights not counted.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -106,6 +107,8 @@ def load(folder: str, num_bytes: str, wanted: str, repeats: str, rank: str) -> N
             if repeat:
                 found[way]["seconds"].append(seconds)
             found[way]["peak"] = max(found[way].get("peak", 0), peak.num_bytes)
+            del model, fill
+            gc.collect()  # FSDP2's modules refer to each other: dead ones would add up to all memory there is
     for way in ways:
         found[way]["received"] = _received(_filler(way, _sharded_on_meta(num_layers), dict(full_sd), folder))
     Path(folder, f"{rank}.json").write_text(json.dumps(found))

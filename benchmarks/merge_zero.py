@@ -80,7 +80,8 @@ def _compare(folder: Path, stage: int) -> results.Panels:
     one, other = (outputs[name] / "model.safetensors" for name in (_OURS, _SCRIPT))
     if not filecmp.cmp(one, other, shallow=False):
         raise AssertionError(f"stage {stage}: the two merged files differ")
-    print(f"stage {stage}: {one.stat().st_size / 1e9:.2f} GB from {_NUM_RANKS} ranks; merged files are identical")
+    size = f"{one.stat().st_size / 1e9:.2f} GB"
+    print(f"stage {stage}: {size} from {_NUM_RANKS} ranks; merged files are identical")
     timings = time_into(commands, dict.fromkeys(commands, folder / "in"), outputs, REPEATS)
     ours = timings[_OURS].median
     for name, timing in timings.items():
@@ -90,7 +91,7 @@ def _compare(folder: Path, stage: int) -> results.Panels:
             f"peak {resident / 2**20:7.1f} MiB, {anonymous / 2**20:7.1f} without pages of files   "
             f"this / ours {timing.median / ours:6.2f} time, {resident / peaks[_OURS][0]:6.1f} memory"
         )
-    title = f"Merging ZeRO-{stage} of {_NUM_RANKS} ranks to {one.stat().st_size / 1e9:.2f} GB"
+    title = f"Merging ZeRO-{stage} of {_NUM_RANKS} ranks to {size}"
     return {title: {name: timing.seconds for name, timing in timings.items()}}
 
 

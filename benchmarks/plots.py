@@ -20,7 +20,11 @@ Bars = Sequence[tuple[str, paired.Interval]]
 def _overhead(kept: Mapping[str, Any]) -> dict[str, Bars]:
     return {
         f"Added to a hand-written step, ms ({number} process{'es' if number != '1' else ''})": [
-            (kind, paired.difference(found["seconds_per_step"], kind, base)) for kind, base in kept["added_to"].items()
+            (
+                kind if base == "FSDP2 by hand" else f"{kind}, to {base}",
+                paired.difference(found["seconds_per_step"], kind, base),
+            )
+            for kind, base in kept["added_to"].items()
         ]
         for number, found in kept["processes"].items()
     }

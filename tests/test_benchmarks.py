@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks import paired, plots, results, scale
+from benchmarks import merge_zero, paired, plots, results, scale
 from benchmarks.turns import Turns, take_turns
 
 
@@ -97,3 +97,14 @@ def test_a_steps_collectives_are_those_of_the_formula(
     printed = capsys.readouterr().out
     assert "target: equal to the formula everywhere: met" in printed
     assert len(results.kept("scale")["counted"]) == 14
+
+
+@pytest.mark.exhaustive
+def test_merges_of_zero_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    monkeypatch.setenv("ACCELIGHT_BENCH_PARAMETERS", "1e6")
+    monkeypatch.setattr(merge_zero, "REPEATS", 1)
+    merge_zero.run()
+    panels = results.kept("merge-zero")["panels"]
+    assert [title.partition(" of ")[0] for title in panels] == ["Merging ZeRO-2", "Merging ZeRO-3"]
+    assert all(len(sides) == 3 for sides in panels.values())
