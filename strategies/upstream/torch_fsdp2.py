@@ -38,7 +38,6 @@ _PROFILER = "torch.autograd.profiler"
 ATTRIBUTES = {
     "_all_gather_result": (_GROUP, "an exception leaves a gather that nobody waits for"),
     "_comm_ctx": (_STATE, "the order of forwards, from which backward prefetches"),
-    "_cupti_monitor_module": (_PROFILER, "it reads labels, too, see _monitor_singleton"),
     "_dynamo_disable": (_COMMON, "what keeps hooks out of torch.compile, anew in each call"),
     "_device_handle": (_STATE, "a root that an exception left waits for its gathers"),
     "_fsdp_param_group": (_STATE, "the parameters that a unit gathers together"),
@@ -46,7 +45,6 @@ ATTRIBUTES = {
     "_is_profiler_enabled": (_PROFILER, "whether somebody reads labels"),
     "_lazy_init": (_STATE, "a part may be called before the root ever was"),
     "_modules_to_run_forward": (_STATE, "an exception leaves modules that have not run"),
-    "_monitor_singleton": ("torch.profiler._cupti_monitor", "whether somebody reads labels beside the profiler"),
     "_module_fqn": (_GROUP, "a unit's name, for errors"),
     "_orig_dtype": (_GROUP, "gradients that torch has not reduced have the parameters' dtype"),
     "_partial_reduce_output": (_GROUP, "hybrid sharding keeps gradients that are reduced in part"),
@@ -68,9 +66,7 @@ ATTRIBUTES = {
 }
 
 ONLY_WITH = {
-    "_cupti_monitor_module": "torch>=2.13",
     "_dynamo_disable": "torch>=2.13",
-    "_monitor_singleton": "torch>=2.13",
     "_orig_dtype": "torch<2.15",
     "_partial_reduce_output_layout": "torch>=2.15",
     "_wait_all_gather_streams_on_event": "torch<2.15",
@@ -123,12 +119,7 @@ def label_quickly() -> None:
 
 
 def _label(name: str, args: str | None = None) -> AbstractContextManager[Any]:
-    return record_function(name, args) if _somebody_reads() else _RecordFunctionFast(name)
-
-
-def _somebody_reads() -> bool:
-    monitor = getattr(profiler, "_cupti_monitor_module", None)
-    return profiler._is_profiler_enabled or (monitor is not None and monitor._monitor_singleton is not None)
+    return record_function(name, args) if profiler._is_profiler_enabled else _RecordFunctionFast(name)
 
 
 def give_frozen_group_dtypes(group: Any) -> None:
