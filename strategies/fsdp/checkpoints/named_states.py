@@ -48,8 +48,8 @@ class _Scalar:
     """As Python's number of its kind: exact."""
 
     def tensor(self) -> Tensor:
-        """Return it, on the CPU."""
-        return torch.tensor(self.value, dtype=self.dtype)
+        """Return it, on the CPU, whatever the default device is."""
+        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
 
 
 class Layout:
