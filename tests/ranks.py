@@ -283,6 +283,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
     import torch
 
     torch.set_num_threads(1)
+    _fill_what_nobody_wrote()
     pristine = _Pristine()
     connection.send("ready")
     while True:
@@ -332,6 +333,23 @@ def _obey(order: _Order) -> bytes:
         dist.init_process_group("gloo", store=store, rank=order.rank, world_size=order.world_size, timeout=timeout)
     result = task.fn(*task.args)
     return pickle.dumps(result)  # plain pickle: tensors go by value, not as shared memory of a process that may die
+
+
+def _fill_what_nobody_wrote() -> None:
+    """Let memory hold NaN (integers: the largest) until it is written, so that a test that reads it fails each time.
+
+    torch does so while algorithms are to be deterministic, and each Trainer says that they need not be: here, what has
+    no such algorithm then only warns.
+    """
+    import torch
+
+    really = torch.use_deterministic_algorithms
+
+    def use(mode: bool, *, warn_only: bool = False) -> None:
+        really(True, warn_only=warn_only or not mode)
+
+    torch.use_deterministic_algorithms = use
+    use(False)
 
 
 class _Pristine:

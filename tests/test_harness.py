@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -88,6 +89,15 @@ def test_a_hang_is_ended_with_stacks() -> None:
 def test_a_dead_process_is_named() -> None:
     with pytest.raises(AssertionError, match=r"rank 1: died with exit code 7"):
         run_on_ranks(2, _die, group_timeout_s=2, timeout_s=20)
+
+
+def _read_what_nobody_wrote() -> list[float]:
+    torch.use_deterministic_algorithms(False)  # as each Trainer does
+    return [torch.empty(3).sum().item(), torch.ones(3).new_empty(2).sum().item()]
+
+
+def test_memory_that_nobody_wrote_is_nan() -> None:
+    assert all(map(math.isnan, run_on_ranks(1, _read_what_nobody_wrote)[0]))
 
 
 def test_nothing_is_left_for_the_next_test() -> None:

@@ -18,6 +18,7 @@ from .engine_registry import remember
 from .input_dtypes import cast_inputs
 from .layer_outputs import OpaqueOutputs
 from .library import deepspeed_library, ninja_on_path
+from .partitions import clear_padding
 from .window import Window
 
 
@@ -56,6 +57,7 @@ def start_engine(
         )
     if outputs is not None:
         outputs.follow(engine)
+        clear_padding(engine.module, engine.optimizer)
     drive_adagrad(engine)
     cast_inputs(engine)
     remember(engine, settings)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -88,10 +89,40 @@ def _pieces_1_2(optimizer: Any) -> Iterator[Piece]:
 def _pieces_3(optimizer: Any) -> Iterator[Piece]:
     for parameter in (each for group in optimizer.fp16_groups for each in group):
         group, flat_start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = dist.get_rank(parameter.ds_process_group) * size
-        numel = min(size, parameter.ds_numel - start)  # the last piece is padded, or empty
+        start, numel = _range_3(parameter, size)
         if numel > 0:
             yield Piece(parameter, group, flat_start, start, numel)
+
+
+def _range_3(parameter: Any, size: int) -> tuple[int, int]:
+    """Return where this rank's piece begins in a parameter of stage 3, and its length: the last ones may be shorter."""
+    start = dist.get_rank(parameter.ds_process_group) * size
+    return start, max(0, min(size, parameter.ds_numel - start))
+
+
+@torch.no_grad()
+def clear_padding(module: nn.Module, optimizer: Any) -> None:
+    """Zero what stage 3 leaves unwritten behind the pieces of parameters that the ranks do not divide evenly.
+
+    DeepSpeed takes that memory as it finds it: NaN, or large numbers. It then is in checkpoints, in the weights that
+    users look at (``safe_get_local_fp32_param``), and in the scales of quantized weights. Partitions on NVMe are left.
+
+    Args:
+        module: Of an engine of stage 3.
+        optimizer: Of that engine; another than ZeRO's, or None, has no partitions.
+    """
+    parameter: Any
+    for parameter in module.parameters():
+        partition: Tensor | None = getattr(parameter, "ds_tensor", None)
+        if partition is not None and partition.numel() == parameter.partition_numel():  # not so while it is on NVMe
+            partition[_range_3(parameter, partition.numel())[1] :].zero_()
+    if not is_partitioned_optimizer(optimizer):
+        return
+    for parameter in (each for group in optimizer.fp16_groups for each in group):
+        group, flat_start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        master = masters(optimizer)[group]
+        if master.numel() > 0:
+            master[flat_start + _range_3(parameter, size)[1] : flat_start + size].zero_()
 
 
 def gradient_attribute(zero: Any) -> str:

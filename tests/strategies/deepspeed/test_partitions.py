@@ -1,0 +1,68 @@
+"""The ends of ZeRO-3's partitions, which no weight fills when the ranks do not divide a parameter evenly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelight.state import PartialState
+from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import EVERYTHING_OFFLOADED, ds_config, trainer_for
+from tests.strategies.oracle import Case, Outcome, TinyModule, rank_loader
+
+NUM_RANKS = 3
+
+
+class PartlyFrozen(TinyModule):
+    def __init__(self, case: Case, outcome: Outcome) -> None:
+        super().__init__(case, outcome)
+        first = next(each for each in self.model.modules() if isinstance(each, nn.Linear))
+        first.requires_grad_(False)
+
+
+def sums_of_paddings(config: dict[str, Any], kind: type[TinyModule], precision: str, folder: Path) -> list[float]:
+    """Return the sum of magnitudes in each padding of this rank: in weights, and all that a checkpoint has of them."""
+    import deepspeed
+
+    module = kind(Case(epochs=1, precision=precision), Outcome())
+    trainer = trainer_for(module.case, config)
+    trainer.fit(module, rank_loader(NUM_RANKS))
+    zero: Any = trainer.strategy.deepspeed_engine.optimizer  # type: ignore[attr-defined]
+    rank, found = PartialState().process_index, []
+    parameter: Any
+    for parameter in module.parameters():
+        size = parameter.partition_numel()
+        padding = slice(max(0, min(size, parameter.ds_numel - rank * size)), size)
+        partitions: list[Tensor] = [parameter.ds_tensor]
+        if parameter.requires_grad:
+            partitions.append(deepspeed.utils.safe_get_local_fp32_param(parameter))
+            partitions.append(deepspeed.utils.safe_get_local_optimizer_state(parameter, "momentum_buffer"))
+        found += [float(partition[padding].abs().sum()) for partition in partitions if padding.start < size]
+    trainer.save_checkpoint(folder)
+    assert zero.fp32_partitioned_groups_flat
+    for file in folder.glob(f"**/*zero_pp_rank_{rank}_*optim_states.pt"):
+        state = torch.load(file, weights_only=False)["optimizer_state_dict"]
+        assert all(bool(flat.isfinite().all()) for flat in state["fp32_flat_groups"])
+        found.append(0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "precision"),
+    [
+        (ds_config(3), TinyModule, "32-true"),
+        (ds_config(3), PartlyFrozen, "bf16-mixed"),
+        (ds_config(3, **EVERYTHING_OFFLOADED), PartlyFrozen, "32-true"),
+    ],
+    ids=["plain", "bf16", "offloaded"],
+)
+def test_paddings_are_zero(config: dict[str, Any], kind: type[TinyModule], precision: str, tmp_path: Path) -> None:
+    """The harness fills memory with NaN until it is written."""
+    paddings = run_on_ranks(NUM_RANKS, sums_of_paddings, config, kind, precision, tmp_path / "checkpoint")
+    assert all(paddings)  # each has a file, and at least the last one pieces that end early
+    assert len(paddings[-1]) > 1
+    assert {total for each in paddings for total in each} == {0.0}
