@@ -158,7 +158,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.core("1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_plain_run_warns_of_nothing_deprecated(version: int, tmp_path: Path) -> None:
     """Nothing, that is, that a call of accelight's has caused: the warnings of others are at their own places."""

@@ -45,7 +45,7 @@ def _go_on(engine: str, folder: str, settings: dict[str, Any]) -> list[Any]:
     return [train(engine, ckpt_path=str(path), **settings) for path in paths]
 
 
-@pytest.mark.core("fsdp2-2-3")
+@pytest.mark.core("fsdp2-2-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3), (4, 3), (3, 4)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_goes_on_with_another_number_of_processes(engine: str, before: int, after: int, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def _resume_all(engine: str, folder: str) -> dict[str, Any]:
     return {path.name: _train_and_validate(engine, ckpt_path=str(path)) for path in sorted(Path(folder).iterdir())}
 
 
-@pytest.mark.core("fsdp2-on_train_batch_end-2-3")
+@pytest.mark.core("fsdp2-on_train_batch_end-2-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])

@@ -77,7 +77,7 @@ _AS_A_TASK = {
 }
 
 
-@pytest.mark.core("fsdp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_without_the_callback_the_signal_saves_nothing_and_says_so(strategy: str, tmp_path: Path) -> None:
     result = run_script(_SIGNALLED, strategy, env=_AS_A_TASK, cwd=tmp_path)
@@ -89,6 +89,7 @@ def test_without_the_callback_the_signal_saves_nothing_and_says_so(strategy: str
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_slurm_does_not_take_back_ends_with_an_error_and_its_checkpoint(tmp_path: Path) -> None:
     env = {**_AS_A_TASK, "PATH": ""}
     result = run_script(_SIGNALLED, "fsdp2", "with the callback", env=env, cwd=tmp_path, check=False)

@@ -163,7 +163,7 @@ def train(variant: Variant) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": variant.stage, **variant.zero},
+        "zero_optimization": {"stage": variant.stage, "reduce_bucket_size": 1000, **variant.zero},  # not 2 GB
         **variant.config,
     }
     engine, *_ = deepspeed.initialize(

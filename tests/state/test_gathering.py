@@ -245,7 +245,7 @@ def evaluate_all_layouts() -> dict[tuple[int, int], tuple[list[int], list[str], 
     }
 
 
-@pytest.mark.core("3")
+@pytest.mark.core("2")
 @WORLD_SIZES
 def test_every_sample_once_and_in_order_for_every_length_and_batch_size(world_size: int) -> None:
     for results in run_on_ranks(world_size, evaluate_all_layouts, timeout_s=120):

@@ -72,7 +72,7 @@ ENDS = {
 }
 
 
-@pytest.mark.core("in the block-end")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("late", "end"), [*((late, "end") for late in LATE), ("in the block", "destroy"), ("in the block", "torch")]
 )
@@ -124,7 +124,7 @@ if state.is_main_process:
 }
 
 
-@pytest.mark.core("the others end before")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("leaving", LEAVING)
 def test_nobody_stays_for_those_who_have_left(leaving: str) -> None:
     started = time.monotonic()

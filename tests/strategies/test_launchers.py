@@ -129,7 +129,7 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.arange(8.0).unsqueeze(1)), 
 """
 
 
-@pytest.mark.core("accel_fsdp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
 def test_samples_are_dealt_to_all_nodes_that_are_there(strategy: str) -> None:
     """Where ``num_nodes`` was left out, each node used all samples."""

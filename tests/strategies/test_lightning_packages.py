@@ -60,7 +60,7 @@ if __name__ == "__main__":
         ("pytorch_lightning", "fsdp", "lightning.pytorch", "lightning"),
     ],
 )
-@pytest.mark.core("pytorch_lightning-fsdp-pytorch_lightning")
+@pytest.mark.exhaustive
 def test_the_package_is_followed(first: str, strategy: str, trainer: str, variable: str | None, tmp_path: Path) -> None:
     env = {"ACCELIGHT_LIGHTNING": variable} if variable else {}
     result = run_script(SCRIPT, first, strategy, trainer, str(tmp_path / "saved"), env=env)

@@ -117,7 +117,7 @@ def train_with(strategy: str, names: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.core("fsdp2", "zero2")
+@pytest.mark.core("fsdp2")
 @ENGINES
 def test_callbacks_that_work_as_with_ddp(strategy: str) -> None:
     names = list(EVERYWHERE if strategy.startswith("zero") else WITH_FSDP)

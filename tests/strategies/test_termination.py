@@ -139,7 +139,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.core("accel_fsdp2-python")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "by_hand"])
 @pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
 def test_a_plain_run_ends_on_all_processes(strategy: str, launcher: Any, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def train_wrapped(stage: int) -> dict[str, Any]:
     import deepspeed
 
     net = model()
-    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    config = {**CONFIG, "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     raw, raw_optimizer, _, raw_scheduler = deepspeed.initialize(
         model=net, optimizer=inner, config=config, dist_init_required=False
@@ -102,7 +102,7 @@ def overflow() -> list[Any]:
     import deepspeed
 
     net = model()
-    config = {**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2}}
+    config = {**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}}
     config["bf16"] = {"enabled": True, "check_grad_overflow": True}  # DeepSpeed refuses fp16 on most CPUs
     raw, raw_optimizer, _, raw_scheduler = deepspeed.initialize(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), config=config, dist_init_required=False

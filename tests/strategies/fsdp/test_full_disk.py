@@ -37,7 +37,7 @@ def _train(options: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     return callback.message, callback.left
 
 
-@pytest.mark.core("fsdp2-sharded", "fsdp2-full-in-background", "fsdp2-by-process")
+@pytest.mark.core("fsdp2-sharded", "fsdp2-full-in-background")
 @pytest.mark.parametrize("save", SAVES)
 def test_a_save_that_fails_leaves_nothing(save: str, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 1_000_000) as disk:

@@ -83,11 +83,10 @@ def _name(value: Setting | int) -> str:
 
 
 @pytest.mark.core(
-    "fsdp2-plain-32",
+    "2_processes-fsdp2-plain-32",
     "2_processes-fsdp1-together-32",
     "2_processes-fsdp2-together",
     "fsdp1_flat-together-32",
-    "3_processes-fsdp1-together",
 )
 @pytest.mark.parametrize(
     ("world_size", "setting"), [*((2, setting) for setting in SETTINGS), *((3, setting) for setting in SOME)], ids=_name

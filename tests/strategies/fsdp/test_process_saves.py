@@ -214,7 +214,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.core("killed 1", "in the way")
+@pytest.mark.core("killed 1")
 @pytest.mark.parametrize("what", ERRORS)
 def test_what_fails_there_is_raised_by_all_ranks_at_one_step(what: str, tmp_path: Path) -> None:
     outcomes = run_on_ranks(2, _fail, str(tmp_path), what)
@@ -361,7 +361,7 @@ def _note(folder: Path, trainer: Trainer) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.core("rank_1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("moment", [_before_rank_1_has_told, _before_rank_0_has_told])
 def test_killed_before_a_save_has_returned_none_of_it_is_there(moment: Any, tmp_path: Path) -> None:
     wait_until_gone(kill_all(tmp_path, moment=moment))
