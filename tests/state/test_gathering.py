@@ -267,7 +267,7 @@ def evaluate_dropping() -> dict[tuple[int, int, bool], tuple[list[int], int]]:
     return found
 
 
-@pytest.mark.core("2")
+@pytest.mark.exhaustive
 @WORLD_SIZES
 def test_no_sample_twice_where_the_loader_or_the_sampler_drops_the_last_ones(world_size: int) -> None:
     for results in run_on_ranks(world_size, evaluate_dropping, timeout_s=120):

@@ -75,6 +75,7 @@ def test_the_wrong_trainer_says_how_to_switch(strategy: str, tmp_path: Path) -> 
     assert "For pytorch_lightning, set ACCELIGHT_LIGHTNING=pytorch_lightning, or import" in result.output
 
 
+@pytest.mark.exhaustive
 def test_another_package_is_refused(tmp_path: Path) -> None:
     env = {"ACCELIGHT_LIGHTNING": "fabric"}
     result = run_script("import accelight.strategies as s; s.AccelFSDPStrategy", env=env, check=False)

@@ -52,6 +52,7 @@ def _run(code: str, **env: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_without_ray_its_names_say_what_to_install() -> None:
     lines = _run(_WITHOUT_RAY).splitlines()
     whose = ("RayAccelFSDPStrategy", "RayAccelDeepSpeedStrategy", "reported_checkpoint()")
