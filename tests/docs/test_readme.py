@@ -73,6 +73,18 @@ def test_times_are_those_that_the_benchmarks_have_kept() -> None:
     assert row[2] == found["Lightning's FSDPStrategy"]
 
 
+def test_times_of_merges_are_those_that_the_benchmarks_have_kept() -> None:
+    for start, name, panel, columns in (
+        ("merging 1.95 GB", "merge", "rows", {1: "accelight merge-weights", 2: "lightning", 5: "accelerate"}),
+        ("merging ZeRO-3", "merge-zero", "ZeRO-3", {1: "accelight merge-weights", 4: "zero_to_fp32.py"}),
+    ):
+        [bars] = [dict(bars) for title, bars in PLOTS[name](_kept(name)).items() if panel in title]
+        [row] = [cells for title, cells in ROWS.items() if title.startswith(start)]
+        for column, side in columns.items():
+            [median] = [found.median for shown, found in bars.items() if shown.startswith(side)]
+            assert f"{median:.1f} s, " in row[column], (start, side)
+
+
 def test_what_shows_a_row_is_there() -> None:
     for name, row in ROWS.items():
         if name:

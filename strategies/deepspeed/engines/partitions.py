@@ -87,11 +87,14 @@ def _pieces_1_2(optimizer: Any) -> Iterator[Piece]:
 
 
 def _pieces_3(optimizer: Any) -> Iterator[Piece]:
+    return (piece for piece, _ in _padded_pieces_3(optimizer) if piece.numel > 0)
+
+
+def _padded_pieces_3(optimizer: Any) -> Iterator[tuple[Piece, int]]:
+    """Yield each parameter's piece, which may be empty, and the room for it in the flat partition."""
     for parameter in (each for group in optimizer.fp16_groups for each in group):
         group, flat_start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start, numel = _range_3(parameter, size)
-        if numel > 0:
-            yield Piece(parameter, group, flat_start, start, numel)
+        yield Piece(parameter, group, flat_start, *_range_3(parameter, size)), size
 
 
 def _range_3(parameter: Any, size: int) -> tuple[int, int]:
@@ -118,11 +121,9 @@ def clear_padding(module: nn.Module, optimizer: Any) -> None:
             partition[_range_3(parameter, partition.numel())[1] :].zero_()
     if not is_partitioned_optimizer(optimizer):
         return
-    for parameter in (each for group in optimizer.fp16_groups for each in group):
-        group, flat_start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        master = masters(optimizer)[group]
-        if master.numel() > 0:
-            master[flat_start + _range_3(parameter, size)[1] : flat_start + size].zero_()
+    for piece, size in _padded_pieces_3(optimizer):
+        master = masters(optimizer)[piece.group]  # empty while it is on NVMe
+        master[piece.flat_start + piece.numel : piece.flat_start + size].zero_()
 
 
 def gradient_attribute(zero: Any) -> str:
