@@ -24,6 +24,17 @@ class PartlyFrozen(TinyModule):
         first.requires_grad_(False)
 
 
+class WithOneElement(TinyModule):
+    """A parameter of which two of three ranks have nothing."""
+
+    def __init__(self, case: Case, outcome: Outcome) -> None:
+        super().__init__(case, outcome)
+        self.model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.get_parameter("scale").square().sum()
+
+
 def sums_of_paddings(config: dict[str, Any], kind: type[TinyModule], precision: str, folder: Path) -> list[float]:
     """Return the sum of magnitudes in each padding of this rank: in weights, and all that a checkpoint has of them."""
     import deepspeed
@@ -56,8 +67,9 @@ def sums_of_paddings(config: dict[str, Any], kind: type[TinyModule], precision: 
         (ds_config(3), TinyModule, "32-true"),
         (ds_config(3), PartlyFrozen, "bf16-mixed"),
         (ds_config(3, **EVERYTHING_OFFLOADED), PartlyFrozen, "32-true"),
+        (ds_config(3, stage3_param_persistence_threshold=10**6), WithOneElement, "32-true"),
     ],
-    ids=["plain", "bf16", "offloaded"],
+    ids=["plain", "bf16", "offloaded", "one element"],
 )
 def test_paddings_are_zero(config: dict[str, Any], kind: type[TinyModule], precision: str, tmp_path: Path) -> None:
     """The harness fills memory with NaN until it is written."""
