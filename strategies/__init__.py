@@ -8,6 +8,7 @@ from .common.lazy_names import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
+    from .common.full_tensors import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
         DeepSpeedPlugin,
@@ -32,6 +33,9 @@ __all__ = [
     "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "HfDeepSpeedConfig",
+    "full_gradients",
+    "full_parameters",
+    "full_state_dict",
     "get_active_deepspeed_plugin",
     "load_from_checkpoint",
     "newest_checkpoint",
@@ -47,6 +51,9 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "DummyScheduler": ".deepspeed",
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
+    "full_gradients": ".common.full_tensors",
+    "full_parameters": ".common.full_tensors",
+    "full_state_dict": ".common.full_tensors",
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
     "newest_checkpoint": ".newest",

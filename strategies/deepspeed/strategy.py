@@ -29,6 +29,7 @@ from ..common.sharded_elsewhere import refuse_module_of_fsdp
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
+from ..common.user_code import UserCode, running_as_library
 from ..upstream.lightning import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -44,7 +45,7 @@ from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.build_locks import check_build_locks
-from .engines.engine_registry import end_engines_on, engine_of, full_shapes
+from .engines.engine_registry import end_engines_on, engine_of
 from .engines.library import (
     check_async_io,
     choose_accelerator,
@@ -65,6 +66,7 @@ from .engines.optimizers import (
 from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
 from .engines.user_clipping import refuse_change, refuse_norm
 from .engines.window import Window
+from .engines.zero_access import ZeroAccess
 from .run_summary import summarise_run
 from .trainer_hooks import TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
@@ -83,6 +85,11 @@ _REFUSED_CALLBACKS = {
 }
 
 
+@running_as_library(
+    *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
+    *("optimizer_step", "clip_step", "take_step", "save_checkpoint", "load_checkpoint", "load_model_state_dict"),
+    *("lightning_module_state_dict", "barrier", "on_exception"),
+)
 @made_again
 @named_arguments
 class AccelDeepSpeedStrategy(TrainerHooks):
@@ -241,6 +248,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if self.lightning_module is not None:
+            self._follow_user_code(trainer, self.lightning_module)
         if self.accelerator is None or self.model is None or self.lightning_module is None:
             raise RuntimeError("AccelDeepSpeedStrategy.setup() is called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
@@ -263,14 +272,19 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
             summarise_run(name, self.model, self.settings, self.root_device, precision).tell(trainer)
 
+    def _follow_user_code(self, trainer: Trainer, module: LightningModule) -> None:
+        access = self._access = ZeroAccess(module, self.root_device)
+        partitions = self.deepspeed_plugin.zero_stage == 3
+        self._user_code = UserCode(access, module.modules(), always_in_steps=partitions)
+        self._user_code.attach(trainer, module)
+
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:
         config = self.deepspeed_plugin.config_for_trainer(clips=bool(trainer.gradient_clip_val))
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
         told = not is_auto_value(config.get_value("gradient_accumulation_steps", AUTO))
         self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if told else None)
         kept = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
-        with full_shapes(module):
-            chosen = choose(module, config)
+        chosen = choose(module, config)
         kept.states.take(chosen.real)
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
@@ -304,6 +318,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         elif settings.zero_stage == 3:
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
+        self._access.follow(engine)
         kept.states.give(self._window)
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are

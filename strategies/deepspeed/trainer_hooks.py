@@ -13,8 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from ...state import GradientState
+from ..common.full_tensors import FullTensors
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
+from ..common.user_code import UserCode
 from ..upstream.lightning import DeepSpeedPrecision, DeepSpeedStrategy, Precision
 from .checkpoints.checkpointer import Checkpointer
 from .config.plugin import DeepSpeedPlugin
@@ -22,10 +24,11 @@ from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.engine_registry import release_parameters
 from .engines.window import Window
+from .engines.zero_access import ZeroAccess
 from .precision import AccelDeepSpeedPrecision
 
 
-class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
+class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     """Runs steps, gradients and checkpoints of an engine; `AccelDeepSpeedStrategy` is the strategy that users make."""
 
     deepspeed_plugins: dict[str, DeepSpeedPlugin]
@@ -39,6 +42,8 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     """Whether the loss scaler left the last optimizer step out."""
     _settings: DeepSpeedSettings | None = None
     _window: Window | None
+    _user_code: UserCode | None = None
+    _access: ZeroAccess
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
 
@@ -184,6 +189,8 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._user_code is not None:
+            self._user_code.detach()
         self._tracker.close()
         self._termination.let_go()
         self._while_fitting.close()

@@ -42,6 +42,7 @@ from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
+from ..common.user_code import UserCode, running_as_library
 from ..upstream.lightning import (
     FSDPStrategy,
     Trainer,
@@ -80,6 +81,12 @@ _REFUSED_CALLBACKS = {
 }
 
 
+@running_as_library(
+    *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
+    *("optimizer_step", "finish_gradients", "clip_grad_norm", "save_checkpoint", "load_checkpoint", "optimizer_state"),
+    *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "save_safetensors"),
+    *("wait_for_saves", "barrier", "on_exception"),
+)
 @made_again
 @named_arguments
 class AccelFSDPStrategy(TrainerHooks):
@@ -303,6 +310,9 @@ class AccelFSDPStrategy(TrainerHooks):
                 self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.model)
         self._held_weights.model_is_set_up()
+        access, root = self.engine.shard_access(self.form.root), self.form.root
+        self._user_code = UserCode(access, root.modules(), always_in_steps=self.engine.hides_shards(root))
+        self._user_code.attach(trainer, self.lightning_module)
         self.barrier()
         if fitting:
             summarise_whole(trainer.callbacks, self.form.root)  # type: ignore[attr-defined]

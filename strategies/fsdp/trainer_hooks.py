@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...checkpoint.report import MergeReport
+from ..common.full_tensors import FullTensors
 from ..common.gradients import average_over_ranks, gradients_of, scale_gradients
 from ..common.loop_following import LoopFollowing
 from ..common.skipped_steps import SkippedSteps
 from ..common.total_norms import TotalNorms
+from ..common.user_code import UserCode
 from ..upstream.lightning import (
     _PATH,
     DoublePrecision,
@@ -40,12 +42,13 @@ _SAY_A_FLAG = (FSDPPrecision, MixedPrecision, HalfPrecision, DoublePrecision, Pr
 """Precision plugins of Lightning's that are no more than a value of ``Trainer(precision=...)``."""
 
 
-class TrainerHooks(LoopFollowing, FSDPStrategy):
+class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     """Runs steps, gradients and checkpoints of a sharded module; `AccelFSDPStrategy` is the whole."""
 
     _engine: Engine[Any] | None = None
     _form: ShardedForm | None = None
     _running: Running
+    _user_code: UserCode | None = None
     _reshard_during_accumulation: bool
     _checkpointer: Checkpointer
     _zero_grads: ZeroGradFollowing
@@ -313,6 +316,8 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     # ------------------------------------------------------------------ end
     @override
     def teardown(self) -> None:
+        if self._user_code is not None:
+            self._user_code.detach()
         self._tracker.close()
         self._termination.let_go()
         if self.lightning_module is not None:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,6 +32,7 @@ __all__ = [
     "StateDictStager",  # the way through nested states of any kind, each tensor copied to host memory
     "all_gather_single",  # its name until torch 2.12 is deprecated
     "_StoragePrefix",  # how the files of a rank begin
+    "_get_current_function_mode",  # a mode of the user's own may be above ours
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has

@@ -94,10 +94,10 @@ def _padded_pieces_3(optimizer: Any) -> Iterator[tuple[Piece, int]]:
     """Yield each parameter's piece, which may be empty, and the room for it in the flat partition."""
     for parameter in (each for group in optimizer.fp16_groups for each in group):
         group, flat_start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        yield Piece(parameter, group, flat_start, *_range_3(parameter, size)), size
+        yield Piece(parameter, group, flat_start, *range_in_partition(parameter, size)), size
 
 
-def _range_3(parameter: Any, size: int) -> tuple[int, int]:
+def range_in_partition(parameter: Any, size: int) -> tuple[int, int]:
     """Return where this rank's piece begins in a parameter of stage 3, and its length: the last ones may be shorter."""
     start = dist.get_rank(parameter.ds_process_group) * size
     return start, max(0, min(size, parameter.ds_numel - start))
@@ -118,12 +118,61 @@ def clear_padding(module: nn.Module, optimizer: Any) -> None:
     for parameter in module.parameters():
         partition: Tensor | None = getattr(parameter, "ds_tensor", None)
         if partition is not None and partition.numel() == parameter.partition_numel():  # not so while it is on NVMe
-            partition[_range_3(parameter, partition.numel())[1] :].zero_()
+            partition[range_in_partition(parameter, partition.numel())[1] :].zero_()
     if not is_partitioned_optimizer(optimizer):
         return
     for piece, size in _padded_pieces_3(optimizer):
         master = masters(optimizer)[piece.group]  # empty while it is on NVMe
         master[piece.flat_start + piece.numel : piece.flat_start + size].zero_()
+
+
+def process_group(optimizer: Any, group: int) -> dist.ProcessGroup:
+    """Return the ranks that hold the other pieces of a flat partition."""
+    found: dist.ProcessGroup = (
+        optimizer.dp_process_group if is_stage_3(optimizer) else optimizer.real_dp_process_group[group]
+    )
+    return found
+
+
+def place_of(optimizer: Any, parameter: Tensor) -> tuple[int, tuple[int, int]]:
+    """Return a parameter's flat partition, and how that is cut: where the parameter begins, and a rank's share."""
+    for group, parameters in enumerate(parameter_groups(optimizer)):
+        begin = 0
+        for each in parameters:
+            if each is parameter:
+                if is_stage_3(optimizer):
+                    partition: Any = each
+                    return group, (0, int(partition.ds_tensor.numel()))
+                return group, (begin, int(optimizer.partition_size[group]))
+            begin += each.numel()
+    raise KeyError("DeepSpeed's optimizer does not have this parameter.")
+
+
+def gradient_dtype(optimizer: Any) -> torch.dtype:
+    """Return the dtype of reduced gradients."""
+    dtype: torch.dtype = optimizer.gradient_accumulation_dtype
+    return dtype
+
+
+def gradient_piece(optimizer: Any, piece: Piece) -> Tensor:
+    """Return this rank's piece of a reduced gradient, sharing memory with what the optimizer steps on.
+
+    Raises:
+        RuntimeError: If it is not where DeepSpeed 0.19 keeps it.
+    """
+    offloads = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+    flat = masters(optimizer)[piece.group].grad
+    if offloads and flat is not None:
+        return piece.of(flat)
+    begin = 0
+    for part in optimizer.averaged_gradients.get(piece.group) or ():
+        if begin <= piece.flat_start and piece.flat_start + piece.numel <= begin + part.numel():
+            return part.view(-1).narrow(0, piece.flat_start - begin, piece.numel)
+        begin += part.numel()
+    raise RuntimeError(
+        "DeepSpeed has no reduced gradient of a parameter here. Use p.grad in on_before_optimizer_step(), or "
+        "precision and offloading that keep gradients in memory."
+    )
 
 
 def gradient_attribute(zero: Any) -> str:

@@ -93,8 +93,8 @@ class Window:
         zero_grad = module.zero_grad
 
         def zero_all(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
             self.zero_grad()
+            zero_grad(set_to_none)
 
         module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
         try:
@@ -137,6 +137,22 @@ class Window:
                 self.used.add(parameter)
             self._order = hash((self._order, self._places.get(parameter, -1)))
         self._reduce(parameter, *args)
+
+    # ------------------------------------------------------------------ what it knows
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients are reduced, and the optimizer has not stepped on them."""
+        return self._is_complete
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients are multiplied by until the step."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return 1.0 if scaler is None else float(scaler.cur_scale)
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a parameter is in a partition, and not where torch has it."""
+        return self._is_partitioned and parameter in self._places
 
     # ------------------------------------------------------------------ backward
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

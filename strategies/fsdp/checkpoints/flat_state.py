@@ -11,41 +11,14 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 from ....checkpoint.names import clean_name
 from ...common import extra_states
+from ...common.flat_shards import FlatShard, memory_order
+from ..engines.flat_layouts import layouts_of
 from ..engines.fsdp1_units import owners_of, roots_of, units_of
-from .flat_shards import FlatLayout, FlatShard, memory_order
 
 _Cut = dict[nn.Module, dict[str, Tensor]]
 """By the module that has them, weights in units."""
-_TORCHS_OWN = "torch.distributed."
-"""Modules of hooks that bring FSDP's state dicts and those of its wrappers into form."""
-
-
-def layouts_of(unit: Any) -> list[FlatLayout | None]:
-    """Return where in each parameter of a sharded unit this rank's range lies; None for one without elements.
-
-    Raises:
-        ValueError: If a parameter lies in memory in a way that has no ranges.
-    """
-    handle = unit._handle
-    flat_param, mesh = handle.flat_param, unit._device_mesh
-    is_hybrid = mesh is not None and mesh.ndim == 2
-    replica, num_replicas = (mesh.get_coordinate()[0], mesh.size(0)) if is_hybrid else (0, 1)
-    layouts: list[FlatLayout | None] = []
-    for shape, strides, info in zip(
-        flat_param._shapes, flat_param._strides, flat_param._shard_param_infos, strict=True
-    ):
-        order = memory_order(shape, strides)
-        if order is None:
-            raise ValueError(f"A parameter with the shape {tuple(shape)} and the strides {tuple(strides)} has gaps.")
-        if not shape.numel():
-            layouts.append(None)
-            continue
-        start, count = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
-        place = FlatLayout(
-            shape, tuple(strides), order, start, count, replica, num_replicas, handle.process_group, unit.compute_device
-        )
-        layouts.append(place)
-    return layouts
+_OWN_HOOKS = ("torch.distributed.", "accelight.")
+"""Modules of hooks that bring the state dicts of FSDP and of its wrappers into form."""
 
 
 def has_flat_state(module: nn.Module) -> bool:
@@ -78,7 +51,7 @@ def _is_plain(module: nn.Module) -> bool:
         type(module).state_dict is nn.Module.state_dict
         and type(module)._save_to_state_dict is nn.Module._save_to_state_dict
         and "state_dict" not in vars(module)
-        and all((getattr(hook, "__module__", None) or "").startswith(_TORCHS_OWN) for hook in hooks)
+        and all((getattr(hook, "__module__", None) or "").startswith(_OWN_HOOKS) for hook in hooks)
     )
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from ...common.flat_shards import FlatShard
 from ...common.store_messages import StoreMessages, store_messages
 from ...upstream.torch_core import ShardedTensor, _StoragePrefix
-from .flat_shards import FlatShard
 from .packed_plans import MergedPlan, PackedPlan, merge_plans
 from .saving_plan import OwnPart
 

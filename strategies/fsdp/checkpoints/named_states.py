@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
+from ...common.flat_shards import FlatLayout, FlatShard
 from ...common.store_messages import store_messages
 from ...upstream.torch_core import all_gather_single
+from ..engines.flat_layouts import layouts_of
 from ..engines.fsdp1_units import units_of
-from .flat_shards import FlatLayout, FlatShard
-from .flat_state import layouts_of
 
 States = dict[str, dict[str, Any]]
 """By parameter name, what the optimizer keeps of it."""

@@ -32,10 +32,10 @@ from ....checkpoint.writing.output import check_conflicts, check_destination, st
 from ....checkpoint.writing.plan import Plan, PlannedTensor, make_plan
 from ....checkpoint.writing.shards import parse_size
 from ...common.agreed_outcome import failing_together, run_on_rank_zero
+from ...common.flat_shards import FlatShard
 from ...common.shared_folders import check_mark, mark
 from ..units.named_tensors import NamedTensor
 from ..units.sharded_root import ShardedForm
-from .flat_shards import FlatShard
 from .host_blocks import in_host_memory
 from .saving_plan import replica_of
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...common.flat_shards import FlatShard
 from ...upstream.torch_core import ShardedTensor
-from .flat_shards import FlatShard
 
 
 def replica_of(tensor: DTensor | FlatShard) -> tuple[int, int]:

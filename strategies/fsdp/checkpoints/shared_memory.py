@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ....checkpoint.report import human_bytes
+from ...common.flat_shards import FlatShard
 from ...upstream.torch_core import ShardedTensor, tree_leaves
-from .flat_shards import FlatShard
 from .pending_copies import PendingCopies
 from .staging import Stager, pin, unpin
 

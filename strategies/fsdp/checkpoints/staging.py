@@ -11,8 +11,8 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from ...common.flat_shards import FlatShard
 from ...upstream.torch_core import StateDictStager
-from .flat_shards import FlatShard
 from .pending_copies import PendingCopies
 
 _log = logging.getLogger(__name__)

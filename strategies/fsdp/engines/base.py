@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
+from ...common.global_tensors import NoAccess, ShardAccess
 from ...common.parameter_ties import find_ties
 from ...common.pending_maximum import BeginMax, PendingMaximum
 from ...upstream.lightning import rank_zero_info, rank_zero_warn
@@ -28,7 +29,7 @@ from ..units.original_model import module_attribute_of, parameter_order
 from ..units.plan import Plan, left_over, parts_called_alone
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form
-from ..units.unit_wrappers import checkpoint_modules, checkpoint_units, compile_units
+from ..units.unit_wrappers import checkpoint_modules, checkpoint_units, compile_units, hide_wrapper_names
 from .optimizer_checks import check_kinds
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Engine(ABC, Generic[SettingsT]):
             )
             root = self._shard(model, Plan(units, unsharded, parts, to_be_filled))
             form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
+            hide_wrapper_names(root)
             remember_form(model, form)
         return form
 
@@ -224,6 +226,14 @@ class Engine(ABC, Generic[SettingsT]):
     @abstractmethod
     def grad_scaler(self) -> torch.amp.GradScaler:
         """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""
+
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        """Return what users' code needs to find shards, once `get_ready` has been called."""
+        return NoAccess()
+
+    def hides_shards(self, root: nn.Module) -> bool:
+        """Return whether a training step can meet shards that look like plain tensors."""
+        return False
 
     @abstractmethod
     def state_dict_module(self, root: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from ....checkpoint.names import clean_name
 from ...common.extra_states import is_extra_state
+from ...common.global_tensors import ShardAccess
 from ...common.gradients import clip_to_norm, gradients_of, norm_of_parts
 from ...upstream.torch_core import tree_map_only
 from ...upstream.torch_fsdp1 import (
@@ -42,6 +43,7 @@ from ..units.named_tensors import NamedTensor, named_tensors, swap_for_empty
 from ..units.plan import Plan
 from ..units.sharded_root import ShardedForm, ShardedRoot
 from .base import Engine
+from .fsdp1_access import FlatAccess, run_hooks_of_users
 from .fsdp1_backward import BackwardWatch, KeptGraphs, expect_backward
 from .fsdp1_shards import explained, guard_shards
 from .fsdp1_units import (
@@ -187,11 +189,13 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         units = units_of(root)
         self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
         self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
+        self._has_begun = False
         guard_shards(root)
         engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
         self.make_idle(root)
+        self._watch.forget_reduced()
         drop_unreduced(root)
 
     @override
@@ -244,6 +248,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        parameters = None if parameters is None else list(parameters)
+        self._watch.forget_reduced(parameters)
         drop_unreduced(root, parameters)
 
     @override
@@ -254,6 +260,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
+        self._watch.probing, self._has_begun = not self._has_begun, True
         self._waiting = []
         self._graphs.forget(root)
         forget_order(root)
@@ -344,6 +351,16 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def grad_scaler(self) -> torch.amp.GradScaler:
         kind = WaitingShardedGradScaler if self.settings.cpu_offload else ShardedGradScaler
         return kind(device=self.device.type)
+
+    @override
+    def hides_shards(self, root: nn.Module) -> bool:
+        return sum(unit._handle.uses_sharded_strategy for unit in units_of(root)) > 1
+
+    @override
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        access = FlatAccess(root, self._watch)
+        run_hooks_of_users(root, access)
+        return access
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:

@@ -12,9 +12,10 @@ from torch import nn
 from ...common.gradients import refuse_second_derivatives
 from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
+from ..steps.changed_weights import FlatChanges
 from ..steps.same_path import SamePath
 from .fsdp1_units import hook_state, units_of, waiting_units
-from .fsdp1_unreduced import give_gradient
+from .fsdp1_unreduced import add_unreduced, give_gradient
 
 
 def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
@@ -114,6 +115,15 @@ class BackwardWatch:
         self._used: set[tuple[int, int]] = set()
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
+        self.reduced: set[int] = set()
+        """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
+        self.probing = False
+        """Whether this is the first training step of a fit."""
+        self.changes: dict[int, FlatChanges] = {
+            number: FlatChanges(unit._handle, lambda: self.probing)
+            for number, unit in enumerate(self._units)
+            if unit._handle.uses_sharded_strategy
+        }
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
             unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
@@ -125,6 +135,8 @@ class BackwardWatch:
 
         def run(as_params: bool) -> None:
             use_views(handle, as_params)
+            if self.probing and not as_params and number in self.changes:
+                self.changes[number].after_unshard()
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
                 return
             owners = handle.flat_param._params or [handle.flat_param] * len(handle.flat_param._param_infos)
@@ -167,12 +179,32 @@ class BackwardWatch:
         if len(used) < len(places):  # else there is nothing to learn from the others
             used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
         for place, parameter in self._parameters():
+            if place in used:
+                self.reduced.add(id(parameter))
             if place not in used and place in self.without:
                 parameter.grad = None
             elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
                 give_gradient(self._units[place[0]]._handle, place[1])
         for number, unit in enumerate(self._units):
             self._check_flat(number, unit, sizes[number], used)
+
+    def add_gradient(self, place: tuple[int, int], gradient: torch.Tensor) -> None:
+        """Add a full gradient to those that a parameter's unit reduces, by this backward or the next that reduces.
+
+        Args:
+            place: The numbers of the unit and of the parameter in it.
+            gradient: Of this rank, of the parameter's shape.
+        """
+        number, index = place
+        add_unreduced(self._units[number]._handle, index, gradient)
+        self._used.add(place)
+
+    def forget_reduced(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Gradients of these parameters, or of all, are cleared."""
+        if parameters is None:
+            self.reduced.clear()
+        else:
+            self.reduced.difference_update(map(id, parameters))
 
     def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
         flat_param = unit._handle.flat_param

@@ -55,6 +55,11 @@ def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeEr
     """
     if type(error) is not RuntimeError:
         return None
+    if "being modified inplace" in str(error) or "has been modified inplace" in str(error):
+        return RuntimeError(
+            "A weight was changed in place inside of a forward, where FSDP1 shows views of a flat parameter. Change it "
+            "through weight.data, in training_step(), or in a hook; or use fsdp_version=2."
+        )
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "forward" and isinstance(module, nn.Module) and module in units:

@@ -110,6 +110,21 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable
     flat_param.requires_grad_(is_trained)
 
 
+def has_unreduced(flat_param: Any) -> bool:
+    """Return whether a flat parameter has a gradient that the ranks have not reduced yet."""
+    return getattr(flat_param, _WAITING, None) is not None
+
+
+def add_unreduced(handle: Any, index: int, gradient: torch.Tensor) -> None:
+    """Add a full gradient of an original parameter to what its unit has not reduced yet."""
+    flat_param = handle.flat_param
+    waiting = getattr(flat_param, _WAITING, None)
+    if waiting is None:
+        waiting = torch.zeros(flat_param._unpadded_unsharded_size, dtype=flat_param.dtype, device=handle.device)
+        setattr(flat_param, _WAITING, waiting)
+    list(handle._get_unflat_views(waiting))[index].add_(gradient)
+
+
 def reduce_left_over(root: nn.Module) -> None:
     """Reduce what waits in units that a window's last micro-batch did not reach: unused there, or frozen since."""
     for unit in units_of(root):

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ....checkpoint.names import clean_name
+from ...common.global_tensors import ShardAccess
 from ...common.gradients import clip_to_norm, global_norm, gradients_of
+from ...common.module_state_dicts import follow_state_dicts, refuse_copies
 from ...upstream.lightning import rank_zero_info
 from ...upstream.torch_fsdp2 import give_frozen_group_dtypes, reset_iter_state
 from ..config.settings import FSDP2Settings
@@ -33,6 +35,7 @@ from ..units.sharded_root import ShardedForm, ShardedRoot, inside_root
 from .base import Engine
 from .fsdp2_units import (
     BackwardWatch,
+    UnitAccess,
     Units,
     can_be_unit,
     roots_of,
@@ -126,7 +129,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             give_frozen_group_dtypes(group)
         self._units_by_module = units_by_module(root)
         self.path = SamePath([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
-        self._watch = BackwardWatch(self._units, self.path)
+        self._watch, self._has_begun = BackwardWatch(self._units, self.path), False
         self.make_idle(root)
         self._units.drop_unreduced()
 
@@ -174,6 +177,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
+        self._watch.probing, self._has_begun = not self._has_begun, True
         self._units.forget_forwards()
 
     @override
@@ -212,6 +216,13 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def grad_scaler(self) -> torch.amp.GradScaler:
         kind = WaitingGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
         return kind(self.device.type)
+
+    @override
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        access = UnitAccess(self._units)
+        follow_state_dicts(self.sharded_modules(root), access)
+        refuse_copies(module for module in root.modules() if isinstance(module, FSDPModule))
+        return access
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...common.global_tensors import NoAccess
 from ...common.gradients import refuse_second_derivatives
 from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp2 import (
@@ -22,6 +24,7 @@ from ...upstream.torch_fsdp2 import (
     label_quickly,
     settle_dtypes,
 )
+from ..steps.changed_weights import GroupChanges
 from ..steps.same_path import SamePath
 
 
@@ -77,6 +80,25 @@ class Units:
                 drop_unreduced_gradient(param)
 
 
+class UnitAccess(NoAccess):
+    """The `ShardAccess` of FSDP2, whose parameters are DTensors.
+
+    Args:
+        units: Of the sharded root.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self._params = {id(param.sharded_param): param for param in units.params}
+
+    def is_unreduced(self, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter has a gradient that the ranks have not reduced yet."""
+        param = self._params.get(id(tensor))
+        leaf = getattr(param, "_unsharded_param", None)
+        return leaf is not None and (
+            leaf.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None
+        )
+
+
 def roots_of(root: nn.Module) -> list[FSDPModule]:
     """Return the outermost units: the root itself, or the parts that stand in its place."""
     if isinstance(root, FSDPModule):
@@ -114,10 +136,13 @@ class BackwardWatch:
         self._units, self._path = units, path
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
+        self.probing = False
+        """Whether this is the first training step of a fit."""
         label_quickly()
         for state in units.states:
             disable_dynamo_once(state)
         for number, group in enumerate(units.groups):
+            GroupChanges(group, lambda: self.probing)
             group.unshard = self._before_unshard(number, group, type(group).unshard)
             group.post_backward = self._around(number, group, disabled_once(type(group).post_backward))
             group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...common.user_code import library_code
 from .same_path import SamePath
 
 Close = Callable[[Any], Any]
@@ -81,7 +82,10 @@ class OutsideCalls:
         succeeded: list[bool] = []
         handles: list[RemovableHandle] = []
 
+        library = library_code()
+
         def finish() -> None:
+            library.__exit__(None, None, None)
             for handle in handles:
                 handle.remove()
             context.__exit__(None, None, None)
@@ -89,6 +93,7 @@ class OutsideCalls:
             if not succeeded:
                 self._opener.make_idle(root)
 
+        library.__enter__()
         _enter()
         context.__enter__()
         path = self._opener.path

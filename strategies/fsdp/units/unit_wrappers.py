@@ -7,12 +7,17 @@ Compiling wraps nothing: modules keep their classes, and parameters their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import CheckpointError
+
+from ....checkpoint.names import WRAPPER_NAMES
+from ...upstream.torch_core import ActivationWrapper
 
 
 def checkpoint_units(model: nn.Module, units: list[nn.Module], *, offload: bool = False) -> list[nn.Module]:
@@ -93,9 +98,34 @@ def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> Non
         compiled.forward = torch.compile(compiled.forward, **options)
 
 
+def hide_wrapper_names(root: nn.Module) -> None:
+    """Let ``named_parameters()`` and ``named_modules()`` of users' code have the names that the model had.
+
+    A wrapper stands under the name of what it wraps. torch's wrappers add a component of their own to every name.
+    """
+    for module in list(root.modules()):
+        if isinstance(module, FullyShardedDataParallel | ActivationWrapper):
+            module.__dict__["named_modules"] = partial(_named_modules, module)
+
+
+def _named_modules(
+    wrapper: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    memo = set() if memo is None else memo
+    if wrapper in memo:
+        return
+    if remove_duplicate:
+        memo.add(wrapper)
+    yield prefix, wrapper
+    for name, child in wrapper._modules.items():
+        if child is not None:
+            inner = f"{prefix}.{name}".lstrip(".")
+            yield from child.named_modules(memo, prefix if name in WRAPPER_NAMES else inner, remove_duplicate)
+
+
 def _traceable(unit: nn.Module) -> nn.Module:
     """Return what of a unit can be one graph: all of it, unless it moves activations to host memory and back."""
-    from ...upstream.torch_core import ActivationWrapper, OffloadWrapper
+    from ...upstream.torch_core import OffloadWrapper
 
     if not isinstance(unit, OffloadWrapper):
         return unit

@@ -20,7 +20,7 @@ from torchmetrics import SumMetric
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints.flat_shards import FlatShard
+from accelight.strategies.common.flat_shards import FlatShard
 from accelight.strategies.fsdp.checkpoints.flat_state import flat_model_state, has_flat_state
 from accelight.strategies.fsdp.checkpoints.named_states import _kind, _untold
 from accelight.strategies.fsdp.checkpoints.sharded_checkpoints import model_state

@@ -20,12 +20,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from typing_extensions import Self
 
-from ...upstream.torch_core import tree_leaves, tree_map_only
+from ..upstream.torch_core import tree_leaves, tree_map_only
 
 _aten: Any = torch.ops.aten
 _ELEMENT_BY_ELEMENT = frozenset(
     {
         *(_aten.detach.default, _aten.clone.default, _aten._to_copy.default, _aten.copy_.default),
+        *(_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.masked_fill_.Scalar),
+        *(_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor, _aten.where.ScalarOther, _aten.where.ScalarSelf),
         *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
     }
 )
@@ -93,6 +95,16 @@ class FlatLayout:
     """Of the ranks that hold the other ranges."""
     device: torch.device
     """Where ``group`` communicates."""
+    cut: tuple[int, int] | None = None
+    """What is the same on all ranks: where the parameter begins in what the ranks have cut, and the size of a rank's
+    part of that."""
+
+    def is_alike(self, other: FlatLayout) -> bool:
+        """Return whether every rank has the same range of both; all ranks get the same answer."""
+        if self.cut is None or other.cut is None:
+            return self == other
+        own, others = (self.shape, self.strides, self.cut), (other.shape, other.strides, other.cut)
+        return own == others and self.group is other.group
 
     @cached_property
     def _places(self) -> list[int]:
@@ -196,15 +208,15 @@ class FlatShard(Tensor):
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
         shards = [one for one in tensors if isinstance(one, cls)]
         place = shards[0].place
-        fits = all(isinstance(one, cls) and one.place == place for one in tensors)
+        fits = all(isinstance(one, cls) and one.place.is_alike(place) for one in tensors)
         if fits and (func in _ELEMENT_BY_ELEMENT or torch.Tag.pointwise in func.tags):
             result = func(*tree_map_only(cls, _held, args), **tree_map_only(cls, _held, kwargs))
             if isinstance(result, Tensor):
                 own = [shard for shard in shards if result is shard.held]  # changed in place
                 return own[0] if own else cls(result, place)
         raise RuntimeError(
-            f"{func} of a weight that FSDP1 has cut: this process has {place.count} of {place.shape.numel()} elements. "
-            "Call full_tensor() first, on all processes."
+            f"{func} of a sharded tensor: this process has {place.count} of {place.shape.numel()} elements. Call "
+            "full_tensor() first, on all processes, or 'with strategy.full_parameters(module):'."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,8 +226,9 @@ class FlatShard(Tensor):
             TypeError: Always.
         """
         raise TypeError(
-            "A part of a weight that FSDP1 has cut cannot be pickled by itself. Save it with "
-            "torch.distributed.checkpoint, or call full_tensor() first."
+            "A shard cannot be pickled by itself: this process has a part of the tensor. Save what "
+            "strategy.full_state_dict() or tensor.full_tensor() returns (all processes call it), or save with "
+            "torch.distributed.checkpoint."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:

@@ -1,0 +1,656 @@
+"""Gives operations of users' code on sharded tensors their global meaning.
+
+Between steps every parameter is a shard: a DTensor (FSDP2), this rank's range of a flat parameter (FSDP1), or a
+partition that the parameter itself does not show (ZeRO-3). Users' hooks are written for whole tensors: they look at
+shapes and norms, edit rows, draw random values, assign ``p.data`` and ``p.grad``. `GlobalTensors` is active while such
+a hook runs, and decides for each operation:
+
+- An operation that treats every element alone runs on the shards, without communication. Plain tensors of the full
+  shape, such as masks, are cut to this rank's part first.
+- Any other operation runs on the full tensor, which the ranks gather for it. What it changes is written back to each
+  rank's shard, also through views of the full tensor, which stays open until the hook ends if the operation returned
+  one.
+
+Every rank runs the same operations in the same order, as it does with all collectives. Results are those of ``ddp``;
+random numbers too, which are drawn for the full tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from ..upstream.torch_core import _get_current_function_mode
+from .flat_shards import FlatShard
+
+Sharded = DTensor | FlatShard
+"""A tensor of the full shape, of which a rank holds its part."""
+
+_ELEMENT_BY_ELEMENT = frozenset(
+    [
+        "clone",
+        "detach",
+        "copy_",
+        "fill_",
+        "zero_",
+        "to",
+        "type_as",
+        "type",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "cpu",
+        "cuda",
+        "contiguous",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "masked_fill",
+        "masked_fill_",
+        "subtract",
+        "multiply",
+        "divide",
+        "true_divide",
+        "subtract_",
+        "multiply_",
+        "divide_",
+        "floor_divide",
+        "floor_divide_",
+        "rsub",
+        "__rsub__",
+        "__rdiv__",
+        "__rtruediv__",
+        "__rpow__",
+        "__rfloordiv__",
+        "__radd__",
+        "__rmul__",
+        "square_",
+        "where",
+    ]
+)
+"""Names of operations that treat every element alone and do not have torch's tag for it."""
+_OF_THE_SHARD = frozenset(
+    [
+        "requires_grad",
+        "requires_grad_",
+        "device",
+        "dtype",
+        "layout",
+        "is_leaf",
+        "grad_fn",
+        "_version",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "retains_grad",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "element_size",
+        "__hash__",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "data_ptr",
+        "untyped_storage",
+        "is_shared",
+        "is_pinned",
+        "is_inference",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "output_nr",
+        "names",
+        "grad_dtype",
+        "_is_view",
+        "_base",
+        "__deepcopy__",
+    ]
+)
+"""Names of what has the same meaning for a shard as for the full tensor, or none for the latter."""
+_OF_THE_SHAPE = frozenset(
+    ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
+)
+_REDUCTIONS = frozenset(
+    ["norm", "sum", "mean", "max", "min", "amax", "amin", "any", "all", "vector_norm", "linalg_vector_norm"]
+)
+"""What DTensor reduces over all elements with a small message instead of a gather."""
+
+
+class ShardAccess(Protocol):
+    """What an engine knows of the parameters that it has sharded and that are no `Sharded` themselves."""
+
+    def shard_of(self, tensor: Tensor) -> FlatShard | None:
+        """Return this rank's part of a parameter, sharing its memory; None for any other tensor."""
+        ...
+
+    def writable(self, tensor: Tensor) -> Tensor | None:
+        """Return what to write to in place of an unsharded parameter that torch shows as a view; else None."""
+        ...
+
+    def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
+        """Return a full tensor whose gradient reaches ``tensor``, a parameter that `shard_of` knows."""
+        ...
+
+    def is_unreduced(self, tensor: Tensor) -> bool:
+        """Return whether a parameter has a gradient that the ranks have not reduced yet."""
+        ...
+
+    def owns_gradient(self, tensor: Tensor) -> bool:
+        """Return whether the gradient of ``tensor`` is elsewhere than torch has it, or in another form."""
+        ...
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient of such a parameter, sharing memory; None if no rank has one."""
+        ...
+
+    def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
+        """Replace the gradient of such a parameter."""
+        ...
+
+
+class NoAccess:
+    """The `ShardAccess` where all sharded parameters are DTensors."""
+
+    def shard_of(self, tensor: Tensor) -> FlatShard | None:
+        """Return None."""
+        return None
+
+    def writable(self, tensor: Tensor) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
+        """Return ``full``."""
+        return full
+
+    def is_unreduced(self, tensor: Tensor) -> bool:
+        """Return False."""
+        return False
+
+    def owns_gradient(self, tensor: Tensor) -> bool:
+        """Return False."""
+        return False
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient."""
+        return parameter.grad
+
+    def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
+        """Set the gradient."""
+        parameter.grad = gradient
+
+
+@dataclass
+class _Open:
+    """A full tensor that was gathered, and the shard that it is of."""
+
+    tensor: Tensor
+    """What the user has: the shard itself, or the parameter that it is of."""
+    shard: Sharded
+    full: Tensor
+    version: int
+    shard_version: int
+
+    def write_back(self) -> None:
+        """Let the shard have what was written to the full tensor since."""
+        if self.full._version != self.version:
+            local_part(self.shard).copy_(local_part(part_of(self.full, self.shard)))
+            self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+
+
+class GlobalTensors(TorchFunctionMode):
+    """The mode; enter it while users' code runs.
+
+    Args:
+        access: The engine's.
+        differentiable: Whether results keep their graph to the shards, for losses; else they have none.
+    """
+
+    def __init__(self, access: ShardAccess, *, differentiable: bool = False) -> None:
+        super().__init__()
+        self._access, self._differentiable = access, differentiable
+        self._open: dict[int, _Open] = {}
+        self._is_entered = self._is_paused = False
+        self.has_met_shards = False
+        """Whether an operation has had a sharded tensor."""
+
+    def enter(self) -> None:
+        """Begin, or continue after `leave`."""
+        self._is_paused = False
+        if not self._is_entered:
+            self._is_entered = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Stop; below a mode of the user's own this one stays on torch's stack and does nothing."""
+        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self._is_entered = False
+            self.__exit__(None, None, None)
+        else:
+            self._is_paused = True
+
+    @torch.no_grad()
+    def write_back(self, *, forget: bool = True) -> None:
+        """Let shards have what was changed through views of full tensors.
+
+        Args:
+            forget: Whether to free the full tensors.
+        """
+        for one in self._open.values():
+            one.write_back()
+        if forget:
+            self._open = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation; the mode itself is off inside."""
+        kwargs = kwargs or {}
+        owner = getattr(func, "__self__", None)
+        if getattr(owner, "__name__", None) == "grad" and not self._is_paused and self._access.owns_gradient(args[0]):
+            return self._own_gradient(args[0], func.__name__, args[1:])
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if not any(self._is_sharded(one) for one in _tensors(args, kwargs)):
+            return self._on_plain(func, args, kwargs)
+        self.has_met_shards = True
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            return self._attribute(func, func.__self__.__name__, name, args)
+        if name in _OF_THE_SHARD:
+            return func(*args, **kwargs)
+        if name in _OF_THE_SHAPE:
+            return func(*self._map(args, self._shard), **kwargs)
+        if name == "grad":
+            raise RuntimeError(
+                "torch.autograd.grad() with respect to sharded parameters: the graph has the unsharded ones, which are "
+                "freed. Take gradients of activations, or of weights in the root's unit (in training_step with "
+                "automatic optimization), or train with Trainer(strategy='ddp')."
+            )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._differentiable):
+            if name.startswith("_foreach_") and (base := _foreach_base(name)) is not None:
+                return self._foreach(base, args, kwargs)
+            if is_element_by_element(name) and "out" not in kwargs and not self._needs_link(name, args, kwargs):
+                result = self._element_by_element(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"} and isinstance(args[0], DTensor):
+                return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
+            return self._on_full(func, args, kwargs)
+
+    def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation without sharded tensors, which may write to an unsharded parameter."""
+        name = func.__name__
+        assigns = name == "__set__" and func.__self__.__name__ == "data"
+        if not (assigns or _is_in_place(name)) or not isinstance(args[0], Tensor):
+            return func(*args, **kwargs)
+        target = None if torch.is_grad_enabled() and not assigns else self._access.writable(args[0])
+        if target is None:
+            return func(*args, **kwargs)
+        if assigns:
+            if args[1].shape != target.shape:
+                raise RuntimeError(
+                    f"p.data = value: the parameter has shape {tuple(target.shape)}, the value {tuple(args[1].shape)}."
+                )
+            target.copy_(args[1])
+        else:
+            func(target, *args[1:], **kwargs)
+        return args[0]
+
+    # ------------------------------------------------------------------ what is sharded
+    def _is_sharded(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, Sharded) or self._access.shard_of(tensor) is not None
+
+    def _shard(self, tensor: Tensor) -> Any:
+        """Return a parameter as a `Sharded`; any other tensor as it is."""
+        if isinstance(tensor, Sharded):
+            return tensor
+        shard = self._access.shard_of(tensor)
+        return tensor if shard is None else shard
+
+    def _needs_link(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation is a part of a graph that shards of FSDP1 themselves do not have."""
+        return (
+            name != "detach"
+            and torch.is_grad_enabled()
+            and any(
+                one.requires_grad and not isinstance(one, DTensor) and self._is_sharded(one)
+                for one in _tensors(args, kwargs)
+            )
+        )
+
+    def _map(self, value: Any, change: Callable[[Tensor], Any]) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._map(one, change) for one in value)
+        if type(value) is dict:
+            return {key: self._map(one, change) for key, one in value.items()}
+        return value
+
+    # ------------------------------------------------------------------ attributes
+    def _attribute(self, func: Any, name: str, action: str, args: Sequence[Any]) -> Any:
+        tensor = args[0]
+        if not self._is_sharded(tensor):
+            if name == "data" and action == "__set__":  # a plain tensor takes the values of a sharded one
+                return func(tensor, self._full(args[1]))
+            return func(*args)
+        if name == "data":
+            return self._data(tensor) if action == "__get__" else self._assign(tensor, args[1])
+        if name == "grad":
+            return self._gradient(func, tensor, action, args[1:])
+        if name in _OF_THE_SHARD:
+            return func(*args)
+        if name in _OF_THE_SHAPE:
+            return func(self._shard(tensor))
+        return self._on_full(func, args, {})
+
+    def _data(self, tensor: Tensor) -> Tensor:
+        shard = self._shard(tensor)
+        return shard.data if isinstance(shard, DTensor) else shard
+
+    @torch.no_grad()
+    def _assign(self, tensor: Tensor, value: Tensor) -> None:
+        """Take over ``tensor.data = value``: the memory of the shard stays where the engine knows it."""
+        shard = self._shard(tensor)
+        if value.shape != shard.shape or value.dtype != shard.dtype:
+            raise RuntimeError(
+                f"p.data = value: the sharded parameter has shape {tuple(shard.shape)} and dtype {shard.dtype}, the "
+                f"value {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; a "
+                "parameter of another shape must be there before the model is sharded (in configure_model())."
+            )
+        local_part(shard).copy_(local_part(self._like(value, shard)))
+
+    def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
+        self._check_reduced(tensor)
+        if action == "__get__":
+            return func(tensor)
+        return func(tensor, None if action == "__delete__" else self._as_gradient(tensor, values[0], tensor))
+
+    def _own_gradient(self, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
+        self._check_reduced(tensor)
+        if action == "__get__":
+            return self._access.gradient_of(tensor)
+        if action == "__delete__" or values[0] is None:
+            return self._access.set_gradient(tensor, None)
+        present = self._access.gradient_of(tensor)
+        shard = self._shard(tensor) if present is None else present
+        return self._access.set_gradient(tensor, self._as_gradient(tensor, values[0], shard))
+
+    def _check_reduced(self, tensor: Tensor) -> None:
+        if self._access.is_unreduced(tensor):
+            raise RuntimeError(
+                "p.grad was used in a hook while gradients accumulate: the ranks reduce them in the last micro-batch "
+                "of an accumulation window, and p.grad has them from then on. Use it in on_before_optimizer_step()."
+            )
+
+    def _as_gradient(self, tensor: Tensor, value: Tensor | None, shard: Tensor) -> Any:
+        if value is None:
+            return None
+        shape = self._shard(tensor).shape
+        if value.shape != shape:
+            raise RuntimeError(
+                f"p.grad = value: the parameter has shape {tuple(shape)}, the value {tuple(value.shape)}."
+            )
+        if not isinstance(shard, Sharded):
+            raise RuntimeError(
+                "p.grad = value: no rank has a gradient of this parameter, and DeepSpeed has no place for one. Use the "
+                "parameter in the loss."
+            )
+        if not isinstance(value, Sharded):
+            _check_equal_on_ranks(value, "p.grad = value")
+        return self._like(value.detach(), shard)
+
+    # ------------------------------------------------------------------ on shards
+    def _element_by_element(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on the shards; NotImplemented where its result would not be one of theirs."""
+        tensors = [self._shard(one) for one in _tensors(args, kwargs)]
+        is_in_place = _is_in_place(func.__name__)
+        first = tensors[0] if is_in_place else next(one for one in tensors if isinstance(one, Sharded))
+        if not isinstance(first, Sharded):
+            return NotImplemented
+        shape = first.shape
+        for one in tensors:
+            if one.dim() > len(shape) or _broadcast(one.shape, shape) != shape:
+                return NotImplemented
+
+        def convert(tensor: Tensor) -> Tensor:
+            return self._like(self._shard(tensor), first)
+
+        if is_in_place:
+            func(first, *self._map(tuple(args[1:]), convert), **self._map(kwargs, convert))
+            return args[0]
+        try:
+            return func(*self._map(args, convert), **self._map(kwargs, convert))
+        except (NotImplementedError, RuntimeError):
+            if isinstance(first, DTensor):  # an operation that DTensor does not know
+                return NotImplemented
+            raise
+
+    def _like(self, tensor: Tensor, shard: Sharded) -> Tensor:
+        """Return ``tensor`` with the sharding of ``shard``; a single number is left as it is."""
+        if _is_sharded_alike(tensor, shard):
+            return tensor
+        if isinstance(tensor, Sharded):
+            tensor = self._full(tensor)
+        if tensor.numel() == 1 and tensor.shape != shard.shape:
+            return _replicated(tensor.reshape(()), shard)
+        return part_of(tensor.expand(shard.shape), shard)
+
+    def _foreach(self, base: str, args: Any, kwargs: Any) -> Any:
+        """Run a `torch._foreach_` operation one by one."""
+        operation = getattr(Tensor, base, None) or getattr(torch, base)
+        results = [
+            self.__torch_function__(
+                operation,
+                (),
+                tuple(one[index] if type(one) in (list, tuple) else one for one in args),
+                {key: one[index] if type(one) in (list, tuple) else one for key, one in kwargs.items()},
+            )
+            for index in range(len(args[0]))
+        ]
+        return None if base.endswith("_") else results
+
+    # ------------------------------------------------------------------ on full tensors
+    def _on_full(self, func: Any, args: Any, kwargs: Any) -> Any:
+        used: dict[int, _Open] = {}
+        known = set(self._open)
+
+        def full_of(tensor: Tensor) -> Tensor:
+            if not self._is_sharded(tensor):
+                return tensor
+            opened = self._opened(tensor)
+            used[id(opened.full)] = opened
+            return opened.full
+
+        full_args, full_kwargs = self._map(args, full_of), self._map(kwargs, full_of)
+        if self._differentiable and torch.is_grad_enabled():
+            linked = {key: self._linked(one) for key, one in used.items()}
+            full_args = self._map(full_args, lambda one: linked.get(id(one), one))
+            full_kwargs = self._map(full_kwargs, lambda one: linked.get(id(one), one))
+        result = func(*full_args, **full_kwargs)
+        with torch.no_grad():
+            for one in used.values():
+                one.write_back()
+        returned = {_storage(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
+        for one in used.values():
+            if id(one.tensor) not in known and _storage(one.full) not in returned:
+                del self._open[id(one.tensor)]
+        return self._map(result, lambda one: used[id(one)].tensor if id(one) in used else one)
+
+    @torch.no_grad()
+    def _opened(self, tensor: Tensor) -> _Open:
+        shard = self._shard(tensor)
+        opened = self._open.get(id(tensor))
+        if opened is None:
+            full = gathered(shard)
+            opened = self._open[id(tensor)] = _Open(tensor, shard, full, full._version, local_part(shard)._version)
+            return opened
+        opened.write_back()
+        if local_part(shard)._version != opened.shard_version:
+            opened.full.copy_(gathered(shard))
+            opened.version, opened.shard_version = opened.full._version, local_part(shard)._version
+        return opened
+
+    def _linked(self, opened: _Open) -> Tensor:
+        if not opened.tensor.requires_grad:
+            return opened.full
+        if isinstance(opened.tensor, DTensor):
+            linked: Tensor = _Link.apply(opened.full, opened.tensor)  # type: ignore[no-untyped-call]
+            return linked
+        return self._access.linked(opened.full, opened.tensor)
+
+    def _full(self, tensor: Tensor) -> Tensor:
+        return gathered(self._shard(tensor)) if self._is_sharded(tensor) else tensor
+
+
+@torch.no_grad()
+def gathered(shard: Tensor) -> Tensor:
+    """Return the full tensor with memory of its own and no graph; every rank calls it."""
+    if not isinstance(shard, Sharded):
+        return shard
+    detached: Any = shard.detach()
+    full: Tensor = detached.full_tensor()
+    return full.clone() if full.untyped_storage().data_ptr() == local_part(shard).untyped_storage().data_ptr() else full
+
+
+def local_part(shard: Tensor) -> Tensor:
+    """Return what this rank holds of a sharded tensor, sharing memory; any other tensor as it is."""
+    if isinstance(shard, FlatShard):
+        return shard.held
+    if not isinstance(shard, DTensor):
+        return shard
+    with torch.no_grad():
+        return shard.to_local()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def part_of(full: Tensor, shard: Sharded) -> Sharded:
+    """Return this rank's part of a full tensor, sharded like ``shard``; no rank communicates."""
+    if isinstance(shard, FlatShard):
+        return FlatShard(shard.place.own_range(full.to(shard.device)), shard.place)
+    mesh = shard.device_mesh
+    part: Any = distribute_tensor(full.detach().to(mesh.device_type), mesh, shard.placements, src_data_rank=None)
+    return part.to(shard.device) if part.device != shard.device else part  # offloaded shards lie elsewhere
+
+
+def _check_equal_on_ranks(value: Tensor, what: str) -> None:
+    """Refuse a full tensor that differs between the ranks, of which each would keep another part.
+
+    Raises:
+        RuntimeError: On every rank.
+    """
+    bits = value.detach().double().sum().nan_to_num()
+    ends = torch.stack([bits, -bits])
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if float(ends[0]) != -float(ends[1]):
+        raise RuntimeError(
+            f"{what}: the ranks assigned different values, and each would keep its own part of another tensor (under "
+            "ddp the ranks' weights would diverge). Average it first: torch.distributed.all_reduce(value, "
+            "torch.distributed.ReduceOp.SUM), then divide by the number of ranks."
+        )
+
+
+def _is_sharded_alike(tensor: Tensor, shard: Sharded) -> bool:
+    if isinstance(tensor, FlatShard):
+        return isinstance(shard, FlatShard) and tensor.place.is_alike(shard.place)
+    if isinstance(tensor, DTensor) and isinstance(shard, DTensor):
+        return tensor.device_mesh == shard.device_mesh  # DTensor brings the placements together itself
+    return False
+
+
+def _replicated(number: Tensor, shard: Sharded) -> Tensor:
+    if isinstance(shard, FlatShard):
+        return number
+    mesh = shard.device_mesh
+    return DTensor.from_local(number.to(shard.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _broadcast(one: torch.Size, other: torch.Size) -> torch.Size | None:
+    try:
+        return torch.broadcast_shapes(one, other)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor):
+            yield one
+        elif type(one) in (list, tuple):
+            yield from _tensors(one, {})
+
+
+@cache
+def is_element_by_element(name: str) -> bool:
+    """Return whether the operation of this name treats every element alone, and draws no random numbers."""
+    if name in _ELEMENT_BY_ELEMENT or name in _REDUCTIONS:
+        return name in _ELEMENT_BY_ELEMENT
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name.startswith("__"):
+        return False
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()]
+    return any(torch.Tag.pointwise in each for each in tags) and not any(
+        torch.Tag.nondeterministic_seeded in each for each in tags
+    )
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+@cache
+def _foreach_base(name: str) -> str | None:
+    base = name.removeprefix("_foreach_")
+    return base if hasattr(Tensor, base) or hasattr(torch, base) else None
+
+
+class _Link(torch.autograd.Function):
+    """The full tensor as a function of a shard, whose gradient is the mean over the ranks, as ``ddp`` has it."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, shard: Tensor) -> Tensor:
+        ctx.shard = shard.detach()
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, part_of(_mean(gradient), ctx.shard)
+
+
+class _Average(torch.autograd.Function):
+    """A result that is the same on all ranks; its gradient is the mean over them."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _mean(gradient)
+
+
+def _mean(gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _averaging_gradients(result: Tensor, shard: Tensor) -> Tensor:
+    if not result.requires_grad:
+        return result
+    averaged: Tensor = _Average.apply(result)  # type: ignore[no-untyped-call]
+    return averaged

@@ -1,0 +1,234 @@
+"""When users' code runs, and when the library's does.
+
+The Trainer runs each hook of the module and of callbacks inside ``trainer.profiler.profile(name)``. `UserCode` looks at
+these names: inside hooks that users have written, operations on sharded tensors have their global meaning
+(`GlobalTensors`). Whatever the strategy does meanwhile works on shards, see `library_code`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from .global_tensors import GlobalTensors, ShardAccess
+
+_T = TypeVar("_T", bound=type)
+_NOT_ABOUT_TENSORS = frozenset(
+    [
+        "prepare_data",
+        "setup",
+        "configure_model",
+        "configure_sharded_model",
+        "configure_callbacks",
+        "train_dataloader",
+        "val_dataloader",
+        "test_dataloader",
+        "predict_dataloader",
+        "transfer_batch_to_device",
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "forward",
+        "teardown",
+        "on_load_checkpoint",
+        "state_dict",
+        "load_state_dict",
+    ]
+)
+"""Methods that run before the model is sharded, on data alone, or inside steps."""
+_LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
+
+
+_running: list[GlobalTensors | None] = []
+"""What runs now, outermost first: users' code under a mode, or the library's (None); empty outside of both."""
+
+
+class UserCode:
+    """Follows one Trainer; at most one is attached at a time.
+
+    Args:
+        access: Where the engine has its shards.
+        called: Modules whose calls are the library's: what they need is unsharded by the engine.
+        always_in_steps: Whether a sharded parameter in a training step could go unnoticed else.
+    """
+
+    def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
+        self.access = access
+        self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, differentiable=True)
+        self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
+        self._profiler: Any = None
+        self._module: LightningModule | None = None
+        self._always_in_steps = always_in_steps
+
+    # ------------------------------------------------------------------ attached
+    def attach(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin to follow the Trainer's hooks, until `detach`."""
+        global _attached
+        if _attached is not None:
+            _attached.detach()
+        _attached = self
+        self._wrap_training_step(module)
+        actions = _hooks_of_users(trainer, module)
+        self._profiler = profiler = trainer.profiler  # type: ignore[attr-defined]
+        profile = profiler.profile
+
+        @functools.wraps(profile)
+        def profile_hook(action_name: str) -> AbstractContextManager[Any]:
+            context = profile(action_name)
+            return self._hook(context) if action_name in actions else context
+
+        self._profiler.__dict__["profile"] = profile_hook
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        global _attached
+        if self._profiler is not None:
+            self._profiler.__dict__.pop("profile", None)
+            self._profiler = None
+        if self._module is not None:
+            self._module.__dict__.pop("training_step", None)
+            self._module = None
+        if _attached is self:
+            _attached = None
+
+    def _wrap_training_step(self, module: LightningModule) -> None:
+        self._module, step = module, module.training_step
+
+        @functools.wraps(step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_in_steps(module):
+                return step(*args, **kwargs)
+            with self._calls_of(self._in_steps):
+                return step(*args, **kwargs)
+
+        module.__dict__["training_step"] = training_step
+
+    def _is_in_steps(self, module: LightningModule) -> bool:
+        """Return whether to look at what a training step does with sharded parameters.
+
+        Always in manual optimization, where none is gathered, and where the engine asks for it. Else in the first batch
+        of each epoch, and in all batches once a step has used a sharded parameter.
+        """
+        if self._always_in_steps or self._in_steps.has_met_shards or not module.automatic_optimization:
+            return True
+        return module.trainer.fit_loop.epoch_loop.batch_idx == 0
+
+    @contextmanager
+    def _hook(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        with context as value, self._calls_of(self._in_hooks):
+            yield value
+
+    @contextmanager
+    def _calls_of(self, mode: GlobalTensors) -> Iterator[None]:
+        """Run users' code under a mode, whose calls of modules are the library's."""
+        with running(mode):
+            handle = register_module_forward_pre_hook(self._before_call) if len(self._called) else None
+            try:
+                yield
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+    def _before_call(self, module: nn.Module, _: Any) -> None:
+        if is_library() or module not in self._called:
+            return
+        library = running(None)
+        library.__enter__()
+
+        def leave(*_: Any) -> None:
+            handle.remove()
+            library.__exit__(None, None, None)
+
+        handle = module.register_forward_hook(leave, always_call=True)
+
+
+_attached: UserCode | None = None
+
+
+def is_library() -> bool:
+    """Return whether the library's own code runs, and no hook of a user inside of it."""
+    return bool(_running) and _running[-1] is None
+
+
+def is_user_code() -> bool:
+    """Return whether a hook or a step of a user runs under a mode."""
+    return bool(_running) and _running[-1] is not None
+
+
+@contextmanager
+def running(mode: GlobalTensors | None) -> Iterator[None]:
+    """Run users' code under a mode, or the library's under none, until the context ends."""
+    _switch(_running[-1] if _running else None, mode)
+    _running.append(mode)
+    try:
+        yield
+    finally:
+        ended = _running.pop()  # hooks of a module may end what they began in another order
+        _switch(ended, _running[-1] if _running else None)
+        if mode is not None and mode not in _running:
+            mode.write_back()
+
+
+def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
+    if before is after:
+        return
+    if before is not None:
+        before.leave()
+        before.write_back(forget=False)
+    if after is not None:
+        after.enter()
+
+
+def library_code() -> AbstractContextManager[None]:
+    """Run the library's own code: parameters are the shards that they are."""
+    return running(None)
+
+
+def running_as_library(*methods: str) -> Callable[[_T], _T]:
+    """Let these methods of a class run as `library_code`, whoever calls them."""
+
+    def decorate(cls: _T) -> _T:
+        for name in methods:
+            setattr(cls, name, _as_library(getattr(cls, name)))
+        return cls
+
+    return decorate
+
+
+def _as_library(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if is_library():
+            return method(*args, **kwargs)
+        with running(None):
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]:
+    """Return the names under which the Trainer profiles hooks that users have written."""
+    found = {
+        f"[LightningModule]{type(module).__name__}.{hook}"
+        for hook in dir(LightningModule)
+        if _is_hook(LightningModule, hook) and is_overridden(hook, module)
+    }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith(_LIBRARIES):
+            hooks = [hook for hook in dir(Callback) if _is_hook(Callback, hook)]
+            found |= {f"[Callback]{callback.state_key}.{hook}" for hook in hooks if is_overridden(hook, callback)}
+    return frozenset(found)
+
+
+def _is_hook(cls: type, name: str) -> bool:
+    return not name.startswith("_") and name not in _NOT_ABOUT_TENSORS and callable(getattr(cls, name, None))

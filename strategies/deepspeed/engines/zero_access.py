@@ -1,0 +1,164 @@
+"""Where users' code finds this rank's parts of ZeRO's parameters and gradients, see `GlobalTensors`.
+
+Stage 3 shows nothing of a partitioned parameter: its values are in ``ds_tensor``. The stages 1 to 3 have no gradient
+where torch has it: the reduced ones lie in partitions, from the end of an accumulation window to the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...common.flat_shards import FlatLayout, FlatShard
+from ...common.module_state_dicts import follow_state_dicts, refuse_copies
+from ...common.user_code import library_code
+from . import partitions
+from .window import Window, window_of
+
+
+class ZeroAccess:
+    """The `ShardAccess` of one module, from before its engine exists.
+
+    Args:
+        module: That DeepSpeed trains or evaluates.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._parameters: dict[int, nn.Parameter] = {id(each): each for each in module.parameters()}
+        self._window: Window | None = None
+        self._pieces: dict[int, partitions.Piece] = {}
+
+    def follow(self, engine: Any) -> None:
+        """Take gradients from this engine's window."""
+        self._window = window_of(engine)
+        if engine.zero_optimization_stage() == 3:
+            partitioned = [each for each in engine.module.modules() if each._parameters]
+            follow_state_dicts(partitioned, self)
+            refuse_copies(partitioned)
+        if self._window is not None and partitions.is_partitioned_optimizer(engine.optimizer):
+            self._pieces = {id(each.parameter): each for each in partitions.pieces(engine.optimizer)}
+
+    # ------------------------------------------------------------------ parameters
+    def shard_of(self, tensor: Tensor) -> FlatShard | None:
+        """Return this rank's partition of a parameter of stage 3; None for any other tensor.
+
+        Raises:
+            RuntimeError: If it is on NVMe.
+        """
+        parameter: Any = self._parameters.get(id(tensor))
+        if parameter is None or not hasattr(parameter, "ds_tensor"):
+            return None
+        if parameter.ds_status.name == "AVAILABLE":
+            in_step = getattr(self._module._parameters, "_in_forward", False)
+            if not parameter.ds_persist and not in_step:
+                return None  # inside of GatheredParameters
+            if not in_step or not getattr(self._module, "automatic_optimization", True):
+                parameter.partition()  # else a copy of it would stay as it is
+        held: Tensor = parameter.ds_tensor
+        if held.numel() < parameter.partition_numel():
+            raise RuntimeError(
+                "A parameter that stage 3 keeps on NVMe was used in a hook. Use it inside of "
+                "'with strategy.full_parameters(module):', on every rank."
+            )
+        start, count = partitions.range_in_partition(parameter, held.numel())
+        layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
+        return FlatShard(held.detach().narrow(0, 0, count), layout)
+
+    def _layout(self, parameter: Any, group: Any, start: int, count: int, cut: tuple[int, int]) -> FlatLayout:
+        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+        strides: list[int] = []
+        step = 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= max(1, size)
+        start = start if count else 0
+        return FlatLayout(shape, tuple(strides), tuple(range(len(shape))), start, count, 0, 1, group, self._device, cut)
+
+    def writable(self, tensor: Tensor) -> Tensor | None:
+        """Return a whole parameter's values, which lie in DeepSpeed's flat buffer; None for any other tensor."""
+        mine = self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        return tensor.data if mine else None
+
+    def is_unreduced(self, tensor: Tensor) -> bool:
+        """Return False: `gradient_of` refuses what is not reduced."""
+        return False
+
+    def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
+        """Refuse a loss over partitioned parameters.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        name = next((name for name, each in self._module.named_parameters() if each is tensor), "a parameter")
+        raise RuntimeError(
+            f"{name} was used in a loss while ZeRO-3 has it partitioned: its gradient would not reach it. For an L2 "
+            "penalty give the optimizer weight_decay; for any other penalty use zero_stage=2, or compute it in the "
+            "forward of the module that has the parameter. For its value alone, use parameter.detach()."
+        )
+
+    # ------------------------------------------------------------------ gradients
+    def owns_gradient(self, tensor: Tensor) -> bool:
+        """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
+        return bool(self._window is not None and self._window.keeps(tensor))
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's part of the reduced gradient; None if no rank has one.
+
+        Raises:
+            RuntimeError: Before the window's last backward has reduced it, or if it is multiplied by a loss scale.
+        """
+        window = self._complete_window()
+        return self._part(parameter) if window is not None and parameter in window.used else None
+
+    @torch.no_grad()
+    def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
+        """Replace the gradient that the optimizer steps on."""
+        window = self._complete_window()
+        if window is None:
+            if gradient is not None:
+                raise RuntimeError(
+                    "p.grad = value: DeepSpeed has no place for a gradient before a backward has run. Assign it in "
+                    "on_after_backward() or on_before_optimizer_step()."
+                )
+            return
+        part = self._part(parameter)
+        if gradient is None:
+            part.held.zero_()
+            window.used.discard(parameter)
+        else:
+            part.held.copy_(gradient.held)
+            window.used.add(cast("nn.Parameter", parameter))
+
+    def _complete_window(self) -> Window | None:
+        window = self._window
+        if window is None or not window.used:
+            return None
+        if not window.is_complete and not getattr(self._module, "automatic_optimization", True):
+            with library_code():
+                window.complete()
+        if not window.is_complete:
+            raise RuntimeError(
+                "p.grad was used in a hook while gradients accumulate: DeepSpeed reduces them in the last micro-batch "
+                "of the accumulation window. Use it in on_before_optimizer_step()."
+            )
+        if window.loss_scale != 1.0:
+            raise RuntimeError(
+                f"p.grad was used in a hook while it is multiplied by the loss scale, {window.loss_scale:g}: DeepSpeed "
+                "unscales gradients in its step. Use precision='bf16-mixed' or '32-true' to work on gradients."
+            )
+        return window
+
+    def _part(self, parameter: Tensor) -> FlatShard:
+        window: Any = self._window
+        zero: Any = window.engine.optimizer
+        index, cut = partitions.place_of(zero, parameter)
+        group, piece = partitions.process_group(zero, index), self._pieces.get(id(parameter))
+        if piece is None:  # this rank has no part of it
+            held = torch.empty(0, dtype=partitions.gradient_dtype(zero), device=self._device)
+            return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
+        held = partitions.gradient_piece(zero, piece)
+        return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
