@@ -46,7 +46,6 @@ from ..upstream.lightning import (
     FSDPStrategy,
     Trainer,
     TrainerFn,
-    _materialize_distributed_module,
     _optimizers_to_device,
     rank_zero_info,
 )
@@ -66,7 +65,7 @@ from .trainer_hooks import TrainerHooks
 from .units.marked_units import marking_units
 from .units.mesh import build_mesh
 from .units.sharded_root import inside_root
-from .weights.initial_weights import prepare_with_weights
+from .weights.initial_weights import materialize_alike, prepare_with_weights
 from .weights.meta_init import parameters_on_meta
 
 _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -110,7 +109,8 @@ class AccelFSDPStrategy(TrainerHooks):
         use_orig_params: FSDP1: let optimizers see the original parameters. Default True, as Lightning's: over flat
             ones (Accelerate's default) groups, and optimizers over a part, would train something else.
         param_init_fn: FSDP1: how modules on the meta device are materialized.
-        sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
+        sync_module_states: All processes begin with the parameters and buffers of process 0, as under ddp. Default
+            True. With False each keeps its own, and different parameters are an error.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
         activation_checkpointing_policy: Recompute other modules than the units: a set of module classes, or a policy
@@ -320,7 +320,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._form = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
         root = self._form.root
         self._running = Running(self.engine, self._form, lambda: self._is_manual)
-        _materialize_distributed_module(root, self.root_device)
+        materialize_alike(self.engine, root)
         for module in root.modules():
             if isinstance(module, Metric):  # its states are neither parameters nor buffers: nobody else moves them
                 module.to(self.root_device)
