@@ -32,6 +32,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
 from ...state.process_group import explaining_interfaces
+from ..common.buffer_sync import BufferSync
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
@@ -131,6 +132,8 @@ class AccelFSDPStrategy(TrainerHooks):
         find_unused_parameters: Whether processes may use different units in one step (a layer that only some come
             through): the whole model is gathered as one unit around the step then. Which parameters they use within a
             unit may differ anyway; different units are an error without it. Default False.
+        broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
+            forward of a fit, where and when ddp broadcasts them. Default True.
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
@@ -186,6 +189,7 @@ class AccelFSDPStrategy(TrainerHooks):
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         reshard_during_accumulation: bool = True,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
         async_save: bool | Literal["process"] = False,
@@ -215,6 +219,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
+        self._buffers = BufferSync(broadcast_buffers)
         self._checkpointer = Checkpointer(self, choose_saves(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
@@ -305,6 +310,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._held_weights.model_is_set_up()
         self.barrier()
         if fitting:
+            self._follow_buffers(self.form.root)
             summarise_whole(trainer.callbacks, self.form.root)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

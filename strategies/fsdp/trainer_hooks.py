@@ -143,7 +143,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
         if self._tracker.plugin.sync_each_batch:
             yield
             return
-        with self._running.accumulating():
+        with self._running.accumulating(), self._buffers.accumulating():
             yield
 
     @override
@@ -315,6 +315,7 @@ class TrainerHooks(LoopFollowing, FSDPStrategy):
     def teardown(self) -> None:
         self._tracker.close()
         self._termination.let_go()
+        self._buffers.detach()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
             if (trainer := self.lightning_module._trainer) is not None:

@@ -74,5 +74,7 @@ ATTRIBUTES = {
     "_state_dict_pre_hooks": ("torch.nn.Module", "whether somebody has a say in a module's state dict"),
     "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
     "_to_copy": ("torch.ops.aten", "shards can be converted"),
+    "_unsafe_preserve_version_counter": ("torch.autograd", "buffers that a graph has saved are broadcast all the same"),
+    "_version": ("torch.Tensor", "whether somebody has written into a tensor"),
     "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
 }
