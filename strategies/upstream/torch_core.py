@@ -47,6 +47,8 @@ ATTRIBUTES = {
     "_C": ("torch", "whether a backward runs"),
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
     "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),
+    "_backward_hooks": ("torch.Tensor", "users' hooks on parameters run on the unsharded ones"),
+    "_post_accumulate_grad_hooks": ("torch.Tensor", "hooks that would never run are refused"),
     "_buffers": ("torch.nn.Module", "buffers and parameters are put into their places"),
     "_checkpoint_wrapped_module": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",

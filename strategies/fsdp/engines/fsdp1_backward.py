@@ -13,6 +13,7 @@ from ...common.gradients import refuse_second_derivatives
 from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.same_path import SamePath
+from ..units.parameter_hooks import run_hooks
 from .fsdp1_units import hook_state, units_of, waiting_units
 from .fsdp1_unreduced import give_gradient
 
@@ -145,7 +146,7 @@ class BackwardWatch:
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
         self._used.add(place)
-        return None
+        return run_hooks(owner, gradient) if owner._backward_hooks else None
 
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""
