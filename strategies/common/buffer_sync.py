@@ -122,7 +122,7 @@ class BufferSync:
         before = [buffer.clone() for buffer in buffers] if looks and dist.get_rank() else []
         writable: Any = tuple(buffer for buffer in buffers if not buffer.is_inference())
         # As torch does: a graph that has not run backward may have saved them.
-        with torch.autograd._unsafe_preserve_version_counter(writable):
+        with torch.autograd._unsafe_preserve_version_counter(writable):  # type: ignore[attr-defined]
             send_from_rank_zero(buffers, self._device)
         if any(not torch.equal(*pair) for pair in zip(buffers, before, strict=False)):
             self._differ = True

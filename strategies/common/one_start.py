@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...state.agreement import sending_device
 from ...state.process_group import require_group
@@ -21,7 +22,10 @@ from ..upstream.torch_core import is_traceable_wrapper_subclass
 from ..upstream.torch_fake import FAKE_BACKEND
 from .agreed_outcome import num_ranks
 
-_BUCKET_BYTES = 32 * 2**20
+_BUCKET_BYTES = 2**18
+"""Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""
+_PIECE_BYTES = 32 * 2**20
+"""Part of a tensor that passes through another device at once."""
 _MAX_LISTED = 10
 
 
@@ -112,7 +116,7 @@ def _is_alone() -> bool:
 
 
 def _described(tensor: Tensor) -> str:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return f"uninitialised {tensor.dtype}"
     shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that DeepSpeed has partitioned
     return f"{tuple(shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -125,21 +129,26 @@ def _listed(problems: Sequence[str]) -> str:
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold the values of ``tensor``."""
-    if isinstance(tensor, UninitializedTensorMixin | DTensor):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer | DTensor):
         return
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
         for name in names:
-            yield from _plain_parts(getattr(tensor, name))
+            yield from _plain_parts(getattr(wrapper, name))
     elif not tensor.is_meta and tensor.numel():
         yield tensor.detach()
+
+
+def _pieces(flat: Tensor) -> Sequence[Tensor]:
+    return torch.split(flat, max(1, _PIECE_BYTES // flat.element_size()))
 
 
 def _fingerprint(tensor: Tensor) -> int:
     checksum = 0
     for part in _plain_parts(tensor):
         flat = part.contiguous().reshape(-1)
-        for piece in flat.split(max(1, _BUCKET_BYTES // flat.element_size())):
+        for piece in _pieces(flat):
             checksum = zlib.crc32(piece.view(torch.uint8).cpu().numpy(), checksum)
     return checksum
 
@@ -169,7 +178,7 @@ def _broadcast(tensors: list[Tensor], device: torch.device, is_source: bool) -> 
     flat = torch.cat([tensor.to(device).reshape(-1) for tensor in tensors])
     dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
     if not is_source:
-        for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             _write(tensor, values)
 
 
@@ -178,7 +187,7 @@ def _broadcast_one(tensor: Tensor, device: torch.device, is_source: bool) -> Non
     if flat.device == device:
         dist.broadcast(flat.view(torch.uint8), src=0)
     else:
-        for piece in flat.split(max(1, _BUCKET_BYTES // flat.element_size())):
+        for piece in _pieces(flat):
             sent = piece.to(device)
             dist.broadcast(sent.view(torch.uint8), src=0)
             if not is_source:

@@ -133,8 +133,8 @@ class Termination:
         if self._trainer.world_size > 1:
             noted = torch.tensor([self.message(), is_noted], dtype=torch.int32, device=self._device)
             dist.all_reduce(noted, dist.ReduceOp.MAX, require_group("SIGTERM"))
-            of_all, is_noted = noted.tolist()
-            self.receive(of_all)
+            self.receive(int(noted[0].item()))
+            is_noted = bool(noted[1].item())
         if is_noted:
             self._leave()
 

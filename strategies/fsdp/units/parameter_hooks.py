@@ -40,7 +40,7 @@ def check_parameters(
     Raises:
         ValueError: If it does; all parameters are listed, with what to do.
     """
-    problems = []
+    problems: list[str] = []
     for prefix, module in model.named_modules():
         if module not in unsharded:
             for name, parameter in module.named_parameters(prefix, recurse=False):
