@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
+from .buffer_sync import BufferSync
 from .held_weights import HeldWeights
 from .launcher import SubprocessScriptLauncher
 from .loader_places import LoaderPlaces, with_shared_order
@@ -26,6 +27,7 @@ class LoopFollowing(ParallelStrategy):
     _process_group_backend: str | None
     _held_weights: HeldWeights
     _loader_places: LoaderPlaces
+    _buffers: BufferSync
     where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
     """What may have started the process group before the strategy does, for messages."""
 
@@ -78,6 +80,11 @@ class LoopFollowing(ParallelStrategy):
             return "gloo"
         return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
+    def _follow_buffers(self, root: torch.nn.Module) -> None:
+        """Begin a fit of ``root``, sharded by now, with rank 0's buffers."""
+        self._buffers.follow(root, self.root_device)
+        self._termination.message, self._termination.receive = self._buffers.message, self._buffers.receive
+
     def _running_trainer(self) -> Trainer | None:
         """Return the Trainer if it is inside a loop over batches."""
         module = self.lightning_module
@@ -99,6 +106,8 @@ class LoopFollowing(ParallelStrategy):
         trainer = self._running_trainer()
         if trainer is not None:  # again, for training_step(dataloader_iter), whose batches pass nowhere else
             self._tracker.note_train_batch(trainer, counted=True)
+        if batch_idx == 0:
+            self._buffers.expect_changes()
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -127,19 +136,28 @@ class LoopFollowing(ParallelStrategy):
         self._termination.agree()  # for what came during the last batch
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        with self._buffers.forward(is_trained=module is not None and module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._termination.before_evaluation_batch()
-        return super().validation_step(*args, **kwargs)
+        with self._buffers.forward(is_trained=False):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._termination.before_evaluation_batch()
-        return super().test_step(*args, **kwargs)
+        with self._buffers.forward(is_trained=False):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._termination.before_evaluation_batch()
-        return super().predict_step(*args, **kwargs)
+        with self._buffers.forward(is_trained=False):
+            return super().predict_step(*args, **kwargs)
 
     def _end_evaluation(self) -> None:
         self._tracker.end_evaluation()

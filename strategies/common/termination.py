@@ -70,6 +70,10 @@ class Termination:
         """Names the present run on the store; the same on all ranks."""
         self._device = torch.device("cpu")
         """What ranks reduce the number on."""
+        self.message: Callable[[], int] = lambda: 0
+        """What else this rank reports with each message; the ranks learn the maximum."""
+        self.receive: Callable[[int], None] = lambda of_all: None
+        """Takes the maximum of all ranks' messages, before a training batch."""
 
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
@@ -127,9 +131,10 @@ class Termination:
         self._told.clear()
         is_noted = self._is_noted
         if self._trainer.world_size > 1:
-            noted = torch.tensor([is_noted], dtype=torch.int32, device=self._device)
+            noted = torch.tensor([self.message(), is_noted], dtype=torch.int32, device=self._device)
             dist.all_reduce(noted, dist.ReduceOp.MAX, require_group("SIGTERM"))
-            is_noted = bool(noted.item())
+            self.receive(int(noted[0].item()))
+            is_noted = bool(noted[1].item())
         if is_noted:
             self._leave()
 
@@ -142,10 +147,10 @@ class Termination:
         Returns:
             What waits for the numbers.
         """
-        maximum = PendingMaximum([*values, int(self._is_noted)])
+        maximum = PendingMaximum([*values, self.message(), int(self._is_noted)])
         if self._trainer is not None and self._trainer.world_size > 1:
             self._told.append(maximum)
-        return lambda: maximum.wait()[:-1]
+        return lambda: maximum.wait()[:-2]
 
     def agree_before_batch(self) -> None:
         """Leave if any rank was told to, before a training batch; all ranks must call it.
@@ -156,7 +161,10 @@ class Termination:
         told, self._told = self._told, []
         if not told:
             self.agree()
-        elif max(maximum.wait()[-1] for maximum in told):
+            return
+        ends = [maximum.wait()[-2:] for maximum in told]
+        self.receive(max(of_all for of_all, _ in ends))
+        if max(is_noted for _, is_noted in ends):
             self._leave()
 
     def end_evaluation(self) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
 from ...state.process_group import explaining_interfaces
+from ..common.buffer_sync import BufferSync
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import tell_what_comes_too_late
@@ -121,6 +122,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             universal form once, beside itself.
         find_unused_parameters: Whether ranks may use different layers in stage 3, too: it then keeps parameters
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
+        broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
+            forward of a fit, where and when ddp broadcasts them. Default True.
         exclude_frozen_parameters: Whether checkpoints leave out what is frozen. They resume with
             ``strict_loading=False`` of the module, which brings the frozen weights itself.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. What
@@ -159,6 +162,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         msamp_opt_level: Literal["O1", "O2"] | None = None,
         load_universal: bool = False,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         exclude_frozen_parameters: bool = False,
         weights_only: bool = True,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
@@ -185,6 +189,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.weights_only = weights_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
+        self._buffers = BufferSync(broadcast_buffers)
         self._window = None
         self._checkpointer = Checkpointer(self)
         self._while_fitting = ExitStack()
@@ -312,6 +317,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         chosen.take_schedule(engine)
         kept.masters.give(engine)
         self.model = engine
+        self._follow_buffers(module)
         holds_parameters = settings.zero_stage == 3 and self.find_unused_parameters
         if holds_parameters:
             hold_parameters(engine)

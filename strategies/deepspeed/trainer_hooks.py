@@ -117,7 +117,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        yield  # the engine knows from the boundary what to communicate
+        with self._buffers.accumulating():
+            yield  # the engine knows from the boundary what to communicate
 
     def run_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward; the last of a window makes the gradients complete.
@@ -193,6 +194,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             self._user_code.detach()
         self._tracker.close()
         self._termination.let_go()
+        self._buffers.detach()
         self._while_fitting.close()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)

@@ -43,6 +43,8 @@ class Accelerator(Protocol):
 class _InPlaceEngine(FSDP2Engine):
     """Makes the model itself the root: nobody redirects its ``forward`` here."""
 
+    refuses_holders = False  # users hold the original parameters, for `map_parameters`
+
     @override
     def _root_of(self, model: nn.Module) -> nn.Module:
         return model

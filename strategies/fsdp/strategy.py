@@ -32,6 +32,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.arguments import named_arguments
 from ...state.process_group import explaining_interfaces
+from ..common.buffer_sync import BufferSync
 from ..common.held_weights import HeldWeights
 from ..common.launcher_variables import warn_of_other_precision
 from ..common.live_group import check_offload, tell_what_comes_too_late
@@ -47,7 +48,6 @@ from ..upstream.lightning import (
     FSDPStrategy,
     Trainer,
     TrainerFn,
-    _materialize_distributed_module,
     _optimizers_to_device,
     rank_zero_info,
 )
@@ -67,7 +67,7 @@ from .trainer_hooks import TrainerHooks
 from .units.marked_units import marking_units
 from .units.mesh import build_mesh
 from .units.sharded_root import inside_root
-from .weights.initial_weights import prepare_with_weights
+from .weights.initial_weights import materialize_alike, prepare_with_weights
 from .weights.meta_init import parameters_on_meta
 
 _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -117,7 +117,8 @@ class AccelFSDPStrategy(TrainerHooks):
         use_orig_params: FSDP1: let optimizers see the original parameters. Default True, as Lightning's: over flat
             ones (Accelerate's default) groups, and optimizers over a part, would train something else.
         param_init_fn: FSDP1: how modules on the meta device are materialized.
-        sync_module_states: FSDP1: broadcast rank 0's weights while wrapping. Default False.
+        sync_module_states: All processes begin with the parameters and buffers of process 0, as under ddp. Default
+            True. With False each keeps its own, and different parameters are an error.
         forward_prefetch: Gather the next unit while the present one computes. Default False.
         activation_checkpointing: Recompute units in backward instead of keeping activations. Default False.
         activation_checkpointing_policy: Recompute other modules than the units: a set of module classes, or a policy
@@ -138,6 +139,8 @@ class AccelFSDPStrategy(TrainerHooks):
         find_unused_parameters: Whether processes may use different units in one step (a layer that only some come
             through): the whole model is gathered as one unit around the step then. Which parameters they use within a
             unit may differ anyway; different units are an error without it. Default False.
+        broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
+            forward of a fit, where and when ddp broadcasts them. Default True.
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
@@ -193,6 +196,7 @@ class AccelFSDPStrategy(TrainerHooks):
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         reshard_during_accumulation: bool = True,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
         async_save: bool | Literal["process"] = False,
@@ -222,6 +226,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
+        self._buffers = BufferSync(broadcast_buffers)
         self._checkpointer = Checkpointer(self, choose_saves(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
@@ -315,6 +320,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._user_code.attach(trainer, self.lightning_module)
         self.barrier()
         if fitting:
+            self._follow_buffers(self.form.root)
             summarise_whole(trainer.callbacks, self.form.root)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -330,7 +336,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._form = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
         root = self._form.root
         self._running = Running(self.engine, self._form, lambda: self._is_manual)
-        _materialize_distributed_module(root, self.root_device)
+        materialize_alike(self.engine, root)
         for module in root.modules():
             if isinstance(module, Metric):  # its states are neither parameters nor buffers: nobody else moves them
                 module.to(self.root_device)

@@ -146,7 +146,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         if self._tracker.plugin.sync_each_batch:
             yield
             return
-        with self._running.accumulating():
+        with self._running.accumulating(), self._buffers.accumulating():
             yield
 
     @override
@@ -320,6 +320,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             self._user_code.detach()
         self._tracker.close()
         self._termination.let_go()
+        self._buffers.detach()
         if self.lightning_module is not None:
             self.skipped_steps.let_go(self.lightning_module)
             if (trainer := self.lightning_module._trainer) is not None:

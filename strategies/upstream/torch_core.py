@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,6 +37,7 @@ __all__ = [
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
+    "is_traceable_wrapper_subclass",  # which tensors keep their values in other tensors
     "offload_wrapper",  # inputs of recomputed units in host memory, as Accelerate has it
     "reduce_scatter_single",  # the same
     "tree_leaves",  # tensors inside state dicts
@@ -47,6 +49,8 @@ ATTRIBUTES = {
     "_C": ("torch", "whether a backward runs"),
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
     "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),
+    "_backward_hooks": ("torch.Tensor", "users' hooks on parameters run on the unsharded ones"),
+    "_post_accumulate_grad_hooks": ("torch.Tensor", "hooks that would never run are refused"),
     "_buffers": ("torch.nn.Module", "buffers and parameters are put into their places"),
     "_checkpoint_wrapped_module": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper",
@@ -74,5 +78,7 @@ ATTRIBUTES = {
     "_state_dict_pre_hooks": ("torch.nn.Module", "whether somebody has a say in a module's state dict"),
     "_step_supports_amp_scaling": ("torch.optim.AdamW", "a fused optimizer leaves unscaling to the scaler"),
     "_to_copy": ("torch.ops.aten", "shards can be converted"),
+    "_unsafe_preserve_version_counter": ("torch.autograd", "buffers that a graph has saved are broadcast all the same"),
+    "_version": ("torch.Tensor", "whether somebody has written into a tensor"),
     "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
 }

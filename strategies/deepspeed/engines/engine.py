@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.one_start import check_layout, send_from_rank_zero
 from ..config.settings import DeepSpeedSettings
 from .build_locks import check_build_locks, ops_of_optimizer
 from .config_errors import readable_config_errors
@@ -31,7 +33,7 @@ def start_engine(
     parameters: Iterable[Any] = (),
     lr_scheduler: Any = None,
 ) -> Any:
-    """Run ``deepspeed.initialize``.
+    """Run ``deepspeed.initialize``; all ranks begin with rank 0's parameters and buffers.
 
     Args:
         module: The model; the engine shards it in place.
@@ -40,7 +42,12 @@ def start_engine(
         optimizer: A real optimizer; None takes the config's, over ``parameters``.
         parameters: Parameters, or groups of them, for the config's optimizer.
         lr_scheduler: A callable that makes a schedule; None takes the config's, if it has one.
+
+    Raises:
+        RuntimeError: On every rank, if the ranks have built different models.
     """
+    check_layout(dict(itertools.chain(module.named_parameters(), module.named_buffers())))
+    send_from_rank_zero(module.buffers(), device)  # DeepSpeed broadcasts the parameters alone
     # The engine compares the rank of its device with 0, where Lightning has None for the CPU.
     arguments = argparse.Namespace(device_rank=0 if device.index is None else device.index)
     check_build_locks(*ops_of_optimizer(settings))

@@ -80,7 +80,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
             unset = {name: value for name, value in unset.items() if name not in OBSOLETE_IN_FSDP2}
         self._resolve_flags(unset)
         self._resolve_backward_prefetch(unset)
-        self._resolve_param_init_fn()
+        self._check_param_init_fn()
         self._resolve_wrapping(unset)
         self._resolve_ignored_modules(unset)
         self._resolve_mixed_precision()
@@ -228,7 +228,6 @@ class FullyShardedDataParallelPlugin(PluginFields):
             limit_all_gathers=plugin.limit_all_gathers,
             use_orig_params=bool(plugin.use_orig_params),
             param_init_fn=None if default_init else plugin.param_init_fn,
-            sync_module_states=bool(plugin.sync_module_states),
         )
 
     def _engine_settings(self, precision: PrecisionSettings, dp_replicate: int) -> dict[str, Any]:
@@ -244,6 +243,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
             "activation_checkpointing": bool(self.activation_checkpointing),
             "activation_checkpointing_offload": bool(self.activation_checkpointing_offload),
             "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
+            "sync_module_states": bool(self.sync_module_states),
             "forward_prefetch": bool(self.forward_prefetch),
             "state_dict_type": cast("StateDictName", kind.name.lower()),
             "full_weights": full_state(self.state_dict_config),

@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 OBSOLETE_IN_FSDP2 = {
     "backward_prefetch": "FSDP2 always gathers the next unit ahead in backward",
     "use_orig_params": "FSDP2 always keeps the original parameters",
-    "sync_module_states": "FSDP2 does not broadcast; cpu_ram_efficient_loading=True sends rank 0's weights to all",
     "param_init_fn": "with FSDP2 the strategy materializes modules on the meta device",
 }
 _FLAGS = {
     "limit_all_gathers": True,
     "use_orig_params": True,  # Accelerate: False, where an optimizer over a part trains something else without a word
-    "sync_module_states": False,
+    "sync_module_states": True,  # Accelerate: False, where shards of different models make up one
     "forward_prefetch": False,
     "activation_checkpointing": False,
     "activation_checkpointing_offload": False,
@@ -86,9 +85,11 @@ class PluginFields:
     use_orig_params: bool | None = None
     """FSDP1: optimizers see the original parameters. True by default (Accelerate: False)."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """FSDP1: how a module on the meta device is materialized. With ``sync_module_states``, `to_empty` by default."""
+    """FSDP1: how a module on the meta device is materialized. With ``cpu_ram_efficient_loading`` or
+    ``sync_module_states=True``, `to_empty` by default."""
     sync_module_states: bool | None = None
-    """FSDP1: broadcast rank 0's weights while wrapping. False by default, True with ``cpu_ram_efficient_loading``."""
+    """All processes begin with the parameters and buffers of process 0. True by default (Accelerate: False). With
+    False each keeps its own, and different parameters are an error."""
     forward_prefetch: bool | None = None
     """Gather the next unit while the present one computes; for static graphs. False by default."""
     activation_checkpointing: bool | None = None
@@ -127,19 +128,22 @@ class PluginFields:
             self.sharding_strategy = None
 
     def _resolve_flags(self, unset: Mapping[str, str]) -> None:
-        told_to_sync_or_not = self.sync_module_states is not None
+        given = self.sync_module_states
+        if given is None and "sync_module_states" in unset:
+            given = env.as_bool("sync_module_states", unset["sync_module_states"])
         for name, default in _FLAGS.items():
             obsolete = self._version == 2 and name in OBSOLETE_IN_FSDP2
             value = self._fill(name, unset, None if obsolete else default)
             setattr(self, name, None if value is None else env.as_bool(name, value))
-        if self._version == 1 and self.cpu_ram_efficient_loading and not self.sync_module_states:
-            if told_to_sync_or_not:
-                env.warn_once(
-                    "sync_module_states",
-                    "sync_module_states=False is overruled by cpu_ram_efficient_loading=True: only rank 0 has weights "
-                    "to begin with, and the other ranks need them.",
-                )
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            env.warn_once(
+                "sync_module_states",
+                "sync_module_states=False is overruled by cpu_ram_efficient_loading=True: only rank 0 has weights "
+                "to begin with, and the other ranks need them.",
+            )
             self.sync_module_states = True
+        if self._version == 1 and self.param_init_fn is None and (given or self.cpu_ram_efficient_loading):
+            self.param_init_fn = materialize
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError(
                 "activation_checkpointing_offload=True moves inputs of recomputed units, and nothing is recomputed. "
@@ -157,9 +161,7 @@ class PluginFields:
             None if value is None else env.as_member("backward_prefetch", value, BackwardPrefetch, allowed)
         )
 
-    def _resolve_param_init_fn(self) -> None:
-        if self.param_init_fn is None and self.sync_module_states and self._version == 1:
-            self.param_init_fn = materialize
+    def _check_param_init_fn(self) -> None:
         if self.param_init_fn is not None and not callable(self.param_init_fn):
             raise env.wrong_type("param_init_fn", self.param_init_fn, "a function of a module")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -92,6 +91,8 @@ class EngineSettings:
     """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False
     """Only rank 0 holds real weights before sharding."""
+    sync_module_states: bool = True
+    """Whether every rank begins with rank 0's parameters and buffers; else differences between ranks are an error."""
     forward_prefetch: bool = False
     """Gather the next unit's parameters while the present one computes (static graphs only)."""
     state_dict_type: StateDictType = "full_state_dict"
@@ -146,8 +147,6 @@ class FSDP1Settings(EngineSettings):
     """Whether optimizers see the original parameters instead of flat ones."""
     param_init_fn: Callable[[nn.Module], None] | None = None
     """How a module on the meta device is materialized."""
-    sync_module_states: bool = False
-    """Give every rank rank 0's parameters and buffers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,11 +155,6 @@ class FSDP1Settings(EngineSettings):
                 "compile with fsdp_version=1 needs use_orig_params=True: torch does not compile over flat parameters. "
                 "Set it, or use fsdp_version=2."
             )
-
-    @property
-    @override
-    def weights_from_rank_zero(self) -> bool:
-        return self.cpu_ram_efficient_loading or self.sync_module_states
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,9 @@ from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
 from ..units.original_model import module_attribute_of, parameter_order
+from ..units.parameter_hooks import check_parameters
 from ..units.plan import Plan, left_over, parts_called_alone
+from ..units.references import References
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form
 from ..units.unit_wrappers import checkpoint_modules, checkpoint_units, compile_units, hide_wrapper_names
@@ -53,6 +55,8 @@ class Engine(ABC, Generic[SettingsT]):
     """Key of the weights in a sharded checkpoint, as Lightning's strategy for the same FSDP version names it."""
     renews_parameters: ClassVar[bool]
     """Whether sharding replaces each parameter by a new object."""
+    refuses_holders: ClassVar[bool] = True
+    """Whether it is an error that somebody still holds replaced parameters."""
 
     path: SamePath
     """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
@@ -96,6 +100,9 @@ class Engine(ABC, Generic[SettingsT]):
             unsharded = ignored | left_over(model, parts) if parts else ignored
             precision = self.settings.precision
             check_modules(model, [*units, *parts], unsharded, version=self.version, precision=precision)
+            flat = not getattr(self.settings, "use_orig_params", True)
+            keeps = not self.renews_parameters and not flat
+            check_parameters(model, unsharded, version=self.version, keeps_parameters=keeps, is_flattened=flat)
             for module in unsharded:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
             unsharded_parameters = frozenset(
@@ -108,7 +115,12 @@ class Engine(ABC, Generic[SettingsT]):
             early = EarlyParameters(
                 model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
             )
+            references = References(model, kept=unsharded_parameters) if self.renews_parameters else None
             root = self._shard(model, Plan(units, unsharded, parts, to_be_filled))
+            if references is not None:
+                references.switch(model)
+                if self.refuses_holders:
+                    references.check_holders()
             form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
             hide_wrapper_names(root)
             remember_form(model, form)

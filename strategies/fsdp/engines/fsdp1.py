@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from ....checkpoint.names import clean_name
 from ...common.extra_states import is_extra_state
 from ...common.global_tensors import ShardAccess
 from ...common.gradients import clip_to_norm, gradients_of, norm_of_parts
+from ...common.one_start import send_from_rank_zero
 from ...upstream.torch_core import tree_map_only
 from ...upstream.torch_fsdp1 import (
     _lazy_init,
@@ -119,16 +121,36 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             backward_prefetch=settings.backward_prefetch,
             mixed_precision=self._mixed_precision(),
             ignored_modules=[module for module in model.modules() if module in plan.ignored and module is not model],
-            param_init_fn=settings.param_init_fn or (self._give_memory if plan.to_be_filled else None),
+            param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
             device_id=self.device,
             forward_prefetch=settings.forward_prefetch,
             limit_all_gathers=settings.limit_all_gathers,
             use_orig_params=settings.use_orig_params,
         )
 
+    def _param_init_fn(self, model: nn.Module, *, to_be_filled: bool) -> Callable[[nn.Module], None] | None:
+        """Return what materializes modules on the meta device, with rank 0's values on all ranks."""
+        given = self.settings.param_init_fn
+        if to_be_filled:
+            return given or self._give_memory
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        if not self.settings.sync_module_states or not any(tensor.is_meta for tensor in tensors):
+            return given
+
+        def materialize(module: nn.Module) -> None:
+            if given is not None:
+                given(module)
+            elif any(tensor.is_meta for tensor in _own_tensors(module)):
+                with torch.no_grad():  # as torch does it
+                    module.to_empty(device=self.device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
+            send_from_rank_zero(_own_tensors(module), self.device)
+
+        return materialize
+
     def _give_memory(self, module: nn.Module) -> None:
         """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        for tensor in _own_tensors(module):
             if tensor.is_meta:
                 swap_for_empty(tensor, self.device)
 
@@ -386,6 +408,10 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
             for name, child in list(parent._modules.items()):
                 if child is not None and child in replacements:
                     parent._modules[name] = replacements[child]
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _is_reducing(engine: FSDP1Engine | None) -> bool:

@@ -14,6 +14,7 @@ from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.changed_weights import FlatChanges
 from ..steps.same_path import SamePath
+from ..units.parameter_hooks import run_hooks
 from .fsdp1_units import hook_state, units_of, waiting_units
 from .fsdp1_unreduced import add_unreduced, give_gradient
 
@@ -157,7 +158,7 @@ class BackwardWatch:
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
         self._used.add(place)
-        return None
+        return run_hooks(owner, gradient) if owner._backward_hooks else None
 
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""

@@ -181,6 +181,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         self._units.forget_forwards()
 
     @override
+    def begin_backward(self, root: nn.Module) -> None:
+        self._units.let_hooks_run()
+
+    @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
         if reduced:
             self._watch.settle(self.begin_max)

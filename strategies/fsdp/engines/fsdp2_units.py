@@ -26,6 +26,7 @@ from ...upstream.torch_fsdp2 import (
 )
 from ..steps.changed_weights import GroupChanges
 from ..steps.same_path import SamePath
+from ..units.parameter_hooks import run_hooks_on
 
 
 class Units:
@@ -49,6 +50,12 @@ class Units:
         for group in self.groups:
             if not group.is_sharded:
                 group.reshard()
+
+    def let_hooks_run(self) -> None:
+        """Let users' hooks on parameters run in the backward that comes."""
+        for param in self.params:
+            if param.sharded_param._backward_hooks and (leaf := getattr(param, "_unsharded_param", None)) is not None:
+                run_hooks_on(leaf, param)
 
     def forget_forwards(self) -> None:
         """Forget forwards without a backward (validation): they are no part of the next step's order."""

@@ -476,13 +476,15 @@ def _expected_layer(seed: int) -> Tensor:
     return next(Model().layers.parameters()).detach().flatten()
 
 
-@shows("sync_module_states", versions=(1,))
-def test_sync_module_states_of_fsdp1() -> None:
-    """Rank 1 has other weights to begin with: its half of a layer is rank 0's, or its own."""
-    for flag, seed in ((True, 0), (False, 1)):
-        first, second = run_on_ranks(2, _first_layer, {"fsdp_version": 1, "sync_module_states": flag}, "per_rank")
-        assert torch.equal(first, _expected_layer(0)[: LAYER // 2])
-        assert torch.equal(second, _expected_layer(seed)[LAYER // 2 :])
+@shows("sync_module_states")
+@VERSIONS
+def test_sync_module_states(version: int) -> None:
+    """Rank 1 has other weights to begin with: its half of a layer is rank 0's, or training is refused."""
+    fields = {"fsdp_version": version, "sync_module_states": True}
+    first, second = run_on_ranks(2, _first_layer, fields, "per_rank")
+    assert torch.equal(torch.cat([first, second]) if version == 1 else second, _expected_layer(0))
+    with pytest.raises(AssertionError, match=r"The processes begin with different values of 'first\.weight'"):
+        run_on_ranks(2, _first_layer, {**fields, "sync_module_states": False}, "per_rank")
 
 
 @shows("cpu_ram_efficient_loading")
@@ -556,7 +558,6 @@ OBSOLETE: dict[str, Any] = {
     "limit_all_gathers": False,
     "use_orig_params": True,
     "param_init_fn": _fill,
-    "sync_module_states": True,
 }
 
 

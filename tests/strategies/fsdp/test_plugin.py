@@ -96,7 +96,7 @@ DEFAULTS: dict[int, dict[str, Any]] = {
         "cpu_offload": fsdp.CPUOffload(offload_params=False),
         "state_dict_type": StateDictType.FULL_STATE_DICT,
         "use_orig_params": True,  # Accelerate: False
-        "sync_module_states": False,
+        "sync_module_states": True,  # Accelerate: False
     },
     2: COMMON_DEFAULTS
     | SHARDED_CONFIGS
@@ -107,7 +107,7 @@ DEFAULTS: dict[int, dict[str, Any]] = {
         "cpu_offload": fsdp.OffloadPolicy(),
         "state_dict_type": StateDictType.SHARDED_STATE_DICT,
         "use_orig_params": None,
-        "sync_module_states": None,
+        "sync_module_states": True,
     },
 }
 
@@ -200,7 +200,8 @@ FORMS: list[tuple[str, Any, Any, int]] = [
     ("use_orig_params", True, True, 1),
     ("use_orig_params", "yes", True, 1),
     ("param_init_fn", initialise, initialise, 1),
-    ("sync_module_states", True, True, 1),
+    ("sync_module_states", False, False, 1),
+    ("sync_module_states", "false", False, 2),
     *((field, form, True, version)
       for field in ("forward_prefetch", "activation_checkpointing", "cpu_ram_efficient_loading")
       for form in (True, "true")
@@ -329,7 +330,7 @@ ENVIRONMENT: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"FSDP_OFFLOAD_PARAMS": "true"}, {"cpu_offload": fsdp.CPUOffload(True)}),
     ({"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}, {"state_dict_type": StateDictType.SHARDED_STATE_DICT}),
     ({"FSDP_USE_ORIG_PARAMS": "true"}, {"use_orig_params": True}),
-    ({"FSDP_SYNC_MODULE_STATES": "true"}, {"sync_module_states": True}),
+    ({"FSDP_SYNC_MODULE_STATES": "false"}, {"sync_module_states": False}),
     ({"FSDP_FORWARD_PREFETCH": "true"}, {"forward_prefetch": True}),
     ({"FSDP_VERSION": "2", "FSDP_FORWARD_PREFETCH": "true"}, {"forward_prefetch": True}),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {"activation_checkpointing": True}),
@@ -493,7 +494,6 @@ def test_fsdp2_translates_a_sharding_strategy_that_is_alone_in_the_environment(
     [
         ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch is obsolete .* and ignored: FSDP2 always gathers"),
         ({"use_orig_params": False}, "use_orig_params is obsolete .* and ignored: FSDP2 always keeps"),
-        ({"sync_module_states": True}, "sync_module_states is obsolete .* and ignored: FSDP2 does not broadcast"),
         ({"param_init_fn": initialise}, "param_init_fn is obsolete .* and ignored: with FSDP2 the strategy"),
         ({"limit_all_gathers": False}, "limit_all_gathers=False has no effect with fsdp_version=2"),
         ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, r"\['buffer_dtype'\] has no effect with fsdp_version=2"),
@@ -510,8 +510,8 @@ def test_fsdp2_drops_what_is_obsolete_and_says_so_once(given: dict[str, Any], me
 
 def test_one_warning_for_each_field() -> None:
     with pytest.warns(UserWarning, match="obsolete with fsdp_version=2") as caught:
-        Plugin(fsdp_version=2, sharding_strategy="FULL_SHARD", use_orig_params=True, sync_module_states=True)
-    assert len(caught) == 3
+        Plugin(fsdp_version=2, sharding_strategy="FULL_SHARD", use_orig_params=True)
+    assert len(caught) == 2
 
 
 @pytest.mark.parametrize(
@@ -529,12 +529,12 @@ def test_fields_of_another_policy_are_said_to_be_ignored(given: dict[str, Any], 
         Plugin(**given)
 
 
-def test_ram_efficient_loading_forces_the_broadcast_of_fsdp1() -> None:
+def test_ram_efficient_loading_forces_the_broadcast() -> None:
     assert Plugin(cpu_ram_efficient_loading=True).sync_module_states is True
     with pytest.warns(UserWarning, match="sync_module_states=False is overruled by cpu_ram_efficient_loading=True"):
         plugin = Plugin(cpu_ram_efficient_loading=True, sync_module_states=False)
     assert plugin.sync_module_states is True
-    assert Plugin(fsdp_version=2, cpu_ram_efficient_loading=True).sync_module_states is None
+    assert Plugin(fsdp_version=2, cpu_ram_efficient_loading=True).sync_module_states is True
 
 
 def test_a_module_on_meta_is_materialised_by_default_where_states_are_synced() -> None:
