@@ -150,7 +150,7 @@ class Engine(ABC, Generic[SettingsT]):
         Raises:
             ValueError: As `check_kinds` and `check_flat_parameters`.
         """
-        check_kinds(optimizers, self.version)
+        check_kinds(optimizers, self.version, self.mesh)
 
     @abstractmethod
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
