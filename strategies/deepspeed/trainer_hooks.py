@@ -173,6 +173,16 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._held_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._checkpointer.before_iterating()
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpointer.before_batch(batch_idx)
+
     # ------------------------------------------------------------------ end
     @override
     def on_exception(self, exception: BaseException) -> None:
