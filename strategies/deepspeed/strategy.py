@@ -30,12 +30,14 @@ from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
 from ..upstream.lightning import (
+    Callback,
     DDPStrategy,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
     TrainerFn,
     _validate_device_index_selection,
+    is_overridden,
 )
 from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
@@ -304,6 +306,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         elif settings.zero_stage == 3:
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
+        self._window.hooks_before_step = any(
+            is_overridden("on_before_optimizer_step", each, parent)
+            for parent, each in [(LightningModule, module), *((Callback, each) for each in trainer.callbacks)]  # type: ignore[attr-defined]
+        )
         kept.states.give(self._window)
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are

@@ -182,6 +182,17 @@ class TrainerHooks(LoopFollowing, DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpointer.before_batch(batch_idx)
+        self._let_changes_reach_model()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._let_changes_reach_model()
+        return super().validation_step(*args, **kwargs)
+
+    def _let_changes_reach_model(self) -> None:
+        """Let the model compute with what hooks have changed in ``optimizer.param_groups``."""
+        if self._window is not None and self._window.engine is self.model and self._window.changes is not None:
+            self._window.changes.reach_model()
 
     # ------------------------------------------------------------------ end
     @override

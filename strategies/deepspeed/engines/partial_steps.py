@@ -40,8 +40,20 @@ class PiecewiseSteps:
         self._own: dict[int, dict[nn.Parameter, State]] = {}
         """For each partition whose pieces have not all stepped equally often: what is counted for each that has."""
         zero._optimizer_step = self._step
+        if partitions.is_stage_3(zero) and not getattr(zero, "swap_optimizer", False):
+            zero._set_fp32_optimizer_param_groups = zero._clear_fp32_optimizer_param_groups = self._show_masters
+        self._show_masters()
+
+    def _show_masters(self) -> None:
+        partitions.show_masters(self._zero)
 
     def _step(self, group: int) -> None:
+        try:
+            self._step_on_used(group)
+        finally:
+            self._show_masters()
+
+    def _step_on_used(self, group: int) -> None:
         pieces = self._pieces[group]
         stepping = [piece for piece in pieces if piece.parameter in self.used]
         if len(stepping) == len(pieces) and self._is_even(group):

@@ -69,6 +69,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_optimizer_step": (_STAGE_1_2, "replaced to leave out parameters without a gradient"),
     "_release_ipg_buffers": (_STAGE_1_2, "drops the gradients that wait in buckets"),
     "_wait_for_offload_copies": (_STAGE_1_2, "ends copies to host memory before they are dropped"),
+    "bit16_groups_flat": (_STAGE_1_2, "the weights that the model computes with, of all ranks"),
     "accumulated_grads_in_cpu": (_STAGE_1_2, "gradients in host memory; dropped with the window"),
     "all_grad_tensors": (_STAGE_1_2, "accumulated gradients; dropped with the window"),
     "averaged_gradients": (_STAGE_1_2, "reduced gradients; dropped with the window"),
@@ -93,6 +94,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "single_partition_of_fp32_groups": (_STAGE_1_2, "flat partitions of the weights that the optimizer steps on"),
     "use_grad_accum_attribute": (_STAGE_1_2, "whether gradients are in `grad_accum` and not in `grad`"),
     # Optimizers of ZeRO stage 3
+    "_clear_fp32_optimizer_param_groups": (_STAGE_3, "takes out of the groups what the optimizer steps on"),
+    "_set_fp32_optimizer_param_groups": (_STAGE_3, "puts into the groups what the optimizer steps on, for saves"),
     "_offload_boundary_param_ids": (_STAGE_3, "what is accumulated in host memory; dropped with the window"),
     "clear_params": ("deepspeed.runtime.zero.stage3", "empties a bucket of gradients that wait to be reduced"),
     "fp16_groups": (_STAGE_3, "the parameters of each flat partition"),
@@ -102,6 +105,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "grad_position": (_STAGE_3, "where a parameter's piece begins in the flat partition"),
     "inf_or_nan_tracker": (_STAGE_3, "whether offloaded gradients have overflowed; dropped with the window"),
     "parameter_offload": (_STAGE_3, "what gathers and partitions parameters"),
+    "persistent_parameters": (_STAGE_3, "small parameters that stay gathered between steps"),
     "sub_group_to_group_id": (_STAGE_3, "the parameter group that a flat partition has its options from"),
     "swap_optimizer": (_STAGE_3, "whether the optimizer's state is on NVMe"),
     # Of both, and of DeepSpeed's optimizers for half precision
