@@ -203,6 +203,22 @@ class PiecewiseSteps:
             self._own[group] = {each: _copied(counts[name]) for each, name in named.items() if name in counts}
 
 
+def step_on_all_values(zero: Any) -> None:
+    """Let an optimizer in fp32 step on gradients that are not finite, as one without DeepSpeed does.
+
+    DeepSpeed leaves such steps out, which is right for half precision and its loss scale. In fp32 weights are to become
+    NaN, for detectors of NaN to see.
+    """
+    scalers = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
+    if zero.dtype != torch.float32 or any(getattr(zero, name, None) is not None for name in scalers):
+        return
+
+    def keep_scale(has_overflow: bool = False) -> None:
+        zero.overflow = False
+
+    zero._update_scale = keep_scale
+
+
 def _is_spread(value: Any, flat: Tensor) -> bool:
     """Whether it has an element for each of the flat partition's, like a momentum."""
     return isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0

@@ -69,6 +69,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_optimizer_step": (_STAGE_1_2, "replaced to leave out parameters without a gradient"),
     "_release_ipg_buffers": (_STAGE_1_2, "drops the gradients that wait in buckets"),
     "_wait_for_offload_copies": (_STAGE_1_2, "ends copies to host memory before they are dropped"),
+    "_update_scale": (_STAGE_1_2, "called between looking for overflows and the step: in fp32 none is left out"),
     "bit16_groups_flat": (_STAGE_1_2, "the weights that the model computes with, of all ranks"),
     "accumulated_grads_in_cpu": (_STAGE_1_2, "gradients in host memory; dropped with the window"),
     "all_grad_tensors": (_STAGE_1_2, "accumulated gradients; dropped with the window"),
@@ -172,6 +173,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
 STAGE_3_ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_coalesce_grad_reduction": (_STAGE_3, "lets a backward hold its gradients back"),
     "_optimizer_step": (_STAGE_3, "replaced to leave out parameters without a gradient"),
+    "_update_scale": (_STAGE_3, "called between looking for overflows and the step: in fp32 none is left out"),
     "averaged_gradients": (_STAGE_3, "reduced gradients; dropped with the window"),
     "finalize_gradient_accumulation_boundary": (_STAGE_3, "completes the gradients of a window"),
     "ipg_buckets": (_STAGE_3, "gradients that wait to be reduced; dropped with the window"),

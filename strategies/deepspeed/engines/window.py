@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from . import partitions
 from .changed_weights import ChangedWeights, LostChanges
 from .dropped_gradients import drop_gradients
-from .partial_steps import PiecewiseSteps
+from .partial_steps import PiecewiseSteps, step_on_all_values
 from .same_path import WAY_OUT, gather
 from .told_optimizers import let_go, tell_window
 from .used_parameters import agree, ranks_without, will_get_gradients
@@ -111,6 +111,7 @@ class Window:
     def _follow_zero(self) -> None:
         zero = self._zero
         self.steps = PiecewiseSteps(zero, self.names)
+        step_on_all_values(zero)
         self.changes = ChangedWeights(zero, self._parameters, self.names)
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
         self._reduce = zero.reduce_ready_partitions_and_remove_grads

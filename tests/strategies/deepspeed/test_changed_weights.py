@@ -124,41 +124,6 @@ class InnerModes(InTwoModes):
         getattr(optimizer, "optimizer", optimizer).eval()
 
 
-def train(self) -> None:
-        self.swap(True)
-
-    def eval(self) -> None:
-        self.swap(False)
-
-    @torch.no_grad()
-    def swap(self, trains: bool) -> None:
-        for parameter in (one for group in self.param_groups for one in group["params"]):
-            if self.trains != trains and "mean" in self.state[parameter]:
-                other = self.state[parameter]["mean"].clone()
-                self.state[parameter]["mean"].copy_(parameter)
-                parameter.copy_(other)
-        self.trains = trains
-
-
-class InTwoModes(Module):
-    def configure_optimizers(self) -> Optimizer:
-        return Averaging(self.parameters(), lr=0.1, momentum=0.9)
-
-    def on_train_epoch_start(self) -> None:
-        self.trainer.optimizers[0].train()  # type: ignore[attr-defined]
-
-    def on_validation_epoch_start(self) -> None:
-        self.trainer.optimizers[0].eval()  # type: ignore[attr-defined]
-
-
-class InnerModes(InTwoModes):
-    """Its optimizer is called past DeepSpeed's, which then cannot know."""
-
-    def on_validation_epoch_start(self) -> None:
-        optimizer: Any = self.trainer.optimizers[0]
-        getattr(optimizer, "optimizer", optimizer).eval()
-
-
 class OneLossIsNan(Module):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
@@ -203,6 +168,14 @@ def test_either_side_follows_the_other(kind: type[Module], stage: int) -> None:
 def test_both_sides_at_once_are_refused() -> None:
     for found in run_on_ranks(2, sharded, BothAtOnce, 2):
         assert "second.weight was changed in the module, and the weights of optimizer.param_groups" in found
+
+
+@pytest.mark.core("2")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_not_finite_is_stepped_on_in_fp32(stage: int) -> None:
+    """As ddp does it: whoever looks for NaN finds it."""
+    for weights, _ in run_on_ranks(2, sharded, OneLossIsNan, stage):
+        assert all(bool(one.isnan().all()) for one in weights.values())
 
 
 def _defaults() -> tuple[Any, bool]:
