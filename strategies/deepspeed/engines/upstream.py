@@ -49,6 +49,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_WORLD_GROUP": (_GROUPS, "the group of all processes, beside the default one"),
     "_release_process_group_references": (_GROUPS, "forgets groups that are gone"),
     # The engine
+    "_broadcast_model": (_ENGINE, "views parameters as bytes, which those without a dimension cannot be"),
     "_copy_recovery_script": (_ENGINE, "writes files between two meetings of the ranks: one that fails still comes"),
     "_running_engine_step": (_ENGINE, "says that gradients are reduced by a step, and not by a backward"),
     "_unmanaged_backward_count": (_ENGINE, "counts the backwards of a window; dropped with the window"),
@@ -122,6 +123,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "loss_scale_config": ("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", "the scale of fp16 at stage 0"),
     "cur_scale": ("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "by which a ZeRO optimizer divides gradients"),
     # Stage 3's parameters, and layers
+    "_convert_to_deepspeed_param": (f"{_PARAMETERS}.Init", "notes a parameter's shape before it is broadcast as bytes"),
+    "_zero_init_param": (f"{_PARAMETERS}.Init", "views a parameter as bytes, which needs a dimension"),
     "_in_forward": (f"{_OFFLOAD}.ZeROOrderedDict", "false again after a forward that failed"),
     "_original_parameters": (_OFFLOAD, "a layer's own dict of parameters, for an unpartitioned module"),
     "_orig_item": (_PARAMETERS, "added to parameters; removed when they are unpartitioned"),

@@ -25,7 +25,7 @@ from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
 from ..units.original_model import module_attribute_of, parameter_order
-from ..units.plan import Plan, left_over, parts_called_alone
+from ..units.plan import Plan, left_over, parts_called_alone, scalars_of
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form
 from ..units.unit_wrappers import checkpoint_modules, checkpoint_units, compile_units
@@ -97,7 +97,11 @@ class Engine(ABC, Generic[SettingsT]):
             check_modules(model, [*units, *parts], unsharded, version=self.version, precision=precision)
             for module in unsharded:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
-            unsharded_parameters = frozenset(
+            scalars = scalars_of(model, unsharded)
+            for parameter in scalars:
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(self.device)
+            unsharded_parameters = scalars.union(
                 parameter for module in unsharded for parameter in module.parameters(recurse=False)
             )
             if not self.settings.reshard_during_accumulation:
@@ -107,7 +111,7 @@ class Engine(ABC, Generic[SettingsT]):
             early = EarlyParameters(
                 model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
             )
-            root = self._shard(model, Plan(units, unsharded, parts, to_be_filled))
+            root = self._shard(model, Plan(units, unsharded, scalars, parts, to_be_filled))
             form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
             remember_form(model, form)
         return form
