@@ -58,6 +58,7 @@ from .engines.library import (
 )
 from .engines.optimizers import (
     check_elementwise,
+    check_embeddings,
     check_parameters,
     choose,
     compiled_cpu_adam,
@@ -280,6 +281,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         settings = prefer_torch_adam(settings, self.root_device)
         if self.load_universal:
             settings = settings.changed({"checkpoint.load_universal": True})
+        check_embeddings(module, settings)
         optimizer = chosen.real
         if optimizer is not None:
             check_parameters(optimizer, module)

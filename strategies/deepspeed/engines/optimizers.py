@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...common.optimizer_classes import is_planned, try_on_pieces
+from ...common.sparse_embeddings import sparse_embeddings
 from ...upstream.lightning import (
     LightningModule,
     LRSchedulerConfig,
@@ -169,6 +170,17 @@ def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
             f"first: group {group}, place {place}), and DeepSpeed trains the module's alone. Register what they belong "
             "to as a submodule, or make the optimizer over self.parameters() in configure_optimizers()."
         )
+
+
+def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
+    """Check that no embedding has sparse gradients, unless the config says that stage 0 reduces them.
+
+    Raises:
+        ValueError: If one has.
+    """
+    problems = list(sparse_embeddings(module))
+    if problems and (settings.zero_stage or not settings.config.get("sparse_gradients")):
+        raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:

@@ -551,6 +551,12 @@ class DividingByNorms(Module):
         return NormedSGD(self.parameters(), lr=0.1)
 
 
+class Sparse(Module):
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(rank)
+        self.rows = nn.Embedding(4, 2, sparse=True)
+
+
 class OfAnotherModule(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([*self.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
@@ -589,6 +595,7 @@ def attempt(kind: type[Module], stage: int) -> str:
         (WholeMatrices, "ValueError: Adafactor cannot train with ZeRO stage"),
         (Closing, "ValueError: OfClosure steps with a closure alone"),
         (DividingByNorms, "ValueError: NormedSGD cannot train with ZeRO stage"),
+        (Sparse, "ValueError: DeepSpeed cannot train this Sparse:\nrows: Embedding(sparse=True) has sparse gradients"),
         (OfAnotherModule, "ValueError: SGD has 2 parameters that are not of OfAnotherModule"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
