@@ -20,7 +20,7 @@ from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
-from ..units.groups import without_split_ties
+from ..units.groups import without_attention_of_encoders, without_split_ties
 from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
@@ -90,6 +90,7 @@ class Engine(ABC, Generic[SettingsT]):
                 compile_units(units, options)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
                 units = []
+            units = without_attention_of_encoders(model, units)
             units = without_split_ties(model, self._possible_units(model, units), ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
             unsharded = ignored | left_over(model, parts) if parts else ignored
