@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,11 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[AddParser],
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it exits
+        return 128 + signal.SIGPIPE
     except (CheckpointError, OSError, ModuleNotFoundError, UnicodeError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:
@@ -43,6 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _fail("interrupted; nothing was left behind", 128 + signal.SIGINT)
     except _TerminatedError:
         return _fail("terminated; nothing was left behind", 128 + signal.SIGTERM)
+    return status
 
 
 class _TerminatedError(BaseException):

@@ -84,8 +84,8 @@ def _hint_at_merged(folder: Path, name: str) -> str:
     if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         return ""
     if path.suffix == ".safetensors":
-        return f" {name} holds full weights: nothing is left to merge."
+        return f" {name} holds full weights in one file: there are no shards to merge or to inspect."
     return (
-        f" {name} is one file, not shards: nothing is left to merge. To have its weights as safetensors, load it with "
-        f"torch.load(..., weights_only=True) and save them with safetensors.torch.save_file."
+        f" {name} is one file: no shards to merge or to inspect. torch.load(..., weights_only=True) reads it, "
+        f"and safetensors.torch.save_file saves its weights as safetensors."
     )

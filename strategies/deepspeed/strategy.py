@@ -32,12 +32,14 @@ from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
 from ..common.user_code import UserCode, running_as_library
 from ..upstream.lightning import (
+    Callback,
     DDPStrategy,
     DeepSpeedStrategy,
     LightningModule,
     Trainer,
     TrainerFn,
     _validate_device_index_selection,
+    is_overridden,
 )
 from .checkpoints.checkpointer import Checkpointer
 from .config.auto_values import accumulation_steps
@@ -58,6 +60,7 @@ from .engines.library import (
 )
 from .engines.optimizers import (
     check_elementwise,
+    check_embeddings,
     check_parameters,
     choose,
     compiled_cpu_adam,
@@ -297,6 +300,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         settings = prefer_torch_adam(settings, self.root_device)
         if self.load_universal:
             settings = settings.changed({"checkpoint.load_universal": True})
+        check_embeddings(module, settings)
         optimizer = chosen.real
         if optimizer is not None:
             check_parameters(optimizer, module)
@@ -325,6 +329,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             SamePath(engine, self._timeout or default_pg_timeout)
         self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
         self._access.follow(engine)
+        self._window.hooks_before_step = any(
+            is_overridden("on_before_optimizer_step", each, parent)
+            for parent, each in [(LightningModule, module), *((Callback, each) for each in trainer.callbacks)]  # type: ignore[attr-defined]
+        )
         kept.states.give(self._window)
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are

@@ -179,6 +179,27 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._held_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
 
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._checkpointer.before_iterating()
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpointer.before_batch(batch_idx)
+        self._let_changes_reach_model()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._let_changes_reach_model()
+        return super().validation_step(*args, **kwargs)
+
+    def _let_changes_reach_model(self) -> None:
+        """Let the model compute with what hooks have changed in ``optimizer.param_groups``."""
+        if self._window is not None and self._window.engine is self.model and self._window.changes is not None:
+            self._window.changes.reach_model()
+
     # ------------------------------------------------------------------ end
     @override
     def on_exception(self, exception: BaseException) -> None:

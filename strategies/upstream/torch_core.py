@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import _get_current_function_mode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointWrapper",  # a unit that recomputes already is not wrapped again
     "OffloadWrapper",  # what moves activations to host memory is not compiled
     "ShardedTensor",  # what FSDP1 without a mesh has in sharded state dicts
+    "TorchDispatchMode",  # whether an optimizer computes in half precision
     "StateDictStager",  # the way through nested states of any kind, each tensor copied to host memory
     "all_gather_single",  # its name until torch 2.12 is deprecated
     "_StoragePrefix",  # how the files of a rank begin

@@ -248,3 +248,14 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     os.close(controller)
     assert "merging" in shown
     assert result.stdout.startswith("1 tensors")
+
+
+def test_a_reader_that_has_seen_enough(folder: Path) -> None:
+    """``accelight inspect ... | head``: no word of a broken pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        command = [sys.executable, "-m", "accelight", "inspect", str(folder)]
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 128 + signal.SIGPIPE
+    assert not ended.stderr

@@ -14,6 +14,8 @@ _KINDS = {
     **{f"deepspeed-stage-{stage}": f"DeepSpeed, ZeRO stage {stage}" for stage in range(4)},
     **{f"lightning-deepspeed-stage-{stage}": f"Lightning, DeepSpeedStrategy, stage {stage}" for stage in range(4)},
 }
+_OURS = "accelight, AccelDeepSpeedStrategy, ZeRO stage {}"
+"""Where ``accelight.json`` is beside Lightning's state: no other strategy writes it."""
 
 
 def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointInfo:
@@ -50,7 +52,7 @@ def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointI
         epoch=states.steps["epoch"],
         global_step=states.steps["global_step" if states.is_lightning else "global_steps"],
         skipped={**checkpoint.skipped, **left_out(manifest, checkpoint.tensors)},
-        kind_in_words=_KINDS[kind],
+        kind_in_words=_OURS.format(checkpoint.stage) if states.is_lightning and manifest.digests else _KINDS[kind],
     )
 
 

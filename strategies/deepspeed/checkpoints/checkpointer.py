@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+
 from ....state.same_call import meet
 from ...common import loader_places
 from ...common.held_weights import STORED_WEIGHTS
 from ...common.loader_places import LoaderPlaces
 from ...common.own_folders import writes_own_folders
 from ...common.plain_modules import plain_modules
+from ...common.random_states import CHECKPOINT_KEY, ResumedRandomState, random_state
 from ...common.storage_paths import local_path
 from ...common.store_messages import store_messages
-from ...upstream.lightning import LightningModule, TrainerFn
+from ...upstream.lightning import LightningModule, RunningStage, TrainerFn
 from ..config.plugin import DeepSpeedPlugin
 from ..config.settings import DeepSpeedSettings
 from . import engine_checkpoints
@@ -44,6 +48,10 @@ class Saved(Protocol):
         """Of the engine."""
 
     @property
+    def root_device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @property
     def loader_places(self) -> LoaderPlaces:
         """Of the running fit."""
 
@@ -64,6 +72,7 @@ class Checkpointer:
 
     def __init__(self, strategy: Saved) -> None:
         self._strategy = strategy
+        self._random_state = ResumedRandomState()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         """Write one folder.
@@ -84,7 +93,17 @@ class Checkpointer:
         meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
         own = places.own(None if module is None else module._trainer, checkpoint)
-        common, states = store_messages().through_rank_zero(own, lambda states: (str(path), states), f"saving {path}")
+        random = random_state(self._strategy.root_device)
+        of_all: list[Any] = [None] * dist.get_world_size()  # rank 0's file has them; stage 3 writes one for each rank
+        of_all[dist.get_rank()] = random
+
+        def on_rank_zero(told: list[tuple[Any, Any]]) -> tuple[str, list[Any]]:
+            of_all[:] = [each for each, _ in told]
+            return str(path), [places for _, places in told]
+
+        common, states = store_messages().through_rank_zero((random, own), on_rank_zero, f"saving {path}")
+        if "optimizer_states" in checkpoint:  # not one of weights alone
+            checkpoint[CHECKPOINT_KEY] = of_all
         loader_places.keep(states, checkpoint)
         folder = local_path(str(path) if writes_own_folders() else common, _WHAT)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -126,7 +145,21 @@ class Checkpointer:
                 weights_only=weights_only,
             )
         self._strategy.loader_places.load(checkpoint)
+        random_states = checkpoint.pop(CHECKPOINT_KEY, None)
+        if fitting and random_states:
+            self._random_state.load(random_states, self._strategy.root_device)
         return checkpoint
+
+    def before_iterating(self) -> None:
+        """Restore random states where an epoch of training begins."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
+            self._random_state.before_iterating()
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Restore random states before a batch of training."""
+        self._random_state.before_batch(in_epoch=batch_idx > 0)
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load what `read` has returned into the engine, with the optimizer's state when fitting.

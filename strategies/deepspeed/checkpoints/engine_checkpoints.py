@@ -61,8 +61,12 @@ def save(
     taken = sorted(_OF_DEEPSPEED & set(trainer_state))
     if taken:
         raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint has itself. Rename them.")
-    if partitions.is_partitioned_optimizer(engine.optimizer):
-        take_changed_weights(engine.optimizer)  # since the last step: the next would have done it
+    window = window_of(engine)
+    if window is not None and window.changes is not None:
+        window.changes.reach_model()
+        window.changes.follow()  # since the last step: the next would have done it
+    elif partitions.is_partitioned_optimizer(engine.optimizer):
+        take_changed_weights(engine.optimizer)
     weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}
 
     with _told_what_is_trained(engine):
@@ -78,7 +82,6 @@ def save(
         ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
         write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
 
-    window = window_of(engine)
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder:
@@ -190,6 +193,8 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
     window = window_of(engine)
     if window is not None and window.lost_changes is not None:
         window.lost_changes.accept()
+    if window is not None and window.changes is not None:
+        window.changes.accept()
     if with_optimizer and window is not None and window.steps is not None:
         window.steps.load_state_dict(state.get(_COUNTS, {}))
 

@@ -90,6 +90,8 @@ def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> No
     window = window_of(engine)
     if window is not None and window.lost_changes is not None:
         window.lost_changes.accept()
+    if window is not None and window.changes is not None:
+        window.changes.accept()
 
 
 def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool) -> dict[str, Any]:

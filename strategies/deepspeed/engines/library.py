@@ -22,6 +22,7 @@ import torch
 
 from ...common.requirements import require_installed
 from ..config.settings import DeepSpeedSettings
+from .scalars import allow_scalars
 
 OLDEST = "0.19.8"
 
@@ -56,11 +57,13 @@ def deepspeed_library() -> Any:
     """Import DeepSpeed, without the warnings that torch would repeat at every step because of it."""
     if "deepspeed" in sys.modules:
         _silence()
+        allow_scalars()
         return sys.modules["deepspeed"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library = importlib.import_module("deepspeed")
     _silence()
+    allow_scalars()
     return library
 
 

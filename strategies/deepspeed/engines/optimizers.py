@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...common.optimizer_classes import is_planned, try_on_pieces
+from ...common.sparse_embeddings import sparse_embeddings
 from ...upstream.lightning import (
     LightningModule,
     LRSchedulerConfig,
@@ -170,25 +172,42 @@ def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         )
 
 
-_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
+def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
+    """Check that no embedding has sparse gradients, unless the config says that stage 0 reduces them.
+
+    Raises:
+        ValueError: If one has.
+    """
+    problems = list(sparse_embeddings(module))
+    if problems and (settings.zero_stage or not settings.config.get("sparse_gradients")):
+        raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     """Check that an optimizer can step on flat pieces of parameters, which is what the stages 1 to 3 give it.
 
     Raises:
-        ValueError: If it needs full matrices, or the norm of each parameter; or if it is LBFGS, in any stage.
+        ValueError: If its class treats elements otherwise there, or needs a closure; or if it is LBFGS, in any stage.
     """
     name = type(optimizer).__name__
-    if name == "LBFGS":
+    if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS evaluates its closure several times in a step, and needs scalar products over all parameters: no "
             "stage of ZeRO can do that. Use another optimizer, or train with Trainer(strategy='ddp')."
         )
-    if stage and name in _NOT_ELEMENTWISE and not type(optimizer).__module__.startswith("deepspeed"):
+    if not stage or type(optimizer).__module__.startswith("deepspeed") or is_planned():
+        return
+    verdict = try_on_pieces(optimizer)
+    if verdict.needs_closure and verdict.problem is None:
         raise ValueError(
-            f"{name} computes with full parameters, and ZeRO stage {stage} lets it step on flat pieces of them, which "
-            "gives something else. Use stage 0, or an optimizer that treats every element alone, such as AdamW or SGD."
+            f"{name} steps with a closure alone, and DeepSpeed calls its step() without one. Use an optimizer whose "
+            "step() needs none (AdamW, SGD), or AccelFSDPStrategy."
+        )
+    if verdict.problem is not None:
+        raise ValueError(
+            f"{name} cannot train with ZeRO stage {stage}, which lets it step on flat pieces of parameters: "
+            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}an optimizer that treats every "
+            "element alone (AdamW, SGD), or Trainer(strategy='ddp')."
         )
 
 

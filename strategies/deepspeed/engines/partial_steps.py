@@ -40,8 +40,20 @@ class PiecewiseSteps:
         self._own: dict[int, dict[nn.Parameter, State]] = {}
         """For each partition whose pieces have not all stepped equally often: what is counted for each that has."""
         zero._optimizer_step = self._step
+        if partitions.is_stage_3(zero) and not getattr(zero, "swap_optimizer", False):
+            zero._set_fp32_optimizer_param_groups = zero._clear_fp32_optimizer_param_groups = self._show_masters
+        self._show_masters()
+
+    def _show_masters(self) -> None:
+        partitions.show_masters(self._zero)
 
     def _step(self, group: int) -> None:
+        try:
+            self._step_on_used(group)
+        finally:
+            self._show_masters()
+
+    def _step_on_used(self, group: int) -> None:
         pieces = self._pieces[group]
         stepping = [piece for piece in pieces if piece.parameter in self.used]
         if len(stepping) == len(pieces) and self._is_even(group):
@@ -189,6 +201,22 @@ class PiecewiseSteps:
         for group, pieces in self._pieces.items() if counts else ():
             named = {piece.parameter: self._names[piece.parameter] for piece in pieces}
             self._own[group] = {each: _copied(counts[name]) for each, name in named.items() if name in counts}
+
+
+def step_on_all_values(zero: Any) -> None:
+    """Let an optimizer in fp32 step on gradients that are not finite, as one without DeepSpeed does.
+
+    DeepSpeed leaves such steps out, which is right for half precision and its loss scale. In fp32 weights are to become
+    NaN, for detectors of NaN to see.
+    """
+    scalers = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
+    if zero.dtype != torch.float32 or any(getattr(zero, name, None) is not None for name in scalers):
+        return
+
+    def keep_scale(has_overflow: bool = False) -> None:
+        zero.overflow = False
+
+    zero._update_scale = keep_scale
 
 
 def _is_spread(value: Any, flat: Tensor) -> bool:

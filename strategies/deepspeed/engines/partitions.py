@@ -7,6 +7,7 @@ attributes are those of DeepSpeed 0.19.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,32 @@ def masters(optimizer: Any) -> list[Tensor]:
         optimizer.fp32_partitioned_groups_flat if is_stage_3(optimizer) else optimizer.single_partition_of_fp32_groups
     )
     return flat
+
+
+def show_masters(optimizer: Any) -> None:
+    """Let the groups of stage 3's optimizer hold what it steps on, as those of the stages 1 and 2 do.
+
+    DeepSpeed puts one flat partition after another there while it steps, and leaves none.
+    """
+    if not is_stage_3(optimizer) or getattr(optimizer, "swap_optimizer", False):
+        return
+    groups = optimizer.optimizer.param_groups
+    for group in groups:
+        group["params"] = []
+    for number, flat in enumerate(masters(optimizer)):
+        groups[optimizer.sub_group_to_group_id[number]]["params"].append(flat)
+
+
+@contextmanager
+def groups_with_masters(optimizer: Any) -> Iterator[None]:
+    """Let the groups of a ZeRO optimizer hold what it steps on, in this context."""
+    before = [group["params"] for group in optimizer.optimizer.param_groups]
+    show_masters(optimizer)
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
 
 
 def computing_weights(optimizer: Any) -> list[Tensor | None]:

@@ -12,9 +12,13 @@ def tell_window(optimizer: Any, window: Any) -> None:
     """Let ``optimizer.zero_grad()`` drop the window, and DeepSpeed's own refuse further groups."""
     optimizer.accelight_window = window
     kind: type = type(optimizer)
-    optimizer.__class__ = _telling_class(kind)
+    inner = None if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
+    has_modes = all(callable(getattr(inner, name, None)) for name in ("train", "eval"))
+    optimizer.__class__ = _telling_class(kind, has_modes)
     if not isinstance(optimizer, Optimizer):
         optimizer.add_param_group = _refuse_group
+        if isinstance(inner, Optimizer) and not hasattr(optimizer, "defaults"):
+            optimizer.defaults = inner.defaults
 
 
 def let_go(optimizer: Any) -> None:
@@ -24,8 +28,8 @@ def let_go(optimizer: Any) -> None:
 
 
 @functools.cache
-def _telling_class(base: type) -> type:
-    """Return a class of optimizers whose ``zero_grad()`` drops the window.
+def _telling_class(base: type, has_modes: bool) -> type:
+    """Return a class of optimizers whose ``zero_grad()`` drops the window; ``train()`` and ``eval()`` reach the model.
 
     A method of the instance would not do: Lightning's own optimizers derive from the class, and call its methods.
     """
@@ -33,7 +37,14 @@ def _telling_class(base: type) -> type:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         self.accelight_window.zero_grad(*args, **kwargs)
 
-    return type(base.__name__, (base,), {"zero_grad": zero_grad, "__module__": base.__module__})
+    def train(self: Any) -> None:
+        self.accelight_window.set_mode("train")
+
+    def evaluate(self: Any) -> None:
+        self.accelight_window.set_mode("eval")
+
+    modes = {"train": train, "eval": evaluate} if has_modes else {}
+    return type(base.__name__, (base,), {"zero_grad": zero_grad, **modes, "__module__": base.__module__})
 
 
 def _refuse_group(param_group: Any) -> None:

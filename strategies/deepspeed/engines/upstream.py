@@ -49,6 +49,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_WORLD_GROUP": (_GROUPS, "the group of all processes, beside the default one"),
     "_release_process_group_references": (_GROUPS, "forgets groups that are gone"),
     # The engine
+    "_broadcast_model": (_ENGINE, "views parameters as bytes, which those without a dimension cannot be"),
     "_copy_recovery_script": (_ENGINE, "writes files between two meetings of the ranks: one that fails still comes"),
     "_running_engine_step": (_ENGINE, "says that gradients are reduced by a step, and not by a backward"),
     "_unmanaged_backward_count": (_ENGINE, "counts the backwards of a window; dropped with the window"),
@@ -69,6 +70,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_optimizer_step": (_STAGE_1_2, "replaced to leave out parameters without a gradient"),
     "_release_ipg_buffers": (_STAGE_1_2, "drops the gradients that wait in buckets"),
     "_wait_for_offload_copies": (_STAGE_1_2, "ends copies to host memory before they are dropped"),
+    "_update_scale": (_STAGE_1_2, "called between looking for overflows and the step: in fp32 none is left out"),
+    "bit16_groups_flat": (_STAGE_1_2, "the weights that the model computes with, of all ranks"),
     "accumulated_grads_in_cpu": (_STAGE_1_2, "gradients in host memory; dropped with the window"),
     "all_grad_tensors": (_STAGE_1_2, "accumulated gradients; dropped with the window"),
     "averaged_gradients": (_STAGE_1_2, "reduced gradients; dropped with the window"),
@@ -93,6 +96,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "single_partition_of_fp32_groups": (_STAGE_1_2, "flat partitions of the weights that the optimizer steps on"),
     "use_grad_accum_attribute": (_STAGE_1_2, "whether gradients are in `grad_accum` and not in `grad`"),
     # Optimizers of ZeRO stage 3
+    "_clear_fp32_optimizer_param_groups": (_STAGE_3, "takes out of the groups what the optimizer steps on"),
+    "_set_fp32_optimizer_param_groups": (_STAGE_3, "puts into the groups what the optimizer steps on, for saves"),
     "_offload_boundary_param_ids": (_STAGE_3, "what is accumulated in host memory; dropped with the window"),
     "clear_params": ("deepspeed.runtime.zero.stage3", "empties a bucket of gradients that wait to be reduced"),
     "fp16_groups": (_STAGE_3, "the parameters of each flat partition"),
@@ -102,6 +107,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "grad_position": (_STAGE_3, "where a parameter's piece begins in the flat partition"),
     "inf_or_nan_tracker": (_STAGE_3, "whether offloaded gradients have overflowed; dropped with the window"),
     "parameter_offload": (_STAGE_3, "what gathers and partitions parameters"),
+    "persistent_parameters": (_STAGE_3, "small parameters that stay gathered between steps"),
     "sub_group_to_group_id": (_STAGE_3, "the parameter group that a flat partition has its options from"),
     "swap_optimizer": (_STAGE_3, "whether the optimizer's state is on NVMe"),
     # Of both, and of DeepSpeed's optimizers for half precision
@@ -117,6 +123,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "loss_scale_config": ("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", "the scale of fp16 at stage 0"),
     "cur_scale": ("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "by which a ZeRO optimizer divides gradients"),
     # Stage 3's parameters, and layers
+    "_convert_to_deepspeed_param": (f"{_PARAMETERS}.Init", "notes a parameter's shape before it is broadcast as bytes"),
+    "_zero_init_param": (f"{_PARAMETERS}.Init", "views a parameter as bytes, which needs a dimension"),
     "_in_forward": (f"{_OFFLOAD}.ZeROOrderedDict", "false again after a forward that failed"),
     "_original_parameters": (_OFFLOAD, "a layer's own dict of parameters, for an unpartitioned module"),
     "_orig_item": (_PARAMETERS, "added to parameters; removed when they are unpartitioned"),
@@ -168,6 +176,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
 STAGE_3_ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_coalesce_grad_reduction": (_STAGE_3, "lets a backward hold its gradients back"),
     "_optimizer_step": (_STAGE_3, "replaced to leave out parameters without a gradient"),
+    "_update_scale": (_STAGE_3, "called between looking for overflows and the step: in fp32 none is left out"),
     "averaged_gradients": (_STAGE_3, "reduced gradients; dropped with the window"),
     "finalize_gradient_accumulation_boundary": (_STAGE_3, "completes the gradients of a window"),
     "ipg_buckets": (_STAGE_3, "gradients that wait to be reduced; dropped with the window"),

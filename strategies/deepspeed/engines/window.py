@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from . import partitions
-from .changed_weights import LostChanges, take_changed_weights
+from .changed_weights import ChangedWeights, LostChanges
 from .dropped_gradients import drop_gradients
-from .partial_steps import PiecewiseSteps
+from .partial_steps import PiecewiseSteps, step_on_all_values
 from .same_path import WAY_OUT, gather
 from .told_optimizers import let_go, tell_window
 from .used_parameters import agree, ranks_without, will_get_gradients
@@ -74,9 +74,13 @@ class Window:
         self._clip_norm: float | None = None
         self.is_stale = self._adds_to_stale = False
         """Whether the optimizer has stepped and gradients have not been zeroed since."""
+        self.hooks_before_step = False
+        """Whether the user's code runs between the end of a window and the step."""
         self.has_stepped = False
         """Whether the last `step` had gradients to step on."""
         self.steps: PiecewiseSteps | None = None
+        self.changes: ChangedWeights | None = None
+        """Of a ZeRO optimizer: the weights that it steps on beside those that the model computes with."""
         if self._is_partitioned:
             self._follow_zero()
         self.lost_changes = LostChanges(engine.module, self.names) if self.stage == 3 else None
@@ -107,6 +111,8 @@ class Window:
     def _follow_zero(self) -> None:
         zero = self._zero
         self.steps = PiecewiseSteps(zero, self.names)
+        step_on_all_values(zero)
+        self.changes = ChangedWeights(zero, self._parameters, self.names)
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
         zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
@@ -259,6 +265,8 @@ class Window:
         if self._is_complete or not self._is_dirty:
             return
         self._is_complete = True
+        if self.changes is not None and self.hooks_before_step:
+            self.changes.follow()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
             if self.used:
                 self._finalize()
@@ -316,8 +324,8 @@ class Window:
             return
         if self.lost_changes is not None:
             self.lost_changes.refuse()
-        if self._is_partitioned:
-            take_changed_weights(self._zero)
+        if self.changes is not None:
+            self.changes.follow()
         if self.steps is not None:
             self.steps.used = self.used
         reduces = self.engine.enable_backward_allreduce
@@ -329,6 +337,8 @@ class Window:
         finally:
             self._is_stepping = False
             self.engine.enable_backward_allreduce = reduces
+        if self.changes is not None:
+            self.changes.accept()
         self.forget()
         self.is_stale = True
 
@@ -339,6 +349,13 @@ class Window:
                 "clip_gradients() needs the norm: set compute_grad_norm to true in the DeepSpeed config."
             )
         self._clip_norm = float(max_norm)
+
+    def set_mode(self, name: str) -> None:
+        """Call ``train()`` or ``eval()`` of the optimizer, which change weights (schedule-free), on every rank."""
+        if self.changes is None:
+            getattr(self._zero.optimizer, name)()
+        else:
+            self.changes.switch_mode(name)
 
     @contextmanager
     def _clipping(self) -> Iterator[None]:

@@ -9,6 +9,8 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .changed_weights import switch_mode
+
 
 class DeepSpeedEngineWrapper:
     """Lets the caller, not DeepSpeed's own counter, say where a window of micro-batches ends.
@@ -100,11 +102,11 @@ class DeepSpeedOptimizerWrapper(Optimizer):
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
-        for optimizer in (self.optimizer, getattr(self.optimizer, "optimizer", None)):  # DeepSpeed's, and the one in it
-            switch = getattr(optimizer, mode, None)
-            if callable(switch):
-                switch()
-                return
+        inner = getattr(self.optimizer, "optimizer", None)
+        if callable(switch := getattr(self.optimizer, mode, None)):
+            switch()
+        elif callable(getattr(inner, mode, None)):
+            switch_mode(self.optimizer, mode)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:

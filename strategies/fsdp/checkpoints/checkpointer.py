@@ -24,6 +24,7 @@ from ...common.loader_places import LoaderPlaces
 from ...common.new_checkpoints import folder_named, new_file
 from ...common.own_folders import writes_own_folders
 from ...common.plain_modules import plain_modules
+from ...common.random_states import CHECKPOINT_KEY, ResumedRandomState, random_state
 from ...common.storage_paths import is_remote, local_path
 from ...common.store_messages import store_messages
 from ...common.torch_files import check_full, read_torch, save_torch
@@ -48,7 +49,6 @@ from .handed_saves import HandedSave
 from .kept_plans import KeptPlans
 from .optimizer_states import optimizer_state
 from .plain_modules import traces_of
-from .random_states import CHECKPOINT_KEY, ResumedRandomState, random_state
 from .safetensors_saving import save_safetensors
 from .scaler_state import share_scaler_state
 from .sharded_saving import save_sharded, serialised_on_rank_zero

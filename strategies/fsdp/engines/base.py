@@ -21,13 +21,13 @@ from ..config.settings import EngineSettings
 from ..config.wrapping import resolve_ignored, units_to_wrap
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
-from ..units.groups import without_split_ties
+from ..units.groups import without_attention_of_encoders, without_split_ties
 from ..units.marked_units import is_marked
 from ..units.named_tensors import NamedTensor
 from ..units.optimizer_parameters import EarlyParameters
 from ..units.original_model import module_attribute_of, parameter_order
 from ..units.parameter_hooks import check_parameters
-from ..units.plan import Plan, left_over, parts_called_alone
+from ..units.plan import Plan, left_over, parts_called_alone, scalars_of
 from ..units.references import References
 from ..units.refused_models import check_modules
 from ..units.sharded_root import ShardedForm, recall_form, remember_form
@@ -95,6 +95,7 @@ class Engine(ABC, Generic[SettingsT]):
                 compile_units(units, options)
             if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
                 units = []
+            units = without_attention_of_encoders(model, units)
             units = without_split_ties(model, self._possible_units(model, units), ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
             unsharded = ignored | left_over(model, parts) if parts else ignored
@@ -105,7 +106,11 @@ class Engine(ABC, Generic[SettingsT]):
             check_parameters(model, unsharded, version=self.version, keeps_parameters=keeps, is_flattened=flat)
             for module in unsharded:  # sharding moves what it manages; the rest is ours to move
                 _move_own_tensors(module, self.device)
-            unsharded_parameters = frozenset(
+            scalars = scalars_of(model, unsharded)
+            for parameter in scalars:
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(self.device)
+            unsharded_parameters = scalars.union(
                 parameter for module in unsharded for parameter in module.parameters(recurse=False)
             )
             if not self.settings.reshard_during_accumulation:
@@ -116,7 +121,7 @@ class Engine(ABC, Generic[SettingsT]):
                 model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
             )
             references = References(model, kept=unsharded_parameters) if self.renews_parameters else None
-            root = self._shard(model, Plan(units, unsharded, parts, to_be_filled))
+            root = self._shard(model, Plan(units, unsharded, scalars, parts, to_be_filled))
             if references is not None:
                 references.switch(model)
                 if self.refuses_holders:
@@ -164,7 +169,7 @@ class Engine(ABC, Generic[SettingsT]):
         Raises:
             ValueError: As `check_kinds` and `check_flat_parameters`.
         """
-        check_kinds(optimizers, self.version)
+        check_kinds(optimizers, self.version, self.mesh)
 
     @abstractmethod
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:

@@ -120,7 +120,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             auto_wrap_policy=policy if plan.units else None,
             backward_prefetch=settings.backward_prefetch,
             mixed_precision=self._mixed_precision(),
-            ignored_modules=[module for module in model.modules() if module in plan.ignored and module is not model],
+            **_ignored(model, plan),
             param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
             device_id=self.device,
             forward_prefetch=settings.forward_prefetch,
@@ -399,6 +399,15 @@ def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
         if handle is not None and handle.uses_sharded_strategy:
             sharded.update(cast("Iterable[nn.Parameter]", handle.flat_param._params or [handle.flat_param]))
     return sharded
+
+
+def _ignored(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Return what FSDP1 is to leave alone: it takes modules or parameters, and not both."""
+    modules = [module for module in model.modules() if module in plan.ignored and module is not model]
+    if not plan.scalars:
+        return {"ignored_modules": modules}
+    parameters = {parameter for module in modules for parameter in module.parameters(recurse=False)}
+    return {"ignored_states": [one for one in model.parameters() if one in parameters or one in plan.scalars]}
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -67,6 +67,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
         ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}
+        ignored_params |= plan.scalars
         if ignored_params:
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.

@@ -2,69 +2,55 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
+from ...common.optimizer_classes import is_planned, try_on_dtensors, try_on_pieces
 from ...upstream.lightning import _MockOptimizer
 from .fsdp1_units import units_of
 
-_ELEMENT_BY_ELEMENT = {
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop", "SparseAdam",
-}  # fmt: skip
-_WHOLE_PARAMETERS = {
-    "Adafactor", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "CAME", "Adalomo",
-    "Lomo",
-}  # fmt: skip
-_NOT_FOR_DTENSORS = {"Adafactor", "Rprop"}
-"""Their steps in torch 2.13 call operations that have no meaning for DTensors, and end in the middle."""
 
+def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh) -> None:
+    """Refuse optimizers whose class trains shards otherwise than full parameters; every rank calls it.
 
-def check_kinds(optimizers: Iterable[Optimizer], version: int) -> None:
-    """Refuse optimizers whose step needs more than an element and its gradient, where parameters are cut up.
-
-    FSDP2's parameters know that they are shards (DTensors), so that norms and means over them are right; those of FSDP1
-    are pieces without a shape.
+    FSDP2's parameters know that they are shards (DTensors), so that norms and means over them are right, in classes
+    whose operations DTensors have. Those of FSDP1 are pieces without a shape: a class must treat each element alone.
 
     Args:
         optimizers: That will train.
         version: Of FSDP.
+        mesh: Over which parameters are sharded.
 
     Raises:
-        ValueError: If an optimizer is known to be wrong or to fail. One that nobody knows gets a warning with FSDP1.
+        ValueError: If one does; on every rank.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
+        if isinstance(optimizer, _MockOptimizer) or is_planned():  # configure_optimizers() returned None; no values
             continue
-        names = {cls.__name__ for cls in type(optimizer).__mro__}
         called = type(optimizer).__name__
-        if "LBFGS" in names:
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 f"{called} needs scalar products over all parameters, and sees this rank's shards alone with FSDP. Use "
                 "another optimizer, or train with Trainer(strategy='ddp')."
             )
-        if version != 1:
-            torchs = {cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim")}
-            if torchs & _NOT_FOR_DTENSORS:
+        if version == 1:
+            if problem := try_on_pieces(optimizer).problem:
                 raise ValueError(
-                    f"{called} cannot step FSDP2's parameters: torch's {', '.join(torchs & _NOT_FOR_DTENSORS)} does "
-                    "not know DTensors. Use another optimizer (AdamW, SGD), or train with Trainer(strategy='ddp')."
+                    f"{called} cannot train with FSDP1, which gives optimizers pieces of flattened parameters: "
+                    f"{problem}. Use fsdp_version=2, whose parameters keep their shapes, if {called} knows DTensors; "
+                    "an optimizer that works element by element (AdamW, SGD); or Trainer(strategy='ddp')."
                 )
-            continue
-        if names & _WHOLE_PARAMETERS:
+        elif problem := try_on_dtensors(optimizer, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]).problem:
+            others = "fsdp_version=1, which needs no DTensors; " if try_on_pieces(optimizer).problem is None else ""
             raise ValueError(
-                f"{called} looks at full parameters, and FSDP1 gives it pieces of flattened ones: the result would be "
-                "another. Use fsdp_version=2 if it knows DTensors, or an optimizer that works element by element "
-                "(AdamW, SGD)."
-            )
-        if not names & _ELEMENT_BY_ELEMENT:
-            warnings.warn(
-                f"{called} gets pieces of flattened parameters from FSDP1. It is right if it works element by element "
-                "as SGD and AdamW do. If it looks at a parameter's shape, norm or mean, use fsdp_version=2.",
-                stacklevel=2,
+                f"{called} cannot train with FSDP2, whose parameters are DTensors: {problem}. Use {others}another "
+                "optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
             )
 
 

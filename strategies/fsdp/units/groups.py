@@ -41,6 +41,20 @@ def without_split_ties(
     return kept
 
 
+def without_attention_of_encoders(model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+    """Return ``units`` without the attention of ``nn.TransformerEncoderLayer``, which reads its weights itself.
+
+    In evaluation the layer hands them to one fused operation, past the attention's own forward.
+
+    Args:
+        model: Not sharded yet.
+        units: What is to be gathered on its own.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    read = {inner for layer in layers for inner in layer.modules() if inner is not layer}
+    return [unit for unit in units if unit not in read]
+
+
 def late_heads(model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module]) -> list[nn.Module]:
     """Return the large linear layers registered after the last unit, output heads as a rule.
 

@@ -15,11 +15,19 @@ class Plan:
     """Gathered and freed on their own; children before parents."""
     ignored: set[nn.Module] = field(default_factory=set)
     """Modules whose own tensors stay unsharded."""
+    scalars: frozenset[nn.Parameter] = frozenset()
+    """Parameters without a dimension, which stay unsharded: nothing of them can be cut."""
     parts: list[nn.Module] = field(default_factory=list)
     """Empty where one root unit is gathered around the whole training step; else what stands in its place, see
     `parts_called_alone`."""
     to_be_filled: bool = False
     """Whether all of the model is on the meta device, and its values come afterwards."""
+
+
+def scalars_of(model: nn.Module, ignored: set[nn.Module]) -> frozenset[nn.Parameter]:
+    """Return the parameters without a dimension (a temperature, CLIP's ``logit_scale``) outside of ignored modules."""
+    unmanaged = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+    return frozenset(one for one in model.parameters() if not one.ndim and one not in unmanaged)
 
 
 def parts_called_alone(model: nn.Module, ignored: set[nn.Module]) -> list[nn.Module]:

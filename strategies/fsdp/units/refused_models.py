@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ....checkpoint.names import clean_name
+from ...common.sparse_embeddings import sparse_embeddings
 from ..config.settings import PrecisionSettings
 from .master_weights import holds_4bit, parameters_by_unit
 
@@ -35,6 +36,7 @@ def check_modules(
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     problems = [
         *_renormalised(model, unsharded),
+        *sparse_embeddings(model),
         *_complex(names, [*parameters_by_unit(model, units, unsharded)], version, precision or PrecisionSettings()),
         *_packed(model, unsharded, precision or PrecisionSettings()),
     ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 from accelight.state import PartialState, reset_state
@@ -218,3 +221,46 @@ def test_refused_checkpoints(tmp_path: Path) -> None:
         ("foreign", "pathlib"),
     ):
         assert expected in errors[name]
+
+
+# ---------------------------------------------------------------------- random generators
+class Noisy(LightningModule):
+    """Losses tell every generator's state apart; the data are the same in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layers(batch).square().mean() * random.random()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _noisy(stage: int, folder: str, resume_from: str | None) -> list[float]:
+    rank = PartialState().process_index
+    torch.manual_seed(0)
+    module = Noisy()
+    torch.manual_seed(10 * (resume_from is not None) + rank)
+    random.seed(10 * (resume_from is not None) + rank)
+    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+    saves = {"callbacks": [saver], "enable_checkpointing": True} if resume_from is None else {}
+    strategy = AccelDeepSpeedStrategy(hf_ds_config=ds_config(stage))
+    trainer = quiet_trainer(strategy, 2, max_epochs=2, **saves)
+    trainer.fit(module, DataLoader(torch.ones(10, 4), 1), ckpt_path=resume_from)
+    reset_state()
+    return module.losses
+
+
+@pytest.mark.core("2")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_dropout_continues_as_it_would_have(tmp_path: Path, stage: int) -> None:
+    whole = run_on_ranks(2, _noisy, stage, str(tmp_path), None)
+    assert whole[0] != whole[1]
+    name, num_left = "step=4.ckpt", 6
+    for found, expected in zip(run_on_ranks(2, _noisy, stage, "", str(tmp_path / name)), whole, strict=True):
+        assert found == pytest.approx(expected[-num_left:], rel=1e-6)

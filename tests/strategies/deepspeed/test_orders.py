@@ -525,6 +525,38 @@ class WholeMatrices(Module):
         return torch.optim.Adafactor(self.parameters())
 
 
+class NormedSGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        super().step()
+
+
+class OfClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = closure()
+        super().step()
+        return loss
+
+
+class Closing(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OfClosure(self.parameters(), lr=0.1)
+
+
+class DividingByNorms(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return NormedSGD(self.parameters(), lr=0.1)
+
+
+class Sparse(Module):
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(rank)
+        self.rows = nn.Embedding(4, 2, sparse=True)
+
+
 class OfAnotherModule(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([*self.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
@@ -560,7 +592,10 @@ def attempt(kind: type[Module], stage: int) -> str:
         (Unfreezing, "RuntimeError: net.branch.weight, net.branch.bias was frozen when fit() began"),
         (AddingGroup, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
         (ForgettingToZero, "RuntimeError: manual_backward() followed optimizer.step() without zero_grad()"),
-        (WholeMatrices, "ValueError: Adafactor computes with full parameters"),
+        (WholeMatrices, "ValueError: Adafactor cannot train with ZeRO stage"),
+        (Closing, "ValueError: OfClosure steps with a closure alone"),
+        (DividingByNorms, "ValueError: NormedSGD cannot train with ZeRO stage"),
+        (Sparse, "ValueError: DeepSpeed cannot train this Sparse:\nrows: Embedding(sparse=True) has sparse gradients"),
         (OfAnotherModule, "ValueError: SGD has 2 parameters that are not of OfAnotherModule"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],

@@ -244,18 +244,31 @@ class ByElement(torch.optim.Optimizer):
         return loss
 
 
+class NormedSGD(torch.optim.SGD):
+    """Its name and its base say nothing of the norms that it takes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        super().step()
+        return loss
+
+
 class With(UserModule):
     name = ""
 
     def configure_optimizers(self) -> Any:
-        kind: Any = ByElement if self.name == "ByElement" else getattr(torch.optim, self.name)
+        kind: Any = globals().get(self.name) or getattr(torch.optim, self.name)
         if self.name == "Muon":  # it wants matrices alone, and computes in bf16: to fp32 here, to compare it
             torch.Tensor.bfloat16 = torch.Tensor.clone  # type: ignore[method-assign]
             return kind([one for one in self.parameters() if one.ndim == 2], lr=0.02)
         return kind(self.parameters(), **({"lr": 0.01} if self.name in ("NAdam", "RAdam") else {}))
 
 
-for _name in ("NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon", "LBFGS", "ByElement"):
+for _name in ("NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon", "LBFGS", "ByElement", "NormedSGD"):
     globals()[f"With{_name}"] = type(f"With{_name}", (With,), {"name": _name, "__module__": __name__})
 
 
@@ -271,9 +284,10 @@ def test_optimizers_that_are_right(kind: str, name: str) -> None:
     [
         ("fsdp2", "LBFGS", "scalar products"),
         ("fsdp1", "LBFGS", "scalar products"),
-        ("fsdp1", "Adafactor", "looks at full parameters"),
-        ("fsdp2", "Adafactor", "does not know DTensors"),
-        ("fsdp2", "Rprop", "does not know DTensors"),
+        ("fsdp1", "Adafactor", "in a full parameter than in a flat piece"),
+        ("fsdp2", "Adafactor", "its step fails on DTensors"),
+        ("fsdp2", "Rprop", "Use fsdp_version=1"),
+        ("fsdp1", "NormedSGD", "in a full parameter than in a flat piece"),
     ],
 )
 def test_optimizers_that_are_refused(kind: str, name: str, words: str) -> None:
@@ -296,19 +310,8 @@ def test_muon_on_fsdp2() -> None:
     assert_as_one_process(_muon, "fsdp2")
 
 
-def _warned(place: Place) -> tuple[Trainer, UserModule]:
-    with pytest.warns(UserWarning, match="ByElement gets pieces of flattened parameters"):
-        return Fit(globals()["WithByElement"])(place)
-
-
-def test_unknown_optimizers_get_a_warning_with_fsdp1() -> None:
-    with pytest.raises(AssertionError, match="DID NOT WARN"):
-        run_on_ranks(2, _call, _warned, "fsdp2")
-    run_on_ranks(2, _call, _warned, "fsdp1")
-
-
-def _call(script: Any, kind: str) -> None:
-    script(Place(None, torch.distributed.get_rank(), kind))  # type: ignore[arg-type]
+def test_subclasses_of_sgd_on_fsdp2() -> None:
+    assert_as_one_process(Fit(globals()["WithNormedSGD"]), "fsdp2")
 
 
 class NoOptimizer(UserModule):

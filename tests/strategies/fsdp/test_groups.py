@@ -170,3 +170,12 @@ def _reads_the_weight() -> str:
 
 def test_weights_read_past_their_forward_are_explained() -> None:
     assert all("ModuleWrapPolicy({Block})" in message for message in run_on_ranks(2, _reads_the_weight))
+
+
+def test_attention_stays_with_an_encoder_layer_that_reads_its_weights() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2)
+    decoder = nn.TransformerDecoderLayer(4, 2)
+    model = nn.ModuleList([encoder, decoder])
+    units = [one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)]
+    kept = groups.without_attention_of_encoders(model, units)
+    assert kept == [*encoder.layers, decoder.self_attn, decoder.multihead_attn]

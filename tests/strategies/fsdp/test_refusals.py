@@ -33,6 +33,16 @@ class Waves(nn.Module):
 
 
 @VERSIONS
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(version: int, kind: Any) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "embed": kind(4, 2, sparse=True)})
+    with pytest.raises(ValueError, match=rf"embed: {kind.__name__}\(sparse=True\) has sparse gradients"):
+        check_modules(model, version=version)
+    model["embed"].requires_grad_(False)
+    check_modules(model, version=version)
+
+
+@VERSIONS
 def test_ordinary_models_pass(version: int) -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "bag": nn.EmbeddingBag(4, 2), "layer": nn.Linear(2, 2)})
     check_modules(model, [model["layer"]], version=version, precision=_HALF)
