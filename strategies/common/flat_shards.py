@@ -205,7 +205,8 @@ class FlatShard(Tensor):
             RuntimeError: For anything else.
         """
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.dim()]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [one for one in tensors if one.dim() or isinstance(one, cls)]
         shards = [one for one in tensors if isinstance(one, cls)]
         place = shards[0].place
         fits = all(isinstance(one, cls) and one.place.is_alike(place) for one in tensors)
