@@ -129,7 +129,9 @@ class OneLossIsNan(Module):
         return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
 
 
-def train(kind: type[Module], strategy: Any, rank: int | None) -> tuple[dict[str, Tensor], list[float]]:
+def train(
+    kind: type[Module], strategy: Any, rank: int | None, precision: Any = "32-true"
+) -> tuple[dict[str, Tensor], list[float]]:
     generator = torch.Generator().manual_seed(1)
     batches, targets = (torch.randn(STEPS, 2, PER_RANK, size, generator=generator) for size in (4, 3))
     mine = slice(None) if rank is None else slice(rank, rank + 1)
@@ -138,16 +140,17 @@ def train(kind: type[Module], strategy: Any, rank: int | None) -> tuple[dict[str
     validation = DataLoader(TensorDataset(batches[0].reshape(-1, 4), targets[0].reshape(-1, 3)), 2 * PER_RANK)
     module = kind()
     world_size = 1 if rank is None else 2
-    trainer = quiet_trainer(strategy, world_size, max_epochs=2, use_distributed_sampler=False)
+    trainer = quiet_trainer(strategy, world_size, max_epochs=2, use_distributed_sampler=False, precision=precision)
     trainer.fit(module, loader, validation)
     if rank is None:
         return {name: one.detach().clone() for name, one in module.named_parameters()}, module.seen
     return whole_weights(module), module.seen
 
 
-def sharded(kind: type[Module], stage: int) -> Any:
+def sharded(kind: type[Module], stage: int, precision: str = "32-true") -> Any:
+    strategy = AccelDeepSpeedStrategy(hf_ds_config=ds_config(stage))
     try:
-        return train(kind, AccelDeepSpeedStrategy(hf_ds_config=ds_config(stage)), PartialState().process_index)
+        return train(kind, strategy, PartialState().process_index, precision)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -163,6 +166,15 @@ def test_either_side_follows_the_other(kind: type[Module], stage: int) -> None:
         for name, wanted in weights.items():
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-5)
         assert seen_there == pytest.approx(seen, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_half_precision(stage: int) -> None:
+    """What is undone would differ by several tenths; what bf16 rounds differs by hundredths."""
+    weights, _ = train(Both, "auto", None)
+    for found, _ in run_on_ranks(2, sharded, Both, stage, "bf16-mixed"):
+        for name, wanted in weights.items():
+            torch.testing.assert_close(found[name], wanted, rtol=0, atol=0.02)
 
 
 def test_both_sides_at_once_are_refused() -> None:
