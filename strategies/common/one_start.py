@@ -149,7 +149,8 @@ def _fingerprint(tensor: Tensor) -> int:
     for part in _plain_parts(tensor):
         flat = part.contiguous().reshape(-1)
         for piece in _pieces(flat):
-            checksum = zlib.crc32(piece.view(torch.uint8).cpu().numpy(), checksum)
+            content: Any = piece.view(torch.uint8).cpu().numpy()
+            checksum = zlib.crc32(content, checksum)
     return checksum
 
 
