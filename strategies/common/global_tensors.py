@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
@@ -490,6 +491,11 @@ class GlobalTensors(TorchFunctionMode):
 
     @torch.no_grad()
     def _opened(self, tensor: Tensor) -> _Open:
+        if isinstance(tensor, FlatParameter):
+            raise RuntimeError(
+                "A flat parameter of FSDP1 was used in another way than element by element (its shape, rows, norm, or "
+                "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."
+            )
         shard = self._shard(tensor)
         opened = self._open.get(id(tensor))
         if opened is None:

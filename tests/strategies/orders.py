@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -48,6 +47,9 @@ HOOKS = (
 )
 ACTIONS = ("save", "stop", "raise", "sample", "part", "clamp", "read", "draft", "adversary", "freeze", "thaw")
 """A forward whose graph is dropped is a draft; an adversary wants the gradient of an input."""
+ACTIONS += ("rows", "assign", "noise", "norms", "gradients")
+"""What users' code does to whole tensors."""
+_OF_WHOLE_TENSORS = {"rows", "noise", "norms"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "kept": {"fsdp1": {"reshard_during_accumulation": False}, "fsdp2": {"reshard_during_accumulation": False}},
     "grad_op": {"fsdp1": {"sharding_strategy": "SHARD_GRAD_OP"}, "fsdp2": {"reshard_after_forward": False}},
@@ -331,6 +333,51 @@ def _sum_over_ranks(values: Tensor) -> float:
     return total.item()
 
 
+def _clamp(module: Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+
+
+@torch.no_grad()
+def _edit_rows(module: Module) -> None:
+    block: Any = module.net.blocks[0]
+    module.net.head.weight[0].mul_(0.5)
+    block.linear.weight[:2] = 0.1
+
+
+def _assign(module: Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data * 0.9
+
+
+@torch.no_grad()
+def _add_noise(module: Module) -> None:
+    torch.manual_seed(len(module.seen))
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _divide_by_norms(module: Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.div_(1 + parameter.data.norm())
+
+
+def _normalize_gradients(module: Module) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(1 / (1 + parameter.grad.norm()))
+
+
+_EDITS: dict[str, Callable[[Module], None]] = {
+    "clamp": _clamp,
+    "rows": _edit_rows,
+    "assign": _assign,
+    "noise": _add_noise,
+    "norms": _divide_by_norms,
+    "gradients": _normalize_gradients,
+}
+
+
 class Events(Callback):
     """Lets the script's events happen, and swaps weights around validation."""
 
@@ -360,10 +407,8 @@ class Events(Callback):
             block: Any = module.net.blocks[1]
             module.seen.append(block.linear(torch.ones(2, 5)).sum().item())
             module.seen.append(module.net.head(torch.ones(2, 5)).sum().item())
-        elif action == "clamp":
-            with open_weights(module):
-                for parameter in module.parameters():
-                    parameter.clamp_(-0.3, 0.3)
+        elif action in _EDITS:
+            _EDITS[action](module)
         elif action == "read":
             module.seen.append(_total(module))
         elif action == "draft":
@@ -376,7 +421,7 @@ class Events(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.fit.swap:
-            with open_weights(pl_module):
+            with torch.no_grad():
                 self.weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
                 for parameter in pl_module.parameters():
                     parameter.copy_(parameter * 0.5)
@@ -385,22 +430,9 @@ class Events(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._happen("on_validation_end", trainer, pl_module)
         if self.fit.swap:
-            with open_weights(pl_module):
+            with torch.no_grad():
                 for parameter, weights in zip(pl_module.parameters(), self.weights, strict=True):
                     parameter.copy_(weights)
-
-
-@contextmanager
-def open_weights(module: nn.Module) -> Iterator[None]:
-    """Let weights be changed in place, also where ZeRO-3 has partitioned them, as its users do it."""
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        import deepspeed  # in the processes alone
-
-        with deepspeed.zero.GatheredParameters([*module.parameters()], modifier_rank=0), torch.no_grad():
-            yield
-    else:
-        with torch.no_grad():
-            yield
 
 
 def _add_hook(name: str) -> None:
@@ -416,18 +448,8 @@ for _name in HOOKS:
 
 
 def _total(module: Module) -> float:
-    """The sum of all weights, as a hook would compute it."""
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        with open_weights(module):
-            return torch.stack([parameter.detach().sum() for parameter in module.parameters()]).sum().item()
-    parts = [parameter.detach() for parameter in module.parameters()]
-    total = sum(
-        (part.full_tensor().sum() if isinstance(part, DTensor) else part.sum() for part in parts), torch.zeros(())
-    )
-    whole = sum(parameter.numel() for parameter in Module(module.script, None).parameters())
-    if sum(part.numel() for part in parts) < whole:  # FSDP1: what this rank has of each
-        dist.all_reduce(total)
-    return total.item()
+    """The sum of all weights."""
+    return torch.stack([parameter.detach().sum() for parameter in module.parameters()]).sum().item()
 
 
 @dataclass
@@ -510,8 +532,8 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
 
 def _weights(trainer: Trainer, module: Module) -> dict[str, Tensor]:
     if hasattr(trainer.strategy, "deepspeed_plugin"):
-        with open_weights(module):
-            return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+        with trainer.strategy.full_parameters(writeback=False) as parameters:
+            return {name: parameter.detach().clone() for name, parameter in parameters.items()}
     state = trainer.strategy.lightning_module_state_dict()
     return {
         name: one.full_tensor() if hasattr(one, "full_tensor") else _whole(one)
@@ -628,6 +650,10 @@ def refusals(script: Script, kind: str) -> list[str]:
     actions = {event.action for event in events}
     between = ("on_before_zero_grad", "on_before_backward")
     possible = {
+        "p.grad was used in a hook while gradients accumulate": "gradients" in actions
+        and any(fit.accumulate > 1 for fit in script.fits),
+        "A flat parameter of FSDP1 was used": is_flat and bool({*_OF_WHOLE_TENSORS, "gradients", "read"} & actions),
+        "was used while it is sharded": is_flat and "rows" in actions,
         "optimizer got an empty parameter list": is_flat and script.over == "part" and not has_units,  # torch's own
         "use_orig_params=True": is_flat
         and (
