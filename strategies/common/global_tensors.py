@@ -293,7 +293,7 @@ class GlobalTensors(TorchFunctionMode):
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
         assigns = name == "__set__" and func.__self__.__name__ == "data"
-        if not (assigns or _is_in_place(name)) or not isinstance(args[0], Tensor):
+        if not (assigns or _is_in_place(name)) or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         target = None if torch.is_grad_enabled() and not assigns else self._access.writable(args[0])
         if target is None:

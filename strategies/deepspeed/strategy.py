@@ -282,8 +282,9 @@ class AccelDeepSpeedStrategy(TrainerHooks):
 
     def _follow_user_code(self, trainer: Trainer, module: LightningModule) -> None:
         access = self._access = ZeroAccess(module, self.root_device)
+        with_parameters = [each for each in module.modules() if next(each.parameters(), None) is not None]
         partitions = self.deepspeed_plugin.zero_stage == 3
-        self._user_code = UserCode(access, module.modules(), always_in_steps=partitions)
+        self._user_code = UserCode(access, with_parameters, always_in_steps=partitions)
         self._user_code.attach(trainer, module)
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:

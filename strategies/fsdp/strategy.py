@@ -316,7 +316,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.model = self._setup_model(self.model)
         self._held_weights.model_is_set_up()
         access, root = self.engine.shard_access(self.form.root), self.form.root
-        self._user_code = UserCode(access, root.modules(), always_in_steps=self.engine.hides_shards(root))
+        self._user_code = UserCode(access, self._modules_with_shards(), always_in_steps=self.engine.hides_shards(root))
         self._user_code.attach(trainer, self.lightning_module)
         self.barrier()
         if fitting:
@@ -329,6 +329,11 @@ class AccelFSDPStrategy(TrainerHooks):
             saved_by = told_choice(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
             summarise_run(name, self.engine, self.form, precision, saved_by).tell(trainer)
+
+    def _modules_with_shards(self) -> list[nn.Module]:
+        root = self.form.root
+        owners = self.engine.sharded_modules(root)
+        return [module for module in root.modules() if not owners.isdisjoint(module.modules())]
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

@@ -35,6 +35,10 @@ class UnitOpener(Protocol):
     path: SamePath
     """Follows what is gathered."""
 
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules with sharded parameters of their own."""
+        ...
+
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
         """Return the modules whose calls need something gathered."""
         ...
@@ -67,11 +71,15 @@ class OutsideCalls:
         self._opener = opener
         self._context = context
         self._numbers: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
+        self._parameters: MutableMapping[nn.Module, list[int]] = WeakIdKeyDictionary()
         root.__dict__[_ATTRIBUTE] = self  # to live as long as it
         known = weakref.ref(self)
+        owners = opener.sharded_modules(root)
         for number, module in enumerate(opener.modules_in_units(root)):
-            _known[module] = known
             self._numbers[module] = number
+            self._parameters[module] = _ids_of_parameters(module)
+            if not owners.isdisjoint(module.modules()):  # any other needs nothing, such as an average in buffers
+                _known[module] = known
         _watch()
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -79,6 +87,7 @@ class OutsideCalls:
         root, context = self._root(), self._context()
         if root is None:
             return args
+        self._check_parameters(module)
         succeeded: list[bool] = []
         handles: list[RemovableHandle] = []
 
@@ -114,6 +123,28 @@ class OutsideCalls:
         handles.append(module.register_forward_hook(succeed))
         handles.append(module.register_forward_hook(lambda *_: finish(), always_call=True))
         return args
+
+    def _check_parameters(self, module: nn.Module) -> None:
+        """Refuse a call with other parameters in the places of the sharded ones.
+
+        Raises:
+            RuntimeError: If somebody has put others there; the call would use the sharded ones.
+        """
+        for inner in module.modules():
+            if self._parameters.get(inner, _NO_IDS) not in (_NO_IDS, _ids_of_parameters(inner)):
+                raise RuntimeError(
+                    f"{type(module).__name__} was called with other parameters than those that are sharded "
+                    "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the "
+                    "module itself, or a copy of it that was made in __init__() and kept out of the model (in a list), "
+                    "with the values of 'strategy.full_state_dict()'."
+                )
+
+
+_NO_IDS: list[int] = [-1]
+
+
+def _ids_of_parameters(module: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in module._parameters.values()]
 
 
 _known: MutableMapping[nn.Module, weakref.ref[OutsideCalls]] = WeakIdKeyDictionary()
