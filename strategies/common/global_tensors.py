@@ -132,12 +132,17 @@ _REDUCTIONS = frozenset(
 class ShardAccess(Protocol):
     """What an engine knows of the parameters that it has sharded and that are no `Sharded` themselves."""
 
+    shows_shards: bool
+    """Whether such a parameter is this rank's part itself, so that it takes gradients."""
+    in_step: bool
+    """Whether a training step runs, and no hook."""
+
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return this rank's part of a parameter, sharing its memory; None for any other tensor."""
         ...
 
-    def writable(self, tensor: Tensor) -> Tensor | None:
-        """Return what to write to in place of an unsharded parameter that torch shows as a view; else None."""
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
+        """Return what takes a write to ``tensor``, or the values of ``tensor.data = values``; None for itself."""
         ...
 
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
@@ -164,11 +169,13 @@ class ShardAccess(Protocol):
 class NoAccess:
     """The `ShardAccess` where all sharded parameters are DTensors."""
 
+    shows_shards, in_step = False, False
+
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return None."""
         return None
 
-    def writable(self, tensor: Tensor) -> Tensor | None:
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
         """Return None."""
         return None
 
@@ -216,12 +223,12 @@ class GlobalTensors(TorchFunctionMode):
 
     Args:
         access: The engine's.
-        differentiable: Whether results keep their graph to the shards, for losses; else they have none.
+        in_step: Whether it is for training steps, whose backward the engine runs; else it is for hooks.
     """
 
-    def __init__(self, access: ShardAccess, *, differentiable: bool = False) -> None:
+    def __init__(self, access: ShardAccess, *, in_step: bool = False) -> None:
         super().__init__()
-        self._access, self._differentiable = access, differentiable
+        self._access, self._in_step = access, in_step
         self._open: dict[int, _Open] = {}
         self._is_entered = self._is_paused = False
         self.has_met_shards = False
@@ -278,16 +285,15 @@ class GlobalTensors(TorchFunctionMode):
                 "freed. Take gradients of activations, or of weights in the root's unit (in training_step with "
                 "automatic optimization), or train with Trainer(strategy='ddp')."
             )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._differentiable):
-            if name.startswith("_foreach_") and (base := _foreach_base(name)) is not None:
-                return self._foreach(base, args, kwargs)
-            if is_element_by_element(name) and "out" not in kwargs and not self._needs_link(name, args, kwargs):
-                result = self._element_by_element(func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            if name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"} and isinstance(args[0], DTensor):
-                return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
-            return self._on_full(func, args, kwargs)
+        if name.startswith("_foreach_") and (base := _foreach_base(name)) is not None:
+            return self._foreach(base, args, kwargs)
+        if is_element_by_element(name) and "out" not in kwargs and not self._needs_link(name, args, kwargs):
+            result = self._element_by_element(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"} and isinstance(args[0], DTensor):
+            return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
+        return self._on_full(func, args, kwargs)
 
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
@@ -295,7 +301,9 @@ class GlobalTensors(TorchFunctionMode):
         assigns = name == "__set__" and func.__self__.__name__ == "data"
         if not (assigns or _is_in_place(name)) or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
-        target = None if torch.is_grad_enabled() and not assigns else self._access.writable(args[0])
+        if torch.is_grad_enabled() and not assigns:
+            return func(*args, **kwargs)
+        target = self._access.writable(args[0], assigns=assigns)
         if target is None:
             return func(*args, **kwargs)
         if assigns:
@@ -303,7 +311,8 @@ class GlobalTensors(TorchFunctionMode):
                 raise RuntimeError(
                     f"p.data = value: the parameter has shape {tuple(target.shape)}, the value {tuple(args[1].shape)}."
                 )
-            target.copy_(args[1])
+            with torch.no_grad():
+                target.copy_(args[1])
         else:
             func(target, *args[1:], **kwargs)
         return args[0]
@@ -323,7 +332,9 @@ class GlobalTensors(TorchFunctionMode):
         """Return whether an operation is a part of a graph that shards of FSDP1 themselves do not have."""
         return (
             name != "detach"
+            and not _is_in_place(name)
             and torch.is_grad_enabled()
+            and (self._in_step or self._access.shows_shards)
             and any(
                 one.requires_grad and not isinstance(one, DTensor) and self._is_sharded(one)
                 for one in _tensors(args, kwargs)
@@ -475,7 +486,7 @@ class GlobalTensors(TorchFunctionMode):
             return opened.full
 
         full_args, full_kwargs = self._map(args, full_of), self._map(kwargs, full_of)
-        if self._differentiable and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             linked = {key: self._linked(one) for key, one in used.items()}
             full_args = self._map(full_args, lambda one: linked.get(id(one), one))
             full_kwargs = self._map(full_kwargs, lambda one: linked.get(id(one), one))
@@ -511,10 +522,10 @@ class GlobalTensors(TorchFunctionMode):
     def _linked(self, opened: _Open) -> Tensor:
         if not opened.tensor.requires_grad:
             return opened.full
-        if isinstance(opened.tensor, DTensor):
-            linked: Tensor = _Link.apply(opened.full, opened.tensor)  # type: ignore[no-untyped-call]
+        if isinstance(opened.tensor, DTensor) or (self._access.shows_shards and not self._in_step):
+            linked: Tensor = _Link.apply(opened.full, opened.tensor, opened.shard)  # type: ignore[no-untyped-call]
             return linked
-        return self._access.linked(opened.full, opened.tensor)
+        return self._access.linked(opened.full, opened.tensor) if self._in_step else opened.full
 
     def _full(self, tensor: Tensor) -> Tensor:
         return gathered(self._shard(tensor)) if self._is_sharded(tensor) else tensor
@@ -628,13 +639,14 @@ class _Link(torch.autograd.Function):
     """The full tensor as a function of a shard, whose gradient is the mean over the ranks, as ``ddp`` has it."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, shard: Tensor) -> Tensor:
+    def forward(ctx: Any, full: Tensor, tensor: Tensor, shard: Sharded) -> Tensor:
         ctx.shard = shard.detach()
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, part_of(_mean(gradient), ctx.shard)
+        part = part_of(_mean(gradient), ctx.shard)
+        return None, part.held if isinstance(part, FlatShard) else part, None
 
 
 class _Average(torch.autograd.Function):

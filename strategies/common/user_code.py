@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from .flat_shards import FlatShard
 from .global_tensors import GlobalTensors, ShardAccess
 
 _T = TypeVar("_T", bound=type)
@@ -64,7 +66,7 @@ class UserCode:
 
     def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
         self.access = access
-        self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, differentiable=True)
+        self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, in_step=True)
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._profiler: Any = None
         self._module: LightningModule | None = None
@@ -108,8 +110,12 @@ class UserCode:
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not self._is_in_steps(module):
                 return step(*args, **kwargs)
-            with self._calls_of(self._in_steps):
-                return step(*args, **kwargs)
+            self.access.in_step = True
+            try:
+                with self._calls_of(self._in_steps):
+                    return step(*args, **kwargs)
+            finally:
+                self.access.in_step = False
 
         module.__dict__["training_step"] = training_step
 
@@ -189,6 +195,14 @@ def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
         after.enter()
 
 
+def with_plain_states(optimizer: Optimizer) -> None:
+    """Let states that an optimizer made in users' code be what its step computes with: plain parts of this rank."""
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, FlatShard):
+                state[key] = value.held
+
+
 def library_code() -> AbstractContextManager[None]:
     """Run the library's own code: parameters are the shards that they are."""
     return running(None)
@@ -199,13 +213,15 @@ def running_as_library(*methods: str) -> Callable[[_T], _T]:
 
     def decorate(cls: _T) -> _T:
         for name in methods:
-            setattr(cls, name, _as_library(getattr(cls, name)))
+            setattr(cls, name, as_library(getattr(cls, name)))
         return cls
 
     return decorate
 
 
-def _as_library(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs ``method`` as `library_code`."""
+
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_library():

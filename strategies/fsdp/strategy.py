@@ -43,7 +43,7 @@ from ..common.refused_callbacks import PRUNING, check_callbacks
 from ..common.skipped_steps import SkippedSteps
 from ..common.termination import Termination
 from ..common.total_norms import TotalNorms
-from ..common.user_code import UserCode, running_as_library
+from ..common.user_code import UserCode, running_as_library, with_plain_states
 from ..upstream.lightning import (
     FSDPStrategy,
     Trainer,
@@ -358,6 +358,7 @@ class AccelFSDPStrategy(TrainerHooks):
             parameter.grad = None
         super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
+            with_plain_states(optimizer)
             self.form.early.switch(optimizer, inside_root(self.form.root))
         self.engine.check_optimizers(self.form.root, self.optimizers)
         module = self.lightning_module

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from . import partitions
 
@@ -81,7 +81,7 @@ class ChangedWeights:
     def accept(self) -> None:
         """Accept what there is: both are equal."""
         self._masters = [each._version for each in partitions.masters(self._zero)]
-        self._weights = [each._version for each in self._parameters]
+        self._weights = [_version_of(each) for each in self._parameters]
 
     def follow(self) -> None:
         """Let masters follow weights that were changed; what was changed among the masters themselves stays.
@@ -92,7 +92,7 @@ class ChangedWeights:
         changed = self._changed_masters()
         if changed:
             pairs = zip(self._parameters, self._weights, strict=True)
-            both = [self._names[each] for each, version in pairs if each._version != version]
+            both = [self._names[each] for each, version in pairs if _version_of(each) != version]
             if both:
                 raise RuntimeError(
                     f"{', '.join(both[:3])}{' and others' if both[3:] else ''} was changed in the module, and the "
@@ -126,6 +126,12 @@ class ChangedWeights:
             for place, (flat, version) in enumerate(zip(flats, self._masters, strict=True))
             if flat._version != version
         ]
+
+
+def _version_of(parameter: Any) -> int:
+    """Return a number that grows with each change in place, also of a partition of stage 3."""
+    partition: Tensor | None = getattr(parameter, "ds_tensor", None)
+    return int(parameter._version) + (0 if partition is None else int(partition._version))
 
 
 def switch_mode(optimizer: Any, name: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...common.user_code import as_library
+
 
 @functools.cache
 def allow_scalars() -> None:
@@ -18,6 +20,7 @@ def allow_scalars() -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
+    gathered_enter = GatheredParameters.__enter__
     broadcast, clip = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients
     partition, gathered_exit = Init._zero_init_param, GatheredParameters.__exit__
 
@@ -48,16 +51,33 @@ def allow_scalars() -> None:
         finally:
             del self._convert_to_deepspeed_param
 
+    @functools.wraps(gathered_enter)
+    def enter_gathered(self: Any) -> Any:
+        result = gathered_enter(self)
+        for one in getattr(self, "params", None) or ():
+            one.accelight_gathered = getattr(one, "accelight_gathered", 0) + 1
+        return result
+
     @functools.wraps(gathered_exit)
     def exit_gathered(self: Any, *args: Any) -> None:
         for one in getattr(self, "params", None) or ():
             if not one.ndim and self.src_rank is not None:
                 one.data = one.data.view(1)  # until it is partitioned
-        gathered_exit(self, *args)
+        try:
+            gathered_exit(self, *args)
+        finally:
+            for one in getattr(self, "params", None) or ():
+                one.accelight_gathered -= 1
 
     DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients = broadcast_model, clip_fp32_gradients
     Init._zero_init_param = zero_init_param
-    GatheredParameters.__exit__ = exit_gathered
+    GatheredParameters.__enter__ = as_library(enter_gathered)
+    GatheredParameters.__exit__ = as_library(exit_gathered)
+
+
+def is_gathered_by_user(parameter: Any) -> bool:
+    """Return whether a parameter is inside of ``GatheredParameters``."""
+    return bool(getattr(parameter, "accelight_gathered", 0))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ...common.flat_shards import FlatShard
 from ...common.gradients import gradients_of
 from ...common.user_code import is_user_code
 
@@ -16,7 +17,7 @@ def refuse_norm(module: nn.Module, gradients: Sequence[Tensor], norm_type: float
     Raises:
         RuntimeError: If they are some of the module's, or none: parameters have none that DeepSpeed has taken.
     """
-    if is_user_code():  # hooks see the gradients themselves
+    if any(isinstance(gradient, FlatShard) for gradient in gradients):  # hooks see those of the stages 1 to 3
         return
     own = {id(gradient) for gradient in gradients_of(module.parameters())}
     if gradients and not any(id(gradient) in own for gradient in gradients):
@@ -34,7 +35,7 @@ def refuse_change(module: nn.Module, function: str, parameters: Sequence[Tensor]
     Raises:
         RuntimeError: If one of the parameters is the module's.
     """
-    if is_user_code():
+    if is_user_code() and any(isinstance(parameter.grad, FlatShard) for parameter in parameters):
         return
     own = {id(parameter) for parameter in module.parameters()}
     if not any(id(parameter) in own for parameter in parameters):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ...common.flat_shards import FlatLayout, FlatShard
 from ...common.module_state_dicts import follow_state_dicts, refuse_copies
-from ...common.user_code import library_code
+from ...common.user_code import as_library, library_code
 from . import partitions
+from .scalars import is_gathered_by_user
 from .window import Window, window_of
 
 
@@ -26,10 +27,13 @@ class ZeroAccess:
         device: Where this rank computes.
     """
 
+    shows_shards = False
+
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
         self._parameters: dict[int, nn.Parameter] = {id(each): each for each in module.parameters()}
         self._window: Window | None = None
+        self.in_step = False
         self._pieces: dict[int, partitions.Piece] = {}
 
     def follow(self, engine: Any) -> None:
@@ -38,6 +42,9 @@ class ZeroAccess:
         if engine.zero_optimization_stage() == 3:
             partitioned = [each for each in engine.module.modules() if each._parameters]
             follow_state_dicts(partitioned, self)
+            for parameter in engine.module.parameters():
+                for name in ("all_gather", "partition"):  # DeepSpeed's own, which users' code may cause
+                    setattr(parameter, name, as_library(getattr(parameter, name)))
             refuse_copies(partitioned)
         if self._window is not None and partitions.is_partitioned_optimizer(engine.optimizer):
             self._pieces = {id(each.parameter): each for each in partitions.pieces(engine.optimizer)}
@@ -53,11 +60,10 @@ class ZeroAccess:
         if parameter is None or not hasattr(parameter, "ds_tensor"):
             return None
         if parameter.ds_status.name == "AVAILABLE":
-            in_step = getattr(self._module._parameters, "_in_forward", False)
-            if not parameter.ds_persist and not in_step:
-                return None  # inside of GatheredParameters
-            if not in_step or not getattr(self._module, "automatic_optimization", True):
-                parameter.partition()  # else a copy of it would stay as it is
+            is_automatic = getattr(self._module, "automatic_optimization", True)
+            if is_gathered_by_user(parameter) or (self.in_step and is_automatic):
+                return None  # in a step DeepSpeed has gathered it, and takes its gradient
+            parameter.partition()  # else a copy of it would stay as it is
         held: Tensor = parameter.ds_tensor
         if held.numel() < parameter.partition_numel():
             raise RuntimeError(
@@ -78,10 +84,10 @@ class ZeroAccess:
         start = start if count else 0
         return FlatLayout(shape, tuple(strides), tuple(range(len(shape))), start, count, 0, 1, group, self._device, cut)
 
-    def writable(self, tensor: Tensor) -> Tensor | None:
-        """Return a whole parameter's values, which lie in DeepSpeed's flat buffer; None for any other tensor."""
-        mine = self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
-        return tensor.data if mine else None
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
+        """Return a whole parameter that is assigned to, since its memory is in DeepSpeed's flat buffer; else None."""
+        mine = assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        return tensor if mine else None
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""

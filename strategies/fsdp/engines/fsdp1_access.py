@@ -29,6 +29,8 @@ class FlatAccess:
         watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
     """
 
+    shows_shards, in_step = True, False
+
     def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
         self._watch = watch
         self._places: dict[int, tuple[int, int]] = {}
@@ -59,10 +61,8 @@ class FlatAccess:
             return None
         return FlatShard(held, layout)
 
-    def writable(self, tensor: Tensor) -> Tensor | None:
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
         """Return an alias of an unsharded parameter, which may be written to; None for any other tensor."""
-        if not tensor._is_view():
-            return None
         storage = tensor.untyped_storage().data_ptr()
         return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
 

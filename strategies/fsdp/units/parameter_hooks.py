@@ -54,7 +54,7 @@ def check_parameters(
 def _problems(name: str, parameter: nn.Parameter, *, keeps_parameters: bool, is_flattened: bool) -> Iterator[str]:
     cls: Any = type(parameter)
     is_own = issubclass(cls, nn.Parameter) and cls not in (nn.Parameter, UninitializedParameter)
-    if is_own and not cls.__module__.startswith(_FROM_LIBRARIES):
+    if is_own and parameter.requires_grad and not cls.__module__.startswith(_FROM_LIBRARIES):
         behaves = cls.__torch_function__ is not nn.Parameter.__torch_function__
         if behaves or not keeps_parameters:
             yield (

@@ -104,7 +104,8 @@ def hide_wrapper_names(root: nn.Module) -> None:
     A wrapper stands under the name of what it wraps. torch's wrappers add a component of their own to every name.
     """
     for module in list(root.modules()):
-        if isinstance(module, FullyShardedDataParallel | ActivationWrapper):
+        is_flat = isinstance(module, FullyShardedDataParallel) and not module._use_orig_params
+        if isinstance(module, FullyShardedDataParallel | ActivationWrapper) and not is_flat:  # torch looks for the flat
             module.__dict__["named_modules"] = partial(_named_modules, module)
 
 
