@@ -332,6 +332,7 @@ class GlobalTensors(TorchFunctionMode):
         """Return whether an operation is a part of a graph that shards of FSDP1 themselves do not have."""
         return (
             name != "detach"
+            and not name.endswith("_like")
             and not _is_in_place(name)
             and torch.is_grad_enabled()
             and (self._in_step or self._access.shows_shards)
