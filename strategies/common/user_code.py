@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -125,6 +126,8 @@ class UserCode:
 
     @contextmanager
     def _hook(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        if not torch.is_grad_enabled():  # an evaluation's
+            self.access.release()
         with context as value, self._calls_of(self._in_hooks):
             yield value
 
@@ -143,10 +146,13 @@ class UserCode:
         if is_library() or module not in self._called:
             return
         library = running(None)
+        is_in_hook = _running[-1] is self._in_hooks
         library.__enter__()
 
         def leave(*_: Any) -> None:
             handle.remove()
+            if is_in_hook:
+                self.access.release()
             library.__exit__(None, None, None)
 
         handle = module.register_forward_hook(leave, always_call=True)
@@ -199,13 +205,15 @@ def running_as_library(*methods: str) -> Callable[[_T], _T]:
 
     def decorate(cls: _T) -> _T:
         for name in methods:
-            setattr(cls, name, _as_library(getattr(cls, name)))
+            setattr(cls, name, as_library(getattr(cls, name)))
         return cls
 
     return decorate
 
 
-def _as_library(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function run as `library_code`, whoever calls it."""
+
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         if is_library():
