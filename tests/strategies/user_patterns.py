@@ -727,7 +727,7 @@ CHANGE_3 = Refused(
     "was changed in training_step, where ZeRO-3 may have gathered it.*on_train_batch_end",
     "the same change in `on_train_batch_start` or `on_train_batch_end`",
 )
-CHANGES = "weights changed in `training_step`, in a forward or its hooks"
+CHANGES = "weights changed in `training_step`"
 
 
 @pattern(CHANGES, core=True, zero3=CHANGE_3)
