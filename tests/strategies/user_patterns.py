@@ -492,9 +492,10 @@ class ScaleGradients(Pattern):
 @pattern(GRADIENTS)
 class MaskGradients(Pattern):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.first.weight.grad[:4] = 0
-        self.model.embed.weight.grad.mul_(torch.ones(WIDTH, INPUTS).tril())
-        self.model.head.bias.grad.zero_()
+        model: Any = self.model
+        model.blocks[0].up.weight.grad[:4] = 0
+        model.embed.weight.grad.mul_(torch.ones(WIDTH, INPUTS).tril())
+        model.head.bias.grad.zero_()
 
 
 @pattern(GRADIENTS)
@@ -785,7 +786,7 @@ class StandardizedWeights(Pattern):
 @pattern(DERIVED)
 class WeightNorm(Pattern):
     def build(self) -> Net:
-        net = super().build()
+        net: Any = super().build()
         for layer in (net.head, net.blocks[0].up):
             nn.utils.parametrizations.weight_norm(layer)
         return net
@@ -1078,7 +1079,11 @@ class HooksOfModules(Pattern):
     def __init__(self) -> None:
         super().__init__()
         self.model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 1.1)
-        self.model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+        self.model.head.register_full_backward_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (inputs[0] * 0.5,)
 
 
 POST = Refused(
