@@ -149,6 +149,14 @@ class ShardAccess(Protocol):
         """Return a full tensor whose gradient reaches ``tensor``, a parameter that `shard_of` knows."""
         ...
 
+    def release(self) -> None:
+        """Reshard what calls of modules have left unsharded; no such call runs."""
+        ...
+
+    def check_change_in_step(self, shard: Sharded) -> None:
+        """Refuse a change of a shard in a training step, where the engine could lose it."""
+        ...
+
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""
         ...
@@ -182,6 +190,12 @@ class NoAccess:
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
         """Return ``full``."""
         return full
+
+    def release(self) -> None:
+        """Do nothing: units reshard themselves."""
+
+    def check_change_in_step(self, shard: Sharded) -> None:
+        """Do nothing: what steps change is taken over."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False."""
@@ -299,6 +313,8 @@ class GlobalTensors(TorchFunctionMode):
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
         assigns = name == "__set__" and func.__self__.__name__ == "data"
+        if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
+            args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
         if not (assigns or _is_in_place(name)) or not args or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if torch.is_grad_enabled() and not assigns:
@@ -329,15 +345,16 @@ class GlobalTensors(TorchFunctionMode):
         return tensor if shard is None else shard
 
     def _needs_link(self, name: str, args: Any, kwargs: Any) -> bool:
-        """Return whether an operation is a part of a graph that shards of FSDP1 themselves do not have."""
+        """Return whether an operation is a part of a graph that shards lack: FSDP1's, or full tensors next to them."""
         return (
             name != "detach"
             and not name.endswith("_like")
             and not _is_in_place(name)
             and torch.is_grad_enabled()
-            and (self._in_step or self._access.shows_shards)
             and any(
-                one.requires_grad and not isinstance(one, DTensor) and self._is_sharded(one)
+                one.requires_grad
+                and not isinstance(one, DTensor)
+                and (self._in_step or self._access.shows_shards or not self._is_sharded(one))
                 for one in _tensors(args, kwargs)
             )
         )
@@ -382,7 +399,12 @@ class GlobalTensors(TorchFunctionMode):
                 f"value {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; a "
                 "parameter of another shape must be there before the model is sharded (in configure_model())."
             )
+        self._check_change(shard)
         local_part(shard).copy_(local_part(self._like(value, shard)))
+
+    def _check_change(self, shard: Sharded) -> None:
+        if self._differentiable:
+            self._access.check_change_in_step(shard)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
         self._check_reduced(tensor)
@@ -441,6 +463,7 @@ class GlobalTensors(TorchFunctionMode):
             return self._like(self._shard(tensor), first)
 
         if is_in_place:
+            self._check_change(first)
             func(first, *self._map(tuple(args[1:]), convert), **self._map(kwargs, convert))
             return args[0]
         try:
@@ -494,6 +517,8 @@ class GlobalTensors(TorchFunctionMode):
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
+                if one.full._version != one.version:
+                    self._check_change(one.shard)
                 one.write_back()
         returned = {_storage(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -131,6 +132,8 @@ class UserCode:
 
     @contextmanager
     def _hook(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        if not torch.is_grad_enabled():  # an evaluation's
+            self.access.release()
         with context as value, self._calls_of(self._in_hooks):
             yield value
 
@@ -149,10 +152,13 @@ class UserCode:
         if is_library() or module not in self._called:
             return
         library = running(None)
+        is_in_hook = _running[-1] is self._in_hooks
         library.__enter__()
 
         def leave(*_: Any) -> None:
             handle.remove()
+            if is_in_hook:
+                self.access.release()
             library.__exit__(None, None, None)
 
         handle = module.register_forward_hook(leave, always_call=True)

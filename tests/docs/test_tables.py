@@ -16,7 +16,7 @@ from accelerate import Accelerator
 import accelight
 from tests.docs.pages import PAGES, ROOT, page_name, table_rows
 from tests.docs.peers import LIGHTNING
-from tools.docs import arguments
+from tools.docs import arguments, user_code
 from tools.docs.public_names import PACKAGES, public_names
 
 DOCS = ROOT / "docs"
@@ -62,6 +62,12 @@ def test_names_of_ours_in_the_guides_are_public() -> None:
 def test_the_tables_of_arguments_are_those_of_the_code() -> None:
     page = arguments.PAGE.read_text(encoding="utf-8")
     assert arguments.with_tables(page) == page, "python -m tools.docs.arguments writes them anew"
+
+
+@pytest.mark.parametrize("page", user_code.PAGES, ids=page_name)
+def test_the_tables_of_users_code_are_those_that_are_trained(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert user_code.with_table(page) == text, "python -m tools.docs.user_code writes them anew"
 
 
 def test_every_variable_of_ours_is_documented() -> None:

@@ -55,10 +55,12 @@ class LostChanges:
         lost = [self._names[each] for each, version in self._versions.items() if each._version != version]
         if lost:
             self.accept()
+            were, them = ("were", "them") if lost[1:] else ("was", "it")
             raise RuntimeError(
-                f"{', '.join(lost)} was changed in place while stage 3 had it partitioned, so that the change is lost. "
-                "Change weights inside 'with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):', on "
-                "every rank."
+                f"{', '.join(lost)} {were} changed in place while stage 3 had {them} partitioned, so that the change "
+                "is lost (an average or a teacher updated in training_step, a clamp in a forward). Change weights in a "
+                "hook, such as on_train_batch_start() or on_train_batch_end(), or inside 'with "
+                "strategy.full_parameters(module):', on every rank."
             )
 
 

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ...common.flat_shards import FlatLayout, FlatShard
+from ...common.global_tensors import local_part
 from ...common.module_state_dicts import follow_state_dicts, refuse_copies
 from ...common.user_code import as_library, library_code
 from . import partitions
 from .scalars import is_gathered_by_user
 from .window import Window, window_of
+
+_IS_LIBRARY = "_accelight_is_library"
 
 
 class ZeroAccess:
@@ -42,10 +45,9 @@ class ZeroAccess:
         if engine.zero_optimization_stage() == 3:
             partitioned = [each for each in engine.module.modules() if each._parameters]
             follow_state_dicts(partitioned, self)
-            for parameter in engine.module.parameters():
-                for name in ("all_gather", "partition"):  # DeepSpeed's own, which users' code may cause
-                    setattr(parameter, name, as_library(getattr(parameter, name)))
             refuse_copies(partitioned)
+            for parameter in self._parameters.values():
+                _gather_as_library(parameter)
         if self._window is not None and partitions.is_partitioned_optimizer(engine.optimizer):
             self._pieces = {id(each.parameter): each for each in partitions.pieces(engine.optimizer)}
 
@@ -88,6 +90,35 @@ class ZeroAccess:
         """Return a whole parameter that is assigned to, since its memory is in DeepSpeed's flat buffer; else None."""
         mine = assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
         return tensor if mine else None
+
+    def release(self) -> None:
+        """Partition what stage 3 has left gathered after a forward without a backward."""
+        for each in self._parameters.values():
+            parameter: Any = each
+            is_left = not getattr(parameter, "ds_persist", True) and parameter.ds_status.name == "AVAILABLE"
+            if is_left and not parameter.ds_active_sub_modules:
+                parameter.partition()
+
+    def check_change_in_step(self, shard: Any) -> None:
+        """Refuse to change a partition while automatic optimization may have gathered its parameter for the forward.
+
+        Raises:
+            RuntimeError: If the partition is one of the module's.
+        """
+        if not getattr(self._module, "automatic_optimization", True):
+            return
+        part = local_part(shard)
+        storage, start = part.untyped_storage().data_ptr(), part.storage_offset()
+        for name, each in self._module.named_parameters():
+            held: Tensor | None = getattr(each, "ds_tensor", None)
+            if held is None or held.untyped_storage().data_ptr() != storage:
+                continue
+            if held.storage_offset() <= start < held.storage_offset() + held.numel():
+                raise RuntimeError(
+                    f"{name} was changed in training_step, where ZeRO-3 may have gathered it for the forward, so that "
+                    "the change would be lost. Change weights (averages, teachers, clamps) in a hook, such as "
+                    "on_train_batch_start() or on_train_batch_end(), or use zero_stage=2."
+                )
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""
@@ -168,3 +199,13 @@ class ZeroAccess:
             return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
         held = partitions.gradient_piece(zero, piece)
         return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
+
+
+def _gather_as_library(parameter: Any) -> None:
+    """Let DeepSpeed itself set a parameter's data, also where users' code makes it: by an attribute, by a context."""
+    for name in ("all_gather", "partition"):
+        function = getattr(parameter, name, None)
+        if function is not None and not hasattr(function, _IS_LIBRARY):
+            wrapped = as_library(function)
+            setattr(wrapped, _IS_LIBRARY, True)
+            setattr(parameter, name, wrapped)

@@ -82,6 +82,12 @@ class FlatAccess:
         linked: Tensor = _Link.apply(full, anchor, add)  # type: ignore[no-untyped-call]
         return linked
 
+    def release(self) -> None:
+        """Do nothing: units reshard themselves."""
+
+    def check_change_in_step(self, shard: Any) -> None:
+        """Do nothing: what steps change is taken over."""
+
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""
         flat_param = self._flat.get(id(tensor))

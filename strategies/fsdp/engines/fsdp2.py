@@ -225,8 +225,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
         access = UnitAccess(self._units)
-        follow_state_dicts(self.sharded_modules(root), access)
-        refuse_copies(module for module in root.modules() if isinstance(module, FSDPModule))
+        sharded = list(self.sharded_modules(root))
+        follow_state_dicts(sharded, access)
+        refuse_copies([*sharded, *(module for module in root.modules() if isinstance(module, FSDPModule))])
         return access
 
     @override

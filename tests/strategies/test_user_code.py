@@ -1,0 +1,150 @@
+"""Users' code on parameters, gradients and buffers trains as under ``ddp``, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import quiet_trainer
+from tests.strategies.user_patterns import (
+    ENGINES,
+    INPUTS,
+    OUTPUTS,
+    PATTERNS,
+    Answer,
+    Block,
+    Unnoticed,
+    in_table,
+)
+
+BATCHES, BATCH_SIZE = 4, 2
+CLOSE = 2e-5
+"""Sums in another order differ by some 1e-7 in a step, and momentum carries them on."""
+
+
+@dataclass
+class Trained:
+    """What a fit left on a rank."""
+
+    weights: dict[str, Tensor]
+    seen: dict[str, float]
+    error: str = ""
+
+
+def _loader(seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    samples = BATCHES * BATCH_SIZE
+    inputs = torch.randn(2, samples, INPUTS, generator=generator)
+    targets = torch.randn(2, samples, OUTPUTS, generator=generator)
+    return DataLoader(TensorDataset(inputs[dist.get_rank()], targets[dist.get_rank()]), BATCH_SIZE)
+
+
+def _strategy(engine: str, leaves_unused: bool) -> Any:
+    if engine == "ddp":
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=leaves_unused)
+    version = int(engine[-1])
+    if engine.startswith("fsdp"):
+        return AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy={Block}, state_dict_type="full_state_dict")
+    buckets = {"reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 64, "stage3_param_persistence_threshold": 0}
+    return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": version, **buckets}})
+
+
+def _train(name: str, engine: str) -> Trained:
+    kind = PATTERNS[name].module
+    module = kind()
+    trainer = quiet_trainer(
+        _strategy(engine, kind.leaves_unused),
+        2,
+        max_epochs=kind.epochs,
+        accumulate_grad_batches=kind.accumulate,
+        callbacks=module.callbacks(),
+        use_distributed_sampler=False,
+    )
+    try:
+        trainer.fit(module, _loader(2), _loader(3) if kind.validates else None)
+    except Exception as error:  # noqa: BLE001 (compared with the words of the table)
+        return Trained({}, {}, f"{type(error).__name__}: {error}")
+    weights = {key: value.detach().clone() for key, value in full_state_dict(trainer.strategy, module).items()}
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return Trained(weights, {**module.seen, **metrics})
+
+
+_under_ddp = cache(_train)
+
+
+def problems(names: Sequence[str], engine: str) -> list[str]:
+    """Train patterns on this rank, and return those that are not what the table says."""
+    found = []
+    for name in names:
+        expected, trained = _under_ddp(name, "ddp"), _train(name, engine)
+        column = "zero2" if engine == "zero1" else engine  # one column of the table
+        problem = _problem(PATTERNS[name].answers.get(column), trained, expected)
+        if problem:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def _problem(answer: Answer | None, trained: Trained, expected: Trained) -> str:
+    if expected.error:
+        return f"ddp cannot train it: {expected.error}"
+    if answer is None or isinstance(answer, Unnoticed):
+        found = trained.error or _difference(trained, expected)
+        return found if answer is None else "" if found else "is right now, which the table does not know"
+    if not trained.error:
+        return f"was not refused; {_difference(trained, expected) or 'equal'}"
+    return "" if re.search(answer.match, trained.error, re.DOTALL) else f"another refusal: {trained.error}"
+
+
+def _difference(trained: Trained, expected: Trained) -> str:
+    if trained.weights.keys() != expected.weights.keys() or trained.seen.keys() != expected.seen.keys():
+        return f"other names: {trained.weights.keys() ^ expected.weights.keys()}, {trained.seen} {expected.seen}"
+    pairs = {
+        **{key: (trained.weights[key].double(), value.double()) for key, value in expected.weights.items()},
+        **{key: (torch.tensor(trained.seen[key]), torch.tensor(value)) for key, value in expected.seen.items()},
+    }
+    worst = {key: ((one - other).abs() / other.abs().clamp(min=1)).max().item() for key, (one, other) in pairs.items()}
+    return ", ".join(f"{key} differs by {most:.1e}" for key, most in worst.items() if not most <= CLOSE)
+
+
+def _batches() -> dict[str, list[str]]:
+    """The core, and the others by number: a row of the docs is never cut."""
+    core = [name for name, entry in PATTERNS.items() if entry.core]
+    batches, others = {"core": core}, list[str]()
+    for entries in in_table(PATTERNS.values()).values():
+        others += [entry.name for entry in entries if not entry.core]
+        if len(others) >= 8:
+            batches[f"batch{len(batches)}"], others = others, []
+    return {**batches, f"batch{len(batches)}": others} if others else batches
+
+
+BATCHES_OF_PATTERNS = _batches()
+
+
+@pytest.mark.core("core")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("batch", BATCHES_OF_PATTERNS)
+def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
+    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=120)
+    assert reports == [[], []], "\n".join(line for report in reports for line in report)
+
+
+@pytest.mark.exhaustive
+def test_stage_1_has_the_answers_of_stage_2() -> None:
+    test_users_code_trains_as_under_ddp("core", "zero1")
+
+
+def test_patterns_of_one_row_have_the_same_answers() -> None:
+    for does, entries in in_table(PATTERNS.values()).items():
+        assert all(entry.answers == entries[0].answers for entry in entries), does

@@ -1,0 +1,1201 @@
+"""What users' code does to parameters, gradients and buffers: small modules, and what each engine makes of them.
+
+Each class is a pattern of code that people write for ``ddp``. `PATTERNS` says for each engine that it trains as under
+``ddp``, or how it is refused. ``test_user_code.py`` trains them; ``python -m tools.docs.user_code`` writes the tables
+of ``docs/fsdp.md`` and ``docs/deepspeed.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Optimizer
+
+INPUTS, WIDTH, OUTPUTS = 5, 7, 3
+"""Odd, so that shards differ in size."""
+
+
+class Block(nn.Module):
+    """What the wrap policy names."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks between two layers that are the root's."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(INPUTS, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+        self.blocks = nn.Sequential(Block(norm), Block(norm))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+class Pattern(LightningModule):
+    """Plain training; each pattern changes something of it."""
+
+    epochs: ClassVar[int] = 2
+    accumulate: ClassVar[int] = 1
+    validates: ClassVar[bool] = False
+    leaves_unused: ClassVar[bool] = False
+    """Whether ``ddp`` needs ``find_unused_parameters``."""
+    model: Net
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = self.build()
+        self.seen: dict[str, float] = {}
+
+    def build(self) -> Net:
+        return Net()
+
+    def callbacks(self) -> list[Callback]:
+        return []
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.model(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", self.loss(batch), sync_dist=True)
+
+    def groups(self) -> Any:
+        return self.parameters()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.groups(), lr=0.05, momentum=0.9)
+
+    def see(self, name: str, value: Any) -> None:
+        """Record a number that must be the one of ``ddp``."""
+        self.seen[f"{name}{len(self.seen)}"] = float(value)
+
+    @property
+    def first(self) -> Any:
+        """A linear layer inside a unit."""
+        return self.model.blocks[0].up
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An engine's answer to what it cannot do."""
+
+    match: str
+    """Of the error, as ``pytest.raises`` has it."""
+    instead: str
+    """What to write, as the docs have it."""
+
+
+@dataclass(frozen=True)
+class Unnoticed:
+    """An engine trains otherwise than ``ddp``, and cannot notice it."""
+
+    instead: str
+    """What to write, as the docs have it."""
+
+
+Answer = Refused | Unnoticed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pattern in the table."""
+
+    module: type[Pattern]
+    does: str
+    """A row of the docs; patterns with the same words have the same answers."""
+    answers: dict[str, Answer]
+    """By engine; where there is none, weights and numbers are those of ``ddp``."""
+    core: bool
+
+    @property
+    def name(self) -> str:
+        return self.module.__name__
+
+
+ENGINES = ("fsdp1", "fsdp2", "zero2", "zero3")
+PATTERNS: dict[str, Entry] = {}
+_Module = TypeVar("_Module", bound=type[Pattern])
+
+
+def pattern(does: str, *, core: bool = False, **answers: Answer) -> Callable[[_Module], _Module]:
+    """Put a class into `PATTERNS`."""
+
+    def add(module: _Module) -> _Module:
+        PATTERNS[module.__name__] = Entry(module, does, answers, core)
+        return module
+
+    return add
+
+
+# ------------------------------------------------------------------ optimizer groups
+GROUPS = "groups by `ndim`, shape, fan-in, `numel()`, name, or what `__init__` kept"
+
+
+@pattern(GROUPS, core=True)
+class DecayByDimensions(Pattern):
+    def groups(self) -> Any:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+        return [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+
+
+@pattern(GROUPS)
+class RateByFanIn(Pattern):
+    def groups(self) -> Any:
+        return [{"params": [p], "lr": 0.3 / (p.shape[1] if p.dim() == 2 else p.shape[0])} for p in self.parameters()]
+
+
+@pattern(GROUPS)
+class RateBySize(Pattern):
+    def groups(self) -> Any:
+        total = sum(p.numel() for p in self.parameters())
+        return [{"params": [p], "lr": 0.1 - 0.05 * p.numel() / total} for p in self.parameters()]
+
+
+@pattern(GROUPS)
+class LargestFirst(Pattern):
+    def groups(self) -> Any:
+        ordered = sorted(self.parameters(), key=lambda p: (-p.numel(), p.ndim))
+        return [{"params": ordered[:3], "lr": 0.01}, {"params": ordered[3:]}]
+
+
+@pattern(GROUPS)
+class DecayByName(Pattern):
+    def groups(self) -> Any:
+        named = dict(self.named_parameters())
+        plain = [p for name, p in named.items() if name.endswith("bias") or ".norm." in name]
+        others = [p for p in named.values() if all(p is not q for q in plain)]
+        return [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.3}]
+
+
+@pattern(GROUPS)
+class GroupsKeptByInit(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = [p for p in self.model.parameters() if p.ndim == 2]
+        self.ids = {id(p) for p in self.matrices}
+
+    def groups(self) -> Any:
+        others = [p for p in self.parameters() if id(p) not in self.ids]
+        return [{"params": self.matrices, "lr": 0.01}, {"params": others}]
+
+
+@pattern(GROUPS)
+class OnlyBiasesTrain(Pattern):
+    def configure_optimizers(self) -> Any:
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("bias" in name)
+        return SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+    leaves_unused = True
+
+
+ATTRIBUTES = "attributes of parameters, parameters kept in lists"
+
+
+@pattern(ATTRIBUTES)
+class MarkedParameters(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.blocks.parameters():
+            parameter.without_decay = True  # type: ignore[attr-defined]
+
+    def groups(self) -> Any:
+        marked = [p for p in self.parameters() if hasattr(p, "without_decay")]
+        others = [p for p in self.parameters() if not hasattr(p, "without_decay")]
+        return [{"params": marked, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.3}]
+
+
+@pattern(ATTRIBUTES)
+class ListKeptByInit(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.biases = [p for name, p in self.model.named_parameters() if "bias" in name]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for bias in self.biases:
+                bias.mul_(0.9)
+
+
+# ------------------------------------------------------------------ element by element
+ELEMENTS = "in-place changes of every element in hooks: clamp, scale, masks, also through `.data`"
+
+
+@pattern(ELEMENTS, core=True)
+class ClampData(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+@pattern(ELEMENTS)
+class DecayByHand(Pattern):
+    def on_train_batch_start(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.model.blocks.parameters():
+                parameter.mul_(0.97).sub_(parameter.sign(), alpha=1e-3)
+
+
+@pattern(ELEMENTS)
+class ScaleByForeach(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.parameters()), 0.95)
+
+
+@pattern(ELEMENTS)
+class MasksOfFullShape(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.masks = {name: torch.rand(p.shape, generator=generator) > 0.4 for name, p in self.model.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.mul_(self.masks[name])
+
+
+@pattern(ELEMENTS)
+class KeepAboveThreshold(Pattern):
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            parameter.data[parameter.data.abs() < 0.05] = 0
+
+
+# ------------------------------------------------------------------ rows
+ROWS = "edits of rows, columns and slices in hooks"
+
+
+@pattern(ROWS, core=True)
+class ZeroRows(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.first.weight[2].zero_()
+            self.model.head.weight[1:, :3].mul_(0.5)
+            self.model.embed.bias[:4] = 0.1
+
+
+@pattern(ROWS)
+class ChunksOfRows(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.first.weight.chunk(3)[1].mul_(0.8)
+            self.first.weight[:, 0].add_(0.01)
+
+
+@pattern(ROWS)
+class RowsByIndex(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        rows = torch.tensor([0, 3, 6])
+        self.model.embed.weight.data.index_fill_(0, rows, 0.25)
+        self.first.weight.data[rows] = self.first.weight.data[rows] * 0.5
+
+
+@pattern(ROWS)
+class LowerTriangle(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.model.embed.weight.data.tril_()
+
+
+# ------------------------------------------------------------------ assignment
+ASSIGNMENT = "`p.data = other`, `vector_to_parameters`"
+
+
+@pattern(ASSIGNMENT, core=True)
+class AssignData(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.model.blocks.parameters():
+            parameter.data = parameter.data.clamp(min=-0.3) * 0.98
+
+
+@pattern(ASSIGNMENT)
+class AssignFullTensors(Pattern):
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = torch.full(parameter.shape, 0.02)
+
+
+@pattern(ASSIGNMENT)
+class ThroughOneVector(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector = nn.utils.parameters_to_vector(self.parameters())
+        nn.utils.vector_to_parameters(vector * (0.99 / (1 + 1e-3 * vector.norm())), self.parameters())
+
+
+# ------------------------------------------------------------------ first values
+INIT = "`nn.init`, `reset_parameters()` in `configure_optimizers` and in hooks"
+
+
+@pattern(INIT)
+class XavierBeforeTraining(Pattern):
+    def on_train_start(self) -> None:
+        torch.manual_seed(5)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+
+@pattern(INIT)
+class XavierWithOptimizer(Pattern):
+    def configure_optimizers(self) -> Any:
+        torch.manual_seed(5)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        return super().configure_optimizers()
+
+
+@pattern(INIT)
+class ResetInMidTraining(Pattern):
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(5)
+        self.model.head.reset_parameters()
+        self.first.reset_parameters()
+
+
+@pattern(INIT)
+class OrthogonalInMidTraining(Pattern):
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(5)
+        nn.init.orthogonal_(self.first.weight)
+
+
+@pattern(INIT, core=True)
+class InitByApply(Pattern):
+    def on_fit_start(self) -> None:
+        torch.manual_seed(5)
+        self.model.apply(self._init)
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.3)
+            nn.init.zeros_(module.bias)
+
+
+# ------------------------------------------------------------------ noise
+NOISE = "noise: `randn_like(p)`, `torch.randn(p.shape)`, dropout of weights"
+
+
+@pattern(NOISE, core=True)
+class NoiseLikeWeights(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch.manual_seed(7 + self.global_step)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+@pattern(NOISE)
+class NoiseOfFullShape(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        generator = torch.Generator().manual_seed(self.global_step)
+        for parameter in self.parameters():
+            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+
+
+@pattern(NOISE)
+class DropoutOfWeights(Pattern):
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(7)
+        with torch.no_grad():
+            self.first.weight.copy_(functional.dropout(self.first.weight, 0.2))
+            self.model.head.weight.mul_(torch.bernoulli(torch.full_like(self.model.head.weight, 0.8)))
+
+
+# ------------------------------------------------------------------ norms and statistics
+NORMS = "norms, means, quantiles, counts and finite checks of weights in hooks; renorm, pruning, projection"
+
+
+@pattern(NORMS, core=True)
+class UnitNorm(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.div_(1 + 0.1 * parameter.data.norm())
+
+
+@pattern(NORMS)
+class NormalizedRows(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.first.weight.copy_(functional.normalize(self.first.weight, dim=1))
+            self.model.head.weight.renorm_(2, 0, 0.4)
+
+
+@pattern(NORMS)
+class PruneByQuantile(Pattern):
+    def on_train_epoch_end(self) -> None:
+        for parameter in self.parameters():
+            size = parameter.data.abs()
+            parameter.data.mul_((size > torch.quantile(size, 0.3)).float())
+
+
+@pattern(NORMS)
+class PruneTogether(Pattern):
+    def on_train_epoch_end(self) -> None:
+        every = torch.cat([p.data.abs().flatten() for p in self.parameters()])
+        limit = every.kthvalue(every.numel() // 3).values
+        for parameter in self.parameters():
+            parameter.data.mul_((parameter.data.abs() > limit).float())
+
+
+@pattern(NORMS)
+class NumbersOfWeights(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weights = list(self.parameters())
+        self.see("norm", torch.stack([p.detach().norm() for p in weights]).norm())
+        self.see("mean", sum(p.detach().mean() for p in weights))
+        self.see("largest", max(p.abs().max().item() for p in weights))
+        self.see("count", sum(p.numel() for p in weights))
+        self.see("finite", all(torch.isfinite(p).all() for p in weights))
+        self.see("element", self.first.weight[3, 2])
+
+
+@pattern(NORMS)
+class SpectrumOfAWeight(Pattern):
+    def on_train_epoch_end(self) -> None:
+        self.see("rank", torch.linalg.svdvals(self.first.weight.detach()).sum())
+        self.see("similar", functional.cosine_similarity(self.model.head.weight[0], self.model.head.weight[1], dim=0))
+
+
+# ------------------------------------------------------------------ gradients
+GRADIENTS = "gradients changed in `on_after_backward`, `on_before_optimizer_step`: scaled, masked, zeroed, noise"
+
+
+@pattern(GRADIENTS, core=True)
+class ScaleGradients(Pattern):
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            if "blocks" in name and parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+
+
+@pattern(GRADIENTS)
+class MaskGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        model: Any = self.model
+        model.blocks[0].up.weight.grad[:4] = 0
+        model.embed.weight.grad.mul_(torch.ones(WIDTH, INPUTS).tril())
+        model.head.bias.grad.zero_()
+
+
+@pattern(GRADIENTS)
+class GradientNoise(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        torch.manual_seed(7 + self.global_step)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.1)
+
+
+@pattern(GRADIENTS)
+class DecayIntoGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.data, alpha=0.1)
+
+
+@pattern(GRADIENTS)
+class ScaleGradientsOfWindow(ScaleGradients):
+    accumulate = 2
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        ScaleGradients.on_after_backward(self)
+
+
+@pattern(GRADIENTS)
+class GradientsWithoutNan(Pattern):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (float("nan") if batch_idx == 2 else 1.0)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.nan_to_num_(nan=0.0)
+
+
+ASSIGNED_GRADIENTS = "`p.grad = None`, `p.grad = p.grad * 0.1`"
+
+
+@pattern(ASSIGNED_GRADIENTS, core=True)
+class DropGradientsOfHead(Pattern):
+    def on_after_backward(self) -> None:
+        if self.current_epoch == 0:
+            for parameter in self.model.head.parameters():
+                parameter.grad = None
+
+
+@pattern(ASSIGNED_GRADIENTS)
+class AssignGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 0.1
+
+
+GRADIENT_NORMS = "norms and means of gradients in hooks: centralisation, AGC, logging"
+
+
+@pattern(GRADIENT_NORMS, core=True)
+class CentralizeGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and parameter.grad.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+
+
+@pattern(GRADIENT_NORMS)
+class AdaptiveClipping(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                most = 0.05 * parameter.detach().norm().clamp(min=1e-3)
+                norm = parameter.grad.norm()
+                parameter.grad.mul_(torch.where(norm > most, most / norm.clamp(min=1e-6), 1.0))
+
+
+@pattern(GRADIENT_NORMS)
+class NumbersOfGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.see("norm", torch.stack([one.norm() for one in gradients]).norm())
+        self.see("count", len(gradients))
+
+
+@pattern(GRADIENT_NORMS)
+class LightningsGradNorm(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        from lightning.pytorch.utilities import grad_norm
+
+        for name, value in grad_norm(self.model, norm_type=2).items():
+            self.see(name, value)
+
+
+CLIPPING = "`torch.nn.utils.clip_grad_norm_` of all parameters, a module, or one, in hooks"
+
+
+@pattern(CLIPPING, core=True)
+class ClipEachModule(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for module in self.model.children():
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+@pattern(CLIPPING)
+class ClipEachParameter(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.05)
+
+
+@pattern(CLIPPING)
+class ClipInItsMethod(Pattern):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.see("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.2))
+
+
+WHOLE = Refused(
+    "p.grad was used in a hook while gradients accumulate.*on_before_optimizer_step", "`on_before_optimizer_step`"
+)
+MID_WINDOW = "gradients used in `on_after_backward` before the last micro-batch of a window"
+
+
+@pattern(MID_WINDOW, fsdp1=WHOLE, fsdp2=WHOLE, zero2=WHOLE, zero3=WHOLE)
+class ScaleInMidWindow(ScaleGradients):
+    accumulate = 2
+
+
+# ------------------------------------------------------------------ training step: penalties
+PENALTY_3 = Refused(
+    "was used in a loss while ZeRO-3 has it partitioned.*weight_decay",
+    "`weight_decay`, stage 2, or the penalty in the forward of the module that has the parameter",
+)
+PENALTIES = "penalties over parameters in `training_step`: L1, L2, EWC, orthogonality"
+
+
+@pattern(PENALTIES, zero3=PENALTY_3)
+class SquaredPenalty(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.05 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+@pattern(PENALTIES, zero3=PENALTY_3)
+class AbsolutePenaltyBeforeForward(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return 0.01 * sum(p.abs().sum() for p in self.parameters()) + super().loss(batch)
+
+
+@pattern(PENALTIES, zero3=PENALTY_3)
+class OrthogonalPenalty(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        weight = self.first.weight
+        return super().loss(batch) + 0.1 * (weight.T @ weight - torch.eye(WIDTH)).pow(2).sum()
+
+
+@pattern(PENALTIES, zero3=PENALTY_3)
+class NormPenalty(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.05 * sum(torch.norm(p) for p in self.parameters())
+
+
+@pattern(PENALTIES, core=True, zero3=PENALTY_3)
+class PenaltyToFirstValues(Pattern):
+    def on_train_start(self) -> None:
+        self.anchors = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.05 * sum((p - self.anchors[n]).pow(2).sum() for n, p in self.named_parameters())
+
+
+@pattern(PENALTIES, zero3=PENALTY_3)
+class PenaltyToKeptCopies(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = [p.detach().clone() for p in self.model.parameters()]
+
+    def loss(self, batch: Any) -> Tensor:
+        pairs = zip(self.model.parameters(), self.copies, strict=True)
+        return super().loss(batch) + 0.05 * sum((p - q).pow(2).sum() for p, q in pairs)
+
+
+# ------------------------------------------------------------------ training step: values and changes
+VALUES = "values of weights in `training_step`, without gradients: norms, copies, logging"
+
+
+@pattern(VALUES)
+class LossScaledByNorm(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + 0.1 * self.model.head.weight.detach().norm())
+
+
+@pattern(VALUES)
+class NumbersInSteps(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        with torch.no_grad():
+            self.see("squares", sum(p.pow(2).sum() for p in self.parameters()))
+            self.see("bias", self.first.bias.mean())
+        return loss
+
+
+@pattern("a weight of a unit used with gradients in `training_step`, outside of its forward")
+class PartOfAUnit(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        probe = functional.linear(torch.ones(1, WIDTH), self.first.weight, self.first.bias)
+        return super().loss(batch) + 0.1 * probe.pow(2).mean()
+
+
+@pattern(
+    "`torch.autograd.grad` with respect to a weight outside of units (adaptive loss weights)",
+    zero3=Refused(
+        r"torch\.autograd\.grad\(\) with respect to sharded parameters.*Take gradients of activations",
+        "gradients of activations, or stage 2",
+    ),
+)
+class AdaptiveLossWeight(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        outputs = self.model(batch[0])
+        losses = functional.mse_loss(outputs, batch[1]), outputs.abs().mean()
+        weight = self.model.head.weight
+        norms = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in losses]
+        return losses[0] + (norms[0] / (norms[1] + 1e-4)).detach() * losses[1]
+
+
+CHANGE_3 = Refused(
+    "was changed in training_step, where ZeRO-3 may have gathered it.*on_train_batch_end",
+    "the same change in `on_train_batch_start` or `on_train_batch_end`",
+)
+CHANGES = "weights changed in `training_step`"
+
+
+@pattern(CHANGES, core=True, zero3=CHANGE_3)
+class ChangeBeforeForward(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.model.head.weight.mul_(0.95)
+            self.first.weight.mul_(0.95)
+        return super().loss(batch)
+
+
+@pattern(
+    "weights changed in hooks of modules (`register_forward_pre_hook`)",
+    zero3=Unnoticed("the same change in `on_train_batch_start` or `on_train_batch_end`"),
+)
+class ClampInForwardHook(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.first, self.model.head):
+            layer.register_forward_pre_hook(self._clamp)
+
+    @staticmethod
+    def _clamp(module: Any, _: Any) -> None:
+        module.weight.data.clamp_(-0.2, 0.2)
+
+
+@pattern(CHANGES, zero3=CHANGE_3)
+class ChangeAtEndOfStep(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.model.head.bias.data.add_(0.01)
+        self.first.bias.data.add_(0.01)
+        return loss
+
+
+DERIVED = "layers that compute their weight: standardisation, cosine, weight norm, LoRA"
+
+
+class Standardized(nn.Linear):
+    """A linear layer with rows of mean 0 and deviation 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered = self.weight - self.weight.mean(1, keepdim=True)
+        return functional.linear(x, centered / (centered.std(1, keepdim=True) + 1e-5), self.bias)
+
+
+@pattern(DERIVED)
+class StandardizedWeights(Pattern):
+    def build(self) -> Net:
+        net = super().build()
+        net.head, net.blocks[0].up = Standardized(WIDTH, OUTPUTS), Standardized(WIDTH, 2 * WIDTH + 1)
+        return net
+
+
+@pattern(DERIVED)
+class WeightNorm(Pattern):
+    def build(self) -> Net:
+        net: Any = super().build()
+        for layer in (net.head, net.blocks[0].up):
+            nn.utils.parametrizations.weight_norm(layer)
+        return net
+
+
+# ------------------------------------------------------------------ state dicts
+STATE_DICTS = "`self.state_dict()`, `load_state_dict()` of the module or a part, in hooks"
+
+
+@pattern(STATE_DICTS, core=True)
+class BestWeightsComeBack(Pattern):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            self.kept = {name: value.clone() for name, value in self.state_dict().items()}
+        else:
+            self.load_state_dict(self.kept)
+
+
+@pattern(STATE_DICTS)
+class AverageOfStateDicts(Pattern):
+    def on_train_start(self) -> None:
+        self.average = {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        state = self.model.state_dict()
+        self.average = {name: 0.9 * value + 0.1 * state[name] for name, value in self.average.items()}
+
+    def on_train_end(self) -> None:
+        self.model.load_state_dict(self.average)
+
+
+@pattern(STATE_DICTS)
+class LoadFullTensors(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_first = {name: value.clone() for name, value in self.model.head.state_dict().items()}
+
+    def on_train_epoch_start(self) -> None:
+        self.model.head.load_state_dict(self.at_first)
+
+
+@pattern(STATE_DICTS)
+class EditStateDict(Pattern):
+    def on_train_epoch_end(self) -> None:
+        for value in self.model.state_dict().values():
+            value.mul_(0.9)
+
+
+# ------------------------------------------------------------------ averages and teachers
+AVERAGES = "averages (EMA, SWA, Lookahead) made in hooks or in `__init__`, swapped for validation"
+
+
+@pattern(AVERAGES, core=True)
+class AverageByZip(Pattern):
+    def on_train_start(self) -> None:
+        self.shadow = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for average, parameter in zip(self.shadow, self.parameters(), strict=True):
+            average.mul_(0.8).add_(parameter.detach(), alpha=0.2)
+
+    def on_train_end(self) -> None:
+        for average, parameter in zip(self.shadow, self.parameters(), strict=True):
+            parameter.data.copy_(average)
+
+
+@pattern(AVERAGES)
+class AverageByLerp(AverageByZip):
+    def on_train_batch_end(self, *_: Any) -> None:
+        torch._foreach_lerp_(self.shadow, [p.detach() for p in self.parameters()], 0.2)
+
+
+@pattern(AVERAGES)
+class AverageMadeByInit(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                self.shadow[name] = 0.8 * self.shadow[name] + 0.2 * parameter.data
+
+    def on_train_end(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.data = self.shadow[name].clone()
+
+
+@pattern(AVERAGES)
+class SlowWeights(Pattern):
+    def on_train_start(self) -> None:
+        self.slow = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step % 3 == 0:
+            with torch.no_grad():
+                for parameter, slow in zip(self.parameters(), self.slow, strict=True):
+                    slow += 0.5 * (parameter - slow)
+                    parameter.copy_(slow)
+
+
+class _Swap(Callback):
+    """Validates with the average."""
+
+    average: list[Tensor]
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        self.average = [p.detach().clone() for p in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        for average, parameter in zip(self.average, pl_module.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.2)
+
+    def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        for average, parameter in zip(self.average, pl_module.parameters(), strict=True):
+            kept = parameter.detach().clone()
+            parameter.data.copy_(average)
+            average.copy_(kept)
+
+    on_validation_end = on_validation_start
+
+
+@pattern(ELEMENTS)
+class SampleThenChange(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.see("sample", self.model(torch.ones(1, INPUTS)).sum())
+            for parameter in self.parameters():
+                parameter.mul_(0.95)
+
+
+@pattern(AVERAGES, core=True)
+class AverageSwappedForValidation(Pattern):
+    validates = True
+
+    def callbacks(self) -> list[Callback]:
+        return [_Swap()]
+
+
+TEACHERS = "a teacher or an `AveragedModel` as a submodule, updated in hooks"
+
+
+@pattern(TEACHERS, core=True)
+class Teacher(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def groups(self) -> Any:
+        return self.model.parameters()
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        return super().loss(batch) + functional.mse_loss(self.model(batch[0]), target)
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+                teacher.mul_(0.9).add_(student, alpha=0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.update()
+
+
+@pattern(TEACHERS)
+class TeacherByStateDict(Teacher):
+    def update(self) -> None:
+        student, teacher = self.model.state_dict(), self.teacher.state_dict()
+        self.teacher.load_state_dict({name: 0.9 * teacher[name] + 0.1 * student[name] for name in teacher})
+
+
+@pattern(TEACHERS)
+class TeacherByAssignment(Teacher):
+    def update(self) -> None:
+        for teacher, student in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            teacher.data = 0.9 * teacher.data + 0.1 * student.data
+
+
+@pattern(TEACHERS)
+class AveragedModelOfTorch(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        averaging = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=averaging).requires_grad_(False)
+
+    def groups(self) -> Any:
+        return self.model.parameters()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.model)
+
+
+@pattern("a teacher updated in `training_step` (BYOL, MoCo, DINO)", zero3=CHANGE_3)
+class TeacherUpdatedInStep(Teacher):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+    def loss(self, batch: Any) -> Tensor:
+        self.update()
+        return super().loss(batch)
+
+
+COPIES = Refused(
+    r"copy\.deepcopy\(\) of a sharded module .*Copy the module in __init__",
+    "the copy in `__init__`, as a submodule; or `strategy.full_state_dict(module)`",
+)
+
+
+@pattern("`copy.deepcopy(self.model)` in hooks", fsdp1=COPIES, fsdp2=COPIES, zero3=COPIES)
+class TeacherCopiedInHook(Pattern):
+    def on_train_start(self) -> None:
+        self.copies = [copy.deepcopy(self.model)]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("copy", sum(p.detach().sum() for p in self.copies[0].parameters()))
+
+
+# ------------------------------------------------------------------ buffers
+BUFFERS = "buffers: BatchNorm, statistics and counters of your own, banks"
+
+
+@pattern(BUFFERS, core=True)
+class BatchNormInEvaluation(Pattern):
+    def build(self) -> Net:
+        return Net(nn.BatchNorm1d)
+
+    def on_train_epoch_start(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d) and self.current_epoch == 1:
+                module.eval()
+
+
+@pattern(BUFFERS)
+class BatchNormWithValidation(Pattern):
+    validates = True
+
+    def build(self) -> Net:
+        return Net(nn.BatchNorm1d)
+
+
+@pattern(BUFFERS)
+class BankAndCounter(Pattern):
+    bank: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(3, OUTPUTS))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def loss(self, batch: Any) -> Tensor:
+        outputs = self.model(batch[0])
+        with torch.no_grad():
+            self.bank[int(self.count) % 3] = outputs.detach().mean(0)
+            self.count += 1
+        return functional.mse_loss(outputs + 0.1 * self.bank.mean(0), batch[1])
+
+
+# ------------------------------------------------------------------ hooks on parameters and modules
+HOOKS = "`p.register_hook`, in `__init__` or in hooks; hooks of modules on outputs and gradients"
+
+
+@pattern(HOOKS, core=True)
+class GradientHooksByInit(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in (self.first.weight, self.model.head.weight):
+            parameter.register_hook(lambda gradient: gradient * 0.1)
+
+
+@pattern(HOOKS)
+class GradientHooksOfTraining(Pattern):
+    def on_train_start(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+
+@pattern(HOOKS)
+class GradientHookWithMask(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.zeros(OUTPUTS, WIDTH)
+        mask[1] = 1
+        self.model.head.weight.register_hook(lambda gradient: gradient * mask)
+
+
+@pattern(HOOKS)
+class HooksOfModules(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[0].register_forward_hook(lambda module, inputs, output: output * 1.1)
+        self.model.head.register_full_backward_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (inputs[0] * 0.5,)
+
+
+POST = Refused(
+    "register_post_accumulate_grad_hook\\(\\) would run on no gradient", "`on_after_backward` or `p.register_hook`"
+)
+
+
+@pattern("`p.register_post_accumulate_grad_hook`", fsdp1=POST, fsdp2=POST)
+class PostAccumulateHook(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def halve(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+        self.model.head.weight.register_post_accumulate_grad_hook(halve)
+
+
+# ------------------------------------------------------------------ manual optimization
+MANUAL = "manual optimization that changes weights and gradients between backwards: SAM, FGM, clipping"
+
+
+@pattern(MANUAL, core=True)
+class SharpnessAware(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            trained = [p for p in self.parameters() if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
+            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]  # type: ignore[operator]
+            for parameter, step in zip(trained, steps, strict=True):
+                parameter.add_(step)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for parameter, step in zip(trained, steps, strict=True):
+                parameter.sub_(step)
+        optimizer.step()
+
+
+@pattern(MANUAL)
+class EditsInManualSteps(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.05, 0.05)
+        optimizer.step()
+        with torch.no_grad():
+            self.first.weight[0].zero_()
+            self.see("norm", sum(p.norm() for p in self.parameters()))
+
+
+# ------------------------------------------------------------------ frozen and changed parts
+FROZEN = "freezing and unfreezing between epochs; adapters (LoRA) merged in hooks"
+
+
+@pattern(FROZEN)
+class FrozenForAnEpoch(Pattern):
+    epochs = 3
+    leaves_unused = True
+
+    def on_train_epoch_start(self) -> None:
+        self.model.blocks.requires_grad_(self.current_epoch != 1)
+
+
+class Adapted(nn.Linear):
+    """A frozen linear layer with a trained addition of rank 2."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.into, self.out = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2))
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight + self.out @ self.into, self.bias)
+
+
+@pattern(FROZEN)
+class AdaptersMergedInTraining(Pattern):
+    def build(self) -> Net:
+        net = super().build()
+        net.blocks[0].up, net.head = Adapted(WIDTH, 2 * WIDTH + 1), Adapted(WIDTH, OUTPUTS)
+        return net
+
+    def groups(self) -> Any:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def on_train_epoch_start(self) -> None:
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, Adapted):
+                    module.weight.add_(module.out @ module.into)
+                    module.out.zero_()
+
+
+def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return patterns by their rows in the docs, in the order of this file."""
+    rows: dict[str, list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(entry.does, []).append(entry)
+    return rows

@@ -1,0 +1,54 @@
+"""The tables of users' code in the guides to FSDP and DeepSpeed: ``python -m tools.docs.user_code`` writes them.
+
+They come from `tests.strategies.user_patterns`, which the tests train. `tests/docs/test_tables.py` compares the pages
+with what this makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.strategies.user_patterns import PATTERNS, Answer, Unnoticed, in_table
+
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGES: dict[Path, dict[str, str]] = {
+    _DOCS / "fsdp.md": {"FSDP1": "fsdp1", "FSDP2": "fsdp2"},
+    _DOCS / "deepspeed.md": {"ZeRO-1, ZeRO-2": "zero2", "ZeRO-3": "zero3"},
+}
+"""The columns of each page's table, and the engines that they are of."""
+_BETWEEN = re.compile(r"(?<=<!-- user code: begin -->\n).*(?=<!-- user code: end -->)", re.DOTALL)
+
+
+def main() -> None:
+    """Put the tables into the pages."""
+    for path in PAGES:
+        path.write_text(with_table(path), encoding="utf-8")
+
+
+def with_table(path: Path) -> str:
+    """Return the text of a page with a new table in the place of the one that it has."""
+    page = path.read_text(encoding="utf-8")
+    if not _BETWEEN.search(page):
+        raise ValueError(f"{path} lacks the lines between which the table stands: <!-- user code: begin --> and end.")
+    table = "\n".join(_rows(PAGES[path])) + "\n"
+    return _BETWEEN.sub(lambda _: table, page)
+
+
+def _rows(engines: dict[str, str]) -> Iterator[str]:
+    yield f"| what code does | {' | '.join(engines)} |"
+    yield "| --- |" + " --- |" * len(engines)
+    for does, [entry, *_] in in_table(PATTERNS.values()).items():
+        cells = [_cell(entry.answers.get(engine)) for engine in engines.values()]
+        yield f"| {does} | {' | '.join(cells)} |"
+
+
+def _cell(answer: Answer | None) -> str:
+    if answer is None:
+        return "right"
+    return f"{'not noticed' if isinstance(answer, Unnoticed) else 'refused'}: {answer.instead}"
+
+
+if __name__ == "__main__":
+    main()
