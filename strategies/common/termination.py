@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...state.agreement import sending_device
+from ...state.deadlocks import watch_for_deadlocks
 from ...state.process_group import group_store, require_group
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from .agreed_outcome import run_on_rank_zero
@@ -85,6 +86,7 @@ class Termination:
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self.run = f"accelight/run/{number}"
+            watch_for_deadlocks(require_group("A fit"))
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree_before_batch  # type: ignore[method-assign]
 
