@@ -1,7 +1,7 @@
 """Ends a run whose ranks wait for each other: each in a collective, or on the store, that another one does not join.
 
-A daemon thread of each rank looks twice a second at what the main thread does. As long as that changes nothing else
-happens: a step pays nothing. Where the main thread has been in one place for two seconds, torch's flight recorder names
+A daemon thread of each rank looks twice a second at what the thread that trains does. As long as that changes nothing
+else happens: a step pays nothing. Where that thread has been in one place for two seconds, the flight recorder names
 the gloo collectives that this thread has issued and that have not completed; a wait on the store shows in the stack.
 The rank then reports on the store what it waits for, and withdraws the report as soon as it moves.
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 0.5
 _STILL_LOOKS = 4
-"""In how many looks the main thread has not moved when its rank reports."""
+"""In how many looks the thread has not moved when its rank reports."""
 _SAME_INPUTS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
 """Collectives that need inputs of one size on all ranks, by what their names contain."""
 _OWN = [Path(__file__).parents[1] / name for name in ("state", "checkpoint", "strategies", "callbacks")]
@@ -113,6 +113,8 @@ class DeadlockWatch:
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = group.rank(), group.size()
         self._store: Store = _own_connection(group_store("accelight/deadlocks"))
+        self.thread_id = threading.get_ident()
+        """The thread that is watched."""
         self._end = threading.Event()
         self._before: tuple[int, int] | None = None
         self._num_still = 0
@@ -139,7 +141,7 @@ class DeadlockWatch:
         self._looked.set()
 
     def _look(self) -> None:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        frame = sys._current_frames().get(self.thread_id)
         if frame is None:
             return
         waits = _frame_of(frame, poll.__code__)
@@ -159,14 +161,12 @@ class DeadlockWatch:
             self._hear()  # the other end of a connection may have been shut down before this rank had heard
 
     def _report(self, frame: FrameType, waits: FrameType | None) -> None:
-        pending, issued = _collectives(_main_thread_id())
+        pending, issued = _collectives(f"{self.thread_id}")
         if waits is None and not pending:
             self._withdraw()
             return
-        what = (
-            "a comparison on the store" if waits is not None else " and ".join(dict.fromkeys(one[2] for one in pending))
-        )
-        text = Report(f"waits in {what} {_place(frame)}", () if waits else pending, issued).to_json()
+        what = "on the store" if waits is not None else f"in {' and '.join(dict.fromkeys(one[2] for one in pending))}"
+        text = Report(f"waits {what} {_place(frame)}", () if waits else pending, issued).to_json()
         if text != self._reported:
             is_new, self._reported = self._reported is None, text
             self._store.set(f"report/{self._rank}", json.dumps([0, text]))
@@ -215,7 +215,8 @@ class DeadlockWatch:
             "processes: let every process make it, and make it at the same point."
         )
         _log.error("%s", self.verdict)
-        interrupt_waits(self.verdict)
+        if (group := self._group()) is not None:
+            interrupt_waits(group, self.verdict)
         others = {
             tuple(map(tuple, reversed(one)))
             for rank in range(self._num_ranks)
@@ -229,12 +230,18 @@ _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockWatch] = weakref.
 
 
 def watch_for_deadlocks(group: dist.ProcessGroup) -> None:
-    """Start the thread for a default process group of several ranks; once for each group."""
+    """Begin to watch the thread that calls it, for a default process group of several ranks; each call moves the watch.
+
+    Args:
+        group: The default process group.
+    """
     import torch.distributed as dist
 
-    if group in _watches or group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or dist.get_backend(group) == "fake":
         return
-    interrupt_waits(None)
+    if group in _watches:
+        _watches[group].thread_id = threading.get_ident()
+        return
     watch = _watches[group] = DeadlockWatch(group)
     atexit.register(watch.close)
     weakref.finalize(group, atexit.unregister, watch.close)
@@ -248,16 +255,12 @@ def found_deadlock() -> str | None:
 
 
 def _own_connection(store: Store) -> Store:
-    """Return the store through a connection that no wait of the main thread occupies, where torch can make one."""
+    """Return the store through a connection that no wait of another thread occupies, where torch can make one."""
     clone = getattr(store, "clone", None)  # torch 2.9 has it
     return store if clone is None else clone()
 
 
-# ------------------------------------------------------------------ what the main thread does
-def _main_thread_id() -> str:
-    return f"{threading.main_thread().ident}"
-
-
+# ------------------------------------------------------------------ what the watched thread does
 def _collectives(thread: str) -> tuple[tuple[_Collective, ...], dict[str, int]]:
     """Return the gloo collectives of a thread that have not completed, and the number of each group's last one."""
     from .upstream import flight_record
@@ -293,7 +296,7 @@ def _frame_of(frame: FrameType | None, code: CodeType) -> FrameType | None:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the user's line that the main thread is in, and the last function outside of torch that it has called."""
+    """Return the user's line that a thread is in, and the last function outside of torch that it has called."""
     one, called = frame, ""
     while _is_of_a_library(one.f_code.co_filename) and one.f_back is not None:
         if not called and not _is_of_torch(one.f_code):

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from . import staying
-from .process_group import group_store
+from .process_group import group_store, live_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_interruption: list[str] = []
-"""Why every wait ends: the ranks are deadlocked."""
+_interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""By default process group: why no wait of its processes can end."""
 
 _DONE = "done"
 _LONGEST_WAIT = timedelta(days=7)
@@ -39,9 +39,9 @@ class DeadlockError(RuntimeError):
     """Raised by a wait on the store that cannot end, because the processes wait for each other."""
 
 
-def interrupt_waits(reason: str | None) -> None:
-    """Let every `poll`, also in other threads, raise `DeadlockError` with ``reason``; None lets them wait again."""
-    _interruption[:] = [] if reason is None else [reason]
+def interrupt_waits(group: dist.ProcessGroup, reason: str) -> None:
+    """Let every `poll`, also in other threads, raise `DeadlockError` while ``group`` is the default process group."""
+    _interruptions[group] = reason
 
 
 @dataclass
@@ -194,8 +194,8 @@ def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOW
     deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
     while (answer := ask()) is None:
-        if _interruption:
-            raise DeadlockError(_interruption[0])
+        if _interruptions and (reason := _interruptions.get(live_group())) is not None:  # type: ignore[arg-type]
+            raise DeadlockError(reason)
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return None

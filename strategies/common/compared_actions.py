@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...state.upstream import Store
 
 _PATIENCE = timedelta(seconds=30)
-_LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.")
+_LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.", "contextlib")
 _COUNT = itertools.count()
 
 

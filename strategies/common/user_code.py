@@ -71,6 +71,8 @@ class UserCode:
     def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
         self.access = access
         self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, differentiable=True)
+        self.places: ComparedPlaces | None = None
+        """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._profiler: Any = None
         self._module: LightningModule | None = None
@@ -85,7 +87,7 @@ class UserCode:
         _attached = self
         if trainer.world_size > 1:
             timeout = timeout_of(require_group("A fit"))
-            self._in_hooks.places = self._in_steps.places = ComparedPlaces(_WAY_OUT, timeout)
+            self.places = self._in_hooks.places = self._in_steps.places = ComparedPlaces(_WAY_OUT, timeout)
         self._wrap_training_step(module)
         actions = _hooks_of_users(trainer, module)
         self._profiler = profiler = trainer.profiler  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -80,8 +81,6 @@ class _Parts(LightningModule):
             self.net.first.weight.norm().item()
         elif self.way == "row":
             self.net.first.weight[0].sum().item()
-        elif self.way == "state_dict":
-            self.state_dict()
         elif self.way == "full_state_dict":
             self.trainer.strategy.full_state_dict()  # type: ignore[attr-defined]
         elif self.way == "save":
@@ -112,21 +111,13 @@ def _fit(way: str, kind: str, folder: str) -> tuple[str, float]:
     return error, time.monotonic() - module.parted
 
 
-CASES = [
-    f"{kind}-{way}"
-    for kind in STRATEGIES
-    for way in (
-        "forward",
-        "no_model_in_loss",
-        "layer",
-        "layer_0",
-        "stop",
-        "norm",
-        "row",
-        "state_dict",
-        "full_state_dict",
-    )
-]
+WAYS = {
+    "fsdp1": ["forward", "no_model_in_loss", "layer", "layer_0", "stop", "full_state_dict", "save"],
+    "fsdp2": ["forward", "no_model_in_loss", "layer", "layer_0", "stop", "norm", "row", "full_state_dict", "save"],
+    "zero2": ["stop", "save"],  # each process has all weights
+    "zero3": ["forward", "no_model_in_loss", "layer", "layer_0", "stop", "norm", "row", "full_state_dict", "save"],
+}
+CASES = [f"{kind}-{way}" for kind, ways in WAYS.items() for way in ways]
 
 
 @pytest.mark.core("fsdp2-forward", "fsdp2-stop", "fsdp1-no_model_in_loss", "fsdp2-norm", "zero3-layer", "zero3-forward")
@@ -135,9 +126,10 @@ def test_ranks_that_part_end_with_both_places(case: str, tmp_path: Path) -> None
     """The group's timeout is torch's 30 minutes."""
     kind, way = case.split("-")
     for error, seconds in run_on_ranks(2, _fit, way, kind, f"{tmp_path}", timeout_s=40, group_timeout_s=1800):
-        assert "process 0 waits in" in error
-        assert "process 1 waits in" in error
-        assert "test_deadlocks.py:" in error
+        if way == "stop" and "different places" in error:  # ZeRO's ranks meet before each batch
+            assert "process 0 begins a training batch; process 1 ends its training" in error
+            continue
+        assert re.search(r"process 0 waits .* at \S*test_deadlocks.py:.*; process 1 waits .* at \S*", error)
         assert seconds < ENDS_WITHIN_S * slowness()
 
 
@@ -217,6 +209,7 @@ def _shut_down_all() -> None:
     time.sleep(0.5)
     for connection in deadlocks._sockets():
         with connection, contextlib.suppress(OSError):
+            deadlocks._ends(connection)  # raises for those that listen
             connection.shutdown(socket.SHUT_RDWR)
 
 
