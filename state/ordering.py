@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from . import staying
-from .process_group import group_store
+from .process_group import group_store, live_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,10 +26,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""By default process group: why no wait of its processes can end."""
+
 _DONE = "done"
 _LONGEST_WAIT = timedelta(days=7)
 _SLOWEST_POLL_S = 0.25
 _QUESTIONS_PER_S = 20_000  # of all processes together, to one store
+
+
+class DeadlockError(RuntimeError):
+    """Raised by a wait on the store that cannot end, because the processes wait for each other."""
+
+
+def interrupt_waits(group: dist.ProcessGroup, reason: str) -> None:
+    """Let every `poll`, also in other threads, raise `DeadlockError` while ``group`` is the default process group."""
+    _interruptions[group] = reason
 
 
 @dataclass
@@ -149,6 +161,8 @@ def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: st
         if store.add("readers", 1) == num_waiting:  # the last one clears up
             store.delete_key("outcome")
             store.delete_key("readers")
+    except DeadlockError:
+        raise
     except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
         raise RuntimeError(
             f"Lost the process group's store while waiting for the first process of {scope!r}: the process that holds "
@@ -173,10 +187,15 @@ def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOW
         ask: Returns the answer, or None while there is none.
         timeout_s: Seconds to ask for.
         slowest_s: Longest pause between two questions.
+
+    Raises:
+        DeadlockError: If the processes wait for each other.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
     while (answer := ask()) is None:
+        if _interruptions and (reason := _interruptions.get(live_group())) is not None:  # type: ignore[arg-type]
+            raise DeadlockError(reason)
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return None

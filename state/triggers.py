@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import staying
+from .ordering import DeadlockError
 from .process_group import backends_by_device, group_store, require_group, timeout_of
 from .process_record import communication_group
 from .rounds import Rounds
@@ -110,6 +111,8 @@ class _Channel:
                 self._rounds.come([self._process_index, sorted(pending)] if pending else None)
             for setter, names in self._rounds.messages(previous) if previous is not None else ():
                 _merge(agreed, dict.fromkeys(names, (setter,)))
+        except DeadlockError:
+            raise
         except RuntimeError as error:  # DistNetworkError: the process that holds the store is gone
             raise RuntimeError(
                 f"Lost the process group's store in check_trigger: a process has ended. ({error})"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import torch._C._distributed_c10d as _c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
 __all__ = [
     "HashStore",  # a group of one process needs no network
@@ -11,8 +15,20 @@ __all__ = [
     "Store",  # what all stores are
     "TCPStore",  # who holds it has to stay until the others are through
     "_get_default_store",  # processes meet there without a collective
+    "_resolve_process_group",  # the ranks of a group that the flight recorder names
+    "flight_record",  # which collectives have not completed
 ]
 
 ATTRIBUTES = {
+    "_dump_fr_trace_json": ("torch._C._distributed_c10d", "which collectives of gloo have not completed"),
     "_get_backend": ("torch.distributed.ProcessGroup", "the timeout that a group was made with"),
 }
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """Return what torch's flight recorder knows of this process's collectives, oldest first.
+
+    Empty where it does not record (``TORCH_FR_BUFFER_SIZE=0``).
+    """
+    record: list[dict[str, Any]] = json.loads(_c10d._dump_fr_trace_json(True, False)).get("entries", [])
+    return record

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,13 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ...state.ordering import DeadlockError, poll, shortest_pause
 from ...state.process_group import group_store
 from .agreed_outcome import run_on_rank_zero
 
 if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
     from ...state.upstream import Store
 
 _PATIENCE = timedelta(seconds=30)
+_LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.", "contextlib")
 _COUNT = itertools.count()
 
 
@@ -59,24 +64,61 @@ class ComparedActions:
             store.set(verdict, json.dumps(said if len(set(said)) > 1 else []))
             store.delete_key(f"verdict/{self._count - 1}")
         else:
-            self._wait(store, verdict, action)
+            try:
+                self._wait(store, verdict, action)
+            except DeadlockError as error:
+                raise RuntimeError(f"{error} {self._way_out}") from None
         different = json.loads(store.get(verdict))
         if different:
             raise RuntimeError(f"{_different(different)} {self._way_out}")
 
     def _wait(self, store: Store, verdict: str, action: str) -> None:
+        def is_there() -> bool | None:
+            return store.check([verdict]) or None
+
+        num_ranks = dist.get_world_size()
         for patience in (min(_PATIENCE, self._timeout), self._timeout):
-            try:
-                store.wait([verdict], patience)
+            if poll(is_there, patience.total_seconds(), shortest_pause(num_ranks)) is not None:
                 return
-            except RuntimeError:  # DistStoreError, or a FileStore's own
-                here = [each for each in range(dist.get_world_size()) if _said(store, each)[0] >= self._count]
-                absent = ", ".join(f"{each}" for each in range(dist.get_world_size()) if each not in here)
-                text = f"Process {dist.get_rank()} {action} now, and process {absent} does not"
-                if patience >= self._timeout:
-                    raise RuntimeError(f"{text}. {self._way_out}") from None
-                if here[0] == dist.get_rank():
-                    warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
+            here = [each for each in range(num_ranks) if _said(store, each)[0] >= self._count]
+            absent = ", ".join(f"{each}" for each in range(num_ranks) if each not in here)
+            text = f"Process {dist.get_rank()} {action} now, and process {absent} does not"
+            if patience >= self._timeout:
+                raise RuntimeError(f"{text}. {self._way_out}")
+            if here[0] == dist.get_rank():
+                warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
+
+
+class ComparedPlaces:
+    """Lets ranks do what needs all of them at a line of the user's code, once all have come to that line.
+
+    A line that all ranks have come to once is not compared again.
+
+    Args:
+        way_out: As for `ComparedActions`.
+        timeout: As there.
+    """
+
+    def __init__(self, way_out: str, timeout: timedelta) -> None:
+        self._compared = ComparedActions(way_out, timeout)
+        self._known: set[tuple[CodeType, int]] = set()
+
+    def come(self, action: str) -> None:
+        """Come to the line that has called the library or torch.
+
+        Args:
+            action: What this rank is about to do there.
+
+        Raises:
+            RuntimeError: If the others do something else, as `ComparedActions.compare`.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            frame = frame.f_back
+        if frame is None or (place := (frame.f_code, frame.f_lasti)) in self._known:
+            return
+        self._compared.compare(f"{action} at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+        self._known.add(place)
 
 
 def _different(actions: Sequence[str]) -> str:

@@ -79,6 +79,7 @@ def full_parameters(
     if not hasattr(strategy, "shard_access"):
         yield names
         return
+    _come(strategy, "calls full_parameters()")
     access: ShardAccess = strategy.shard_access
     with library_code():
         shards: dict[int, tuple[Sharded, nn.Parameter]] = {}
@@ -125,6 +126,7 @@ def full_gradients(
     Raises:
         RuntimeError: Before the model is sharded, or while gradients are not reduced yet (ZeRO).
     """
+    _come(strategy, "calls full_gradients()")
     places = list(_places(list(_modules(strategy, modules))))
     access: ShardAccess | None = getattr(strategy, "shard_access", None)
     with library_code():
@@ -158,10 +160,18 @@ def full_state_dict(strategy: Any, module: nn.Module | None = None) -> dict[str,
     chosen: nn.Module = strategy.lightning_module if module is None else module
     if not hasattr(strategy, "shard_access"):
         return dict(chosen.state_dict())
+    _come(strategy, "calls full_state_dict()")
     with running(GlobalTensors(strategy.shard_access)):
         state = chosen.state_dict()
     with library_code():
         return {clean_name(key): gathered(one) if isinstance(one, Tensor) else one for key, one in state.items()}
+
+
+def _come(strategy: Any, action: str) -> None:
+    """Come to the user's line, before ranks gather: one that is there alone says so."""
+    user_code: UserCode | None = getattr(strategy, "_user_code", None)
+    if user_code is not None and user_code.places is not None:
+        user_code.places.come(action)
 
 
 def _modules(strategy: Any, modules: Modules) -> Iterable[nn.Module]:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
 from ..upstream.torch_core import _get_current_function_mode
+from .compared_actions import ComparedPlaces
 from .flat_shards import FlatShard
 
 Sharded = DTensor | FlatShard
@@ -243,6 +244,8 @@ class GlobalTensors(TorchFunctionMode):
     def __init__(self, access: ShardAccess, *, in_step: bool = False) -> None:
         super().__init__()
         self._access, self._in_step = access, in_step
+        self.places: ComparedPlaces | None = None
+        """Compares the lines at which the ranks gather; None compares nothing."""
         self._open: dict[int, _Open] = {}
         self._is_entered = self._is_paused = False
         self.has_met_shards = False
@@ -306,8 +309,14 @@ class GlobalTensors(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         if name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"} and isinstance(args[0], DTensor):
+            self._come(name)
             return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
+        self._come(name)
         return self._on_full(func, args, kwargs)
+
+    def _come(self, name: str) -> None:
+        if self.places is not None:
+            self.places.come(f"gathers a sharded tensor for {name}()")
 
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""

@@ -8,12 +8,13 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ...state.agreement import sending_device
+from ...state.deadlocks import watch_for_deadlocks
 from ...state.process_group import group_store, require_group
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from .agreed_outcome import run_on_rank_zero
@@ -21,6 +22,10 @@ from .pending_maximum import PendingMaximum
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
+
+
+BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS = "begins a training batch", "ends its training", "ends an evaluation"
+PLACES = (BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS)
 
 
 def terminated(number: int = signal.SIGTERM) -> SIGTERMException:
@@ -85,6 +90,7 @@ class Termination:
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self.run = f"accelight/run/{number}"
+            watch_for_deadlocks(require_group("A fit"))
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree_before_batch  # type: ignore[method-assign]
 
@@ -120,21 +126,30 @@ class Termination:
             )
 
     # ------------------------------------------------------------------ where all ranks come
-    def agree(self) -> None:
+    def agree(self, place: str = TRAINING_ENDS) -> None:
         """Leave if any rank was told to; all ranks must call it.
+
+        Args:
+            place: Where this rank is, one of `PLACES`.
 
         Raises:
             SIGTERMException: On every rank.
+            RuntimeError: On every rank, if they are at different places.
         """
         if self._trainer is None:
             return
         self._told.clear()
         is_noted = self._is_noted
         if self._trainer.world_size > 1:
-            noted = torch.tensor([self.message(), is_noted], dtype=torch.int32, device=self._device)
+            number = PLACES.index(place)
+            sent = [self.message(), is_noted, number, -number]
+            noted = torch.tensor(sent, dtype=torch.int32, device=self._device)
             dist.all_reduce(noted, dist.ReduceOp.MAX, require_group("SIGTERM"))
-            self.receive(int(noted[0].item()))
-            is_noted = bool(noted[1].item())
+            of_all, told, last, first = noted.tolist()
+            if last != -first:
+                _refuse_different(place)
+            self.receive(of_all)
+            is_noted = bool(told)
         if is_noted:
             self._leave()
 
@@ -160,7 +175,7 @@ class Termination:
         """
         told, self._told = self._told, []
         if not told:
-            self.agree()
+            self.agree(BATCH_BEGINS)
             return
         ends = [maximum.wait()[-2:] for maximum in told]
         self.receive(max(of_all for of_all, _ in ends))
@@ -171,7 +186,7 @@ class Termination:
         """Agree where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
         self._told.clear()  # that was before
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
-            self.agree()
+            self.agree(EVALUATION_ENDS)
 
     # ------------------------------------------------------------------ where each rank comes by itself
     def before_evaluation_batch(self) -> None:
@@ -199,6 +214,17 @@ class Termination:
         if self._trainer is not None:
             _connector(self._trainer).received_sigterm = True
         raise terminated()
+
+
+def _refuse_different(place: str) -> NoReturn:
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, place)
+    raise RuntimeError(
+        "Processes are at different places: "
+        + "; ".join(f"process {rank} {each}" for rank, each in enumerate(everyone))
+        + ". Let all stop at the same batch: decide with a value that all have, as of self.log(..., sync_dist=True) or "
+        "trainer.strategy.reduce_boolean_decision(stop)."
+    )
 
 
 def _connector(trainer: Trainer) -> Any:

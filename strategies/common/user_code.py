@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...state.process_group import require_group, timeout_of
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from .compared_actions import ComparedPlaces
 from .flat_shards import FlatShard
 from .global_tensors import GlobalTensors, ShardAccess
 
@@ -49,6 +51,10 @@ _NOT_ABOUT_TENSORS = frozenset(
     ]
 )
 """Methods that run before the model is sharded, on data alone, or inside steps."""
+_WAY_OUT = (
+    "What looks at a whole parameter, or at a gradient, gathers it from all processes. Do it on every process, outside "
+    "of conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
+)
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
@@ -68,6 +74,8 @@ class UserCode:
     def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
         self.access = access
         self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, in_step=True)
+        self.places: ComparedPlaces | None = None
+        """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._profiler: Any = None
         self._module: LightningModule | None = None
@@ -80,6 +88,9 @@ class UserCode:
         if _attached is not None:
             _attached.detach()
         _attached = self
+        if trainer.world_size > 1:
+            timeout = timeout_of(require_group("A fit"))
+            self.places = self._in_hooks.places = self._in_steps.places = ComparedPlaces(_WAY_OUT, timeout)
         self._wrap_training_step(module)
         actions = _hooks_of_users(trainer, module)
         self._profiler = profiler = trainer.profiler  # type: ignore[attr-defined]

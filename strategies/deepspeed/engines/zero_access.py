@@ -88,7 +88,9 @@ class ZeroAccess:
 
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
         """Return a whole parameter that is assigned to, since its memory is in DeepSpeed's flat buffer; else None."""
-        mine = assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        mine = (
+            assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        )
         return tensor if mine else None
 
     def release(self) -> None:

@@ -1,0 +1,372 @@
+"""Ends a run whose ranks wait for each other: each in a collective, or on the store, that another one does not join.
+
+A daemon thread of each rank looks twice a second at what the thread that trains does. As long as that changes nothing
+else happens: a step pays nothing. Where that thread has been in one place for two seconds, the flight recorder names
+the gloo collectives that this thread has issued and that have not completed; a wait on the store shows in the stack.
+The rank then reports on the store what it waits for, and withdraws the report as soon as it moves.
+
+[Note: who can move] Ranks are deadlocked if all of them have reported and none can move. A rank in a collective can
+move if every member of its group has issued the same one: its data is on the way. A wait on the store ends only by what
+another rank does. While one rank computes, reads data or waits for a device there is no deadlock, however long it
+takes.
+
+[Note: ending it] No call of torch (2.13) interrupts a gloo collective: neither ``abort`` nor ``destroy_process_group``.
+It fails when its connection does, as after the loss of a process. So each rank shuts its connections with the other
+ranks down. Waits on the store look for the verdict themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import linecache
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .ordering import interrupt_waits, poll
+from .process_group import group_store, live_group
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    import torch.distributed as dist
+
+    from .upstream import Store
+
+_log = logging.getLogger(__name__)
+
+_LOOKS_EVERY_S = 0.5
+_STILL_LOOKS = 4
+"""In how many looks the thread has not moved when its rank reports."""
+_SAME_INPUTS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
+"""Collectives that need inputs of one size on all ranks, by what their names contain."""
+_OWN = [Path(__file__).parents[1] / name for name in ("state", "checkpoint", "strategies", "callbacks")]
+_LIBRARIES = ("site-packages", "dist-packages", Path(os.__file__).parent.name)
+
+
+_Collective: TypeAlias = tuple[str, int, str, int, tuple[int, ...]]
+"""Group, number in it, name, elements of the input, ranks of the group."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank waits for."""
+
+    place: str
+    """For people."""
+    pending: tuple[_Collective, ...]
+    """Collectives that have not completed; empty while the rank waits on the store."""
+    issued: dict[str, int]
+    """The number of the last collective of each group, as far as it is known."""
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        return json.dumps([self.place, self.pending, self.issued])
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Return what `to_json` wrote."""
+        place, pending, issued = json.loads(text)
+        return cls(place, tuple((*one[:4], tuple(one[4])) for one in pending), issued)
+
+
+def deadlocked(reports: dict[int, Report]) -> bool:
+    """Return whether none of the ranks can move: see [Note: who can move].
+
+    Args:
+        reports: By rank, of all ranks.
+    """
+    return not any(_can_complete(one, reports) for report in reports.values() for one in report.pending)
+
+
+def _can_complete(one: _Collective, reports: dict[int, Report]) -> bool:
+    group, number, name, num_elements, ranks = one
+    for rank in ranks:
+        report = reports[rank]
+        if report.issued.get(group, 0) < number:
+            return False
+        for other in report.pending:
+            if other[:2] != (group, number):
+                continue
+            if other[2] != name or (other[3] != num_elements and any(each in name for each in _SAME_INPUTS)):
+                return False
+    return True
+
+
+class DeadlockWatch:
+    """The thread of one rank.
+
+    Args:
+        group: The default process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._store: Store = _own_connection(group_store("accelight/deadlocks"))
+        self.thread_id = threading.get_ident()
+        """The thread that is watched."""
+        self._end = threading.Event()
+        self._before: tuple[int, int] | None = None
+        self._num_still = 0
+        self._reported: str | None = None
+        self._seen: dict[int, str] | None = None
+        self._beat = 0
+        self._looked = threading.Event()
+        self.verdict: str | None = None
+        """What the ranks waited for when they were deadlocked."""
+        self._thread = threading.Thread(target=self._run, name="accelight-deadlocks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, before the interpreter does."""
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store is gone, and its process
+            while not self._end.wait(_LOOKS_EVERY_S) and self._group() is not None and self.verdict is None:
+                self._look()
+                self._looked.set()
+        self._looked.set()
+
+    def _look(self) -> None:
+        frame = sys._current_frames().get(self.thread_id)
+        if frame is None:
+            return
+        waits = _frame_of(frame, poll.__code__)
+        now = (id(waits), 0) if waits is not None else (id(frame), frame.f_lasti)
+        if now != self._before:
+            self._before, self._num_still = now, 0
+            self._withdraw()
+            return
+        self._num_still += 1
+        if self._num_still >= _STILL_LOOKS:
+            self._report(frame, waits)
+
+    def _withdraw(self) -> None:
+        if self._reported is not None:
+            self._reported, self._seen = None, None
+            self._store.add("num_waiting", -1)
+            self._hear()  # the other end of a connection may have been shut down before this rank had heard
+
+    def _report(self, frame: FrameType, waits: FrameType | None) -> None:
+        pending, issued = _collectives(f"{self.thread_id}")
+        if waits is None and not pending:
+            self._withdraw()
+            return
+        what = "on the store" if waits is not None else f"in {' and '.join(dict.fromkeys(one[2] for one in pending))}"
+        text = Report(f"waits {what} {_place(frame)}", () if waits else pending, issued).to_json()
+        if text != self._reported:
+            is_new, self._reported = self._reported is None, text
+            self._store.set(f"report/{self._rank}", json.dumps([0, text]))
+            if is_new:
+                self._store.set(f"sockets/{self._rank}", json.dumps(_connections()))
+                self._store.add("num_waiting", 1)
+            self._beat = 0
+            return
+        self._beat += 1
+        self._store.set(f"report/{self._rank}", json.dumps([self._beat, text]))
+        if self._rank == 0 and self._store.add("num_waiting", 0) == self._num_ranks:
+            self._judge()
+        self._hear()
+
+    def _hear(self) -> None:
+        if self._store.check(["verdict"]):
+            self._finish(self._store.get("verdict").decode())
+
+    def final_verdict(self) -> str | None:
+        """Return the verdict, once the thread has looked again."""
+        self._looked.clear()
+        if self._thread.is_alive():
+            self._looked.wait(_STILL_LOOKS * _LOOKS_EVERY_S)
+        return self.verdict
+
+    def _judge(self) -> None:
+        """Pass a verdict if every rank has said the same in two looks, and has looked itself in between."""
+        said = {rank: json.loads(self._store.get(f"report/{rank}")) for rank in range(self._num_ranks)}
+        before, self._seen = self._seen, {rank: json.dumps(each) for rank, each in said.items()}
+        if before is None:
+            return
+        for rank, (beat, text) in said.items():
+            old_beat, old_text = json.loads(before[rank])
+            if text != old_text or beat < old_beat:
+                return
+            if beat == old_beat:  # this rank has not looked meanwhile: compare with the older one next time
+                self._seen = before
+                return
+        reports = {rank: Report.from_json(text) for rank, (_, text) in said.items()}
+        if deadlocked(reports):
+            self._store.set("verdict", "; ".join(f"process {rank} {one.place}" for rank, one in reports.items()))
+
+    def _finish(self, places: str) -> None:
+        self.verdict = (
+            f"The processes wait for each other and none can continue: {places}. Each of these calls needs all "
+            "processes: let every process make it, and make it at the same point."
+        )
+        _log.error("%s", self.verdict)
+        if (group := self._group()) is not None:
+            interrupt_waits(group, self.verdict)
+        others = {
+            tuple(map(tuple, reversed(one)))
+            for rank in range(self._num_ranks)
+            if rank != self._rank
+            for one in json.loads(self._store.get(f"sockets/{rank}"))
+        }
+        _shut_down(others)
+
+
+_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockWatch] = weakref.WeakKeyDictionary()
+
+
+def watch_for_deadlocks(group: dist.ProcessGroup) -> None:
+    """Begin to watch the thread that calls it, for a default process group of several ranks; each call moves the watch.
+
+    Args:
+        group: The default process group.
+    """
+    import torch.distributed as dist
+
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
+    if group in _watches:
+        _watches[group].thread_id = threading.get_ident()
+        return
+    watch = _watches[group] = DeadlockWatch(group)
+    atexit.register(watch.close)
+    weakref.finalize(group, atexit.unregister, watch.close)
+
+
+def found_deadlock() -> str | None:
+    """Return what was waiting where, if the ranks of the present group were deadlocked; call it after an error."""
+    group = live_group()
+    watch = None if group is None else _watches.get(group)
+    return None if watch is None else watch.final_verdict()
+
+
+def _own_connection(store: Store) -> Store:
+    """Return the store through a connection that no wait of another thread occupies, where torch can make one."""
+    clone = getattr(store, "clone", None)  # torch 2.9 has it
+    return store if clone is None else clone()
+
+
+# ------------------------------------------------------------------ what the watched thread does
+def _collectives(thread: str) -> tuple[tuple[_Collective, ...], dict[str, int]]:
+    """Return the gloo collectives of a thread that have not completed, and the number of each group's last one."""
+    from .upstream import flight_record
+
+    pending: list[_Collective] = []
+    issued: dict[str, int] = {}
+    for entry in flight_record():
+        name = entry["profiling_name"]
+        if entry["is_p2p"] or not name.startswith("gloo:"):
+            continue
+        group, number = entry["process_group"][0], int(entry["collective_seq_id"])
+        if number < issued.get(group, 0):  # of a new group under the name of one that was destroyed
+            pending = [one for one in pending if one[0] != group]
+        issued[group] = number
+        if not entry["retired"] and entry["thread_id"] == thread:
+            num_elements = sum(math.prod(size) for size in entry["input_sizes"])
+            pending.append((group, number, name.removeprefix("gloo:"), num_elements, ()))
+    return tuple((*one[:4], _ranks_of(one[0])) for one in pending), issued
+
+
+def _ranks_of(name: str) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    from .upstream import _resolve_process_group
+
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+
+
+def _frame_of(frame: FrameType | None, code: CodeType) -> FrameType | None:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _place(frame: FrameType) -> str:
+    """Return the user's line that a thread is in, and the last function outside of torch that it has called."""
+    one, called = frame, ""
+    while _is_of_a_library(one.f_code.co_filename) and one.f_back is not None:
+        if not called and not _is_of_torch(one.f_code):
+            called = f", in {one.f_code.co_qualname if sys.version_info >= (3, 11) else one.f_code.co_name}"
+        one = one.f_back
+    file, line = one.f_code.co_filename, one.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"at {file}:{line} in {one.f_code.co_name}" + (f" ({source})" if source else "") + called
+
+
+def _is_of_a_library(file: str) -> bool:
+    path = Path(file)
+    return (
+        file.startswith("<")
+        or any(path.is_relative_to(folder) for folder in _OWN)
+        or any(name in path.parts for name in _LIBRARIES)
+    )
+
+
+def _is_of_torch(code: CodeType) -> bool:
+    path = Path(code.co_filename)
+    return code is poll.__code__ or "torch" in path.parts or path.parent == Path(threading.__file__).parent
+
+
+# ------------------------------------------------------------------ connections of gloo
+def _connections() -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """Return the two ends of each TCP connection of this process, its own end first."""
+    found = []
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            found.append(_ends(connection))
+    return found
+
+
+def _ends(connection: socket.socket) -> tuple[tuple[str, int], tuple[str, int]]:
+    own, other = connection.getsockname(), connection.getpeername()
+    return (str(own[0]), int(own[1])), (str(other[0]), int(other[1]))
+
+
+def _sockets() -> list[socket.socket]:
+    found = []
+    folder = Path("/proc/self/fd")
+    for name in os.listdir(folder) if folder.exists() else ():
+        try:
+            if not os.readlink(folder / name).startswith("socket:"):
+                continue
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+            found.append(one)
+        else:
+            one.close()
+    return found
+
+
+def _shut_down(others: set[Any]) -> None:
+    """Shut the connections down that another rank has the other end of; those of the store stay."""
+    ports = {os.environ.get("MASTER_PORT", "")} | {f"{port}" for port in _store_ports()}
+    for connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            ends = _ends(connection)
+            if ends in others and not ports & {f"{port}" for _, port in ends}:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _store_ports() -> list[int]:
+    from .upstream import PrefixStore, TCPStore, _get_default_store
+
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return [store.port] if isinstance(store, TCPStore) else []
