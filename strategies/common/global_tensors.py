@@ -412,7 +412,7 @@ class GlobalTensors(TorchFunctionMode):
         local_part(shard).copy_(local_part(self._like(value, shard)))
 
     def _check_change(self, shard: Sharded) -> None:
-        if self._differentiable:
+        if self._in_step:
             self._access.check_change_in_step(shard)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
