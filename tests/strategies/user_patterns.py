@@ -1120,7 +1120,7 @@ class SharpnessAware(Pattern):
         with torch.no_grad():
             trained = [p for p in self.parameters() if p.grad is not None]
             norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
-            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]  # type: ignore[operator]
+            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]
             for parameter, step in zip(trained, steps, strict=True):
                 parameter.add_(step)
         optimizer.zero_grad()

@@ -132,6 +132,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "FWD_MODULE_STACK": (_OFFLOAD, "layers in a forward; those of one that failed are removed"),
     "applied_pre_backward_ref_cnt": (_OFFLOAD, "counts down in a backward; kept for another of the same graph"),
     "ds_grads_remaining": (_OFFLOAD, "counts down in a backward; kept for another of the same graph"),
+    "ds_active_sub_modules": (_PARAMETERS, "layers that still use a gathered parameter, which is not freed then"),
     "ds_id": (_PARAMETERS, "whether a parameter is partitioned"),
     "ds_numel": (_PARAMETERS, "elements of a partitioned parameter"),
     "ds_persist": (_PARAMETERS, "whether a parameter is kept gathered; each engine decides anew"),
