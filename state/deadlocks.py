@@ -263,7 +263,7 @@ def _own_connection(store: Store) -> Store:
 # ------------------------------------------------------------------ what the watched thread does
 def _collectives(thread: str) -> tuple[tuple[_Collective, ...], dict[str, int]]:
     """Return the gloo collectives of a thread that have not completed, and the number of each group's last one."""
-    from .upstream import flight_record
+    from .upstream import flight_record, ranks_of
 
     pending: list[_Collective] = []
     issued: dict[str, int] = {}
@@ -278,15 +278,7 @@ def _collectives(thread: str) -> tuple[tuple[_Collective, ...], dict[str, int]]:
         if not entry["retired"] and entry["thread_id"] == thread:
             num_elements = sum(math.prod(size) for size in entry["input_sizes"])
             pending.append((group, number, name.removeprefix("gloo:"), num_elements, ()))
-    return tuple((*one[:4], _ranks_of(one[0])) for one in pending), issued
-
-
-def _ranks_of(name: str) -> tuple[int, ...]:
-    import torch.distributed as dist
-
-    from .upstream import _resolve_process_group
-
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(name)))
+    return tuple((*one[:4], ranks_of(one[0])) for one in pending), issued
 
 
 def _frame_of(frame: FrameType | None, code: CodeType) -> FrameType | None:
@@ -300,7 +292,7 @@ def _place(frame: FrameType) -> str:
     one, called = frame, ""
     while _is_of_a_library(one.f_code.co_filename) and one.f_back is not None:
         if not called and not _is_of_torch(one.f_code):
-            called = f", in {one.f_code.co_qualname if sys.version_info >= (3, 11) else one.f_code.co_name}"
+            called = f", in {getattr(one.f_code, 'co_qualname', one.f_code.co_name)}"
         one = one.f_back
     file, line = one.f_code.co_filename, one.f_lineno
     source = linecache.getline(file, line).strip()

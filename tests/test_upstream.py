@@ -20,7 +20,7 @@ FLOORS = ("state", "checkpoint", "strategies", "callbacks")
 FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 HOMES = [path for path in FILES if path.name == "upstream.py" or path.parent.name == "upstream"]
 LIBRARIES = ("torch", "lightning", "torchmetrics", "deepspeed", "transformers")
-PYTHONS_OWN = {"_exit", "_getframe"}
+PYTHONS_OWN = {"_current_frames", "_exit", "_getframe"}
 
 
 @cache
