@@ -12,6 +12,7 @@ from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from .global_tensors import ShardAccess, Sharded, local_part, part_of
@@ -40,7 +41,8 @@ def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, _:
         return
     access: ShardAccess = module.__dict__[_MARK]
     for name, parameter in module._parameters.items():
-        shard = None if parameter is None else access.shard_of(parameter)
+        is_flat = parameter is None or isinstance(parameter, FlatParameter)  # the flat one is torch's business
+        shard = None if parameter is None or is_flat else access.shard_of(parameter)
         if shard is not None and state_dict.get(prefix + name, parameter) is not parameter:
             state_dict[prefix + name] = shard
 

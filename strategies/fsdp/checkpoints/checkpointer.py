@@ -28,6 +28,7 @@ from ...common.random_states import CHECKPOINT_KEY, ResumedRandomState, random_s
 from ...common.storage_paths import is_remote, local_path
 from ...common.store_messages import store_messages
 from ...common.torch_files import check_full, read_torch, save_torch
+from ...common.user_code import running_as_library
 from ...upstream.lightning import (
     _PATH,
     CheckpointIO,
@@ -100,6 +101,9 @@ class Saved(Protocol):
         """Return what the process ``src`` has."""
 
 
+@running_as_library(
+    *("model_state", "optimizer_state", "save", "wait", "save_safetensors", "read", "load_weights", "load_optimizers")
+)
 class Checkpointer:
     """Saves and loads the sharded model of a strategy.
 

@@ -38,6 +38,7 @@ from ...upstream.torch_fsdp1 import (
     _root_pre_forward,
 )
 from ..config.settings import FSDP1Settings
+from ..steps.changed_weights import can_probe
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.model_state_dicts import load_model_state_dict, model_state_dict
@@ -282,7 +283,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
-        self._watch.probing, self._has_begun = not self._has_begun, True
+        self._watch.probing, self._has_begun = not self._has_begun and can_probe(), True
         self._waiting = []
         self._graphs.forget(root)
         forget_order(root)

@@ -26,6 +26,7 @@ from ...common.module_state_dicts import follow_state_dicts, refuse_copies
 from ...upstream.lightning import rank_zero_info
 from ...upstream.torch_fsdp2 import give_frozen_group_dtypes, reset_iter_state
 from ..config.settings import FSDP2Settings
+from ..steps.changed_weights import can_probe
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import late_heads
@@ -178,7 +179,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
-        self._watch.probing, self._has_begun = not self._has_begun, True
+        self._watch.probing, self._has_begun = not self._has_begun and can_probe(), True
         self._units.forget_forwards()
 
     @override
