@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.process_group import require_group, timeout_of
@@ -77,6 +78,7 @@ class UserCode:
         self.places: ComparedPlaces | None = None
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
+        self._call_hook: RemovableHandle | None = None
         self._profiler: Any = None
         self._module: LightningModule | None = None
         self._always_in_steps = always_in_steps
@@ -112,6 +114,7 @@ class UserCode:
         if self._module is not None:
             self._module.__dict__.pop("training_step", None)
             self._module = None
+        self.follow_calls(follows=False)
         if _attached is self:
             _attached = None
 
@@ -124,7 +127,7 @@ class UserCode:
                 return step(*args, **kwargs)
             self.access.in_step = True
             try:
-                with self._calls_of(self._in_steps):
+                with running(self._in_steps):
                     return step(*args, **kwargs)
             finally:
                 self.access.in_step = False
@@ -145,19 +148,19 @@ class UserCode:
     def _hook(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
         if not torch.is_grad_enabled():  # an evaluation's
             self.access.release()
-        with context as value, self._calls_of(self._in_hooks):
+        with context as value, running(self._in_hooks):
             yield value
 
-    @contextmanager
-    def _calls_of(self, mode: GlobalTensors) -> Iterator[None]:
-        """Run users' code under a mode, whose calls of modules are the library's."""
-        with running(mode):
-            handle = register_module_forward_pre_hook(self._before_call) if len(self._called) else None
-            try:
-                yield
-            finally:
-                if handle is not None:
-                    handle.remove()
+    def follow_calls(self, *, follows: bool) -> None:
+        """Run calls of modules as the library's from now on, or no more.
+
+        No hook stands while the library runs: torch.compile would compile a module anew for each one.
+        """
+        if follows and self._call_hook is None and len(self._called):
+            self._call_hook = register_module_forward_pre_hook(self._before_call)
+        elif not follows and self._call_hook is not None:
+            self._call_hook.remove()
+            self._call_hook = None
 
     def _before_call(self, module: nn.Module, _: Any) -> None:
         if is_library() or module not in self._called:
@@ -205,6 +208,8 @@ def running(mode: GlobalTensors | None) -> Iterator[None]:
 def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
     if before is after:
         return
+    if _attached is not None:
+        _attached.follow_calls(follows=after is not None)
     if before is not None:
         before.leave()
         before.write_back(forget=False)
