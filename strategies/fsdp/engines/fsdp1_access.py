@@ -134,7 +134,8 @@ def run_hooks_of_users(root: nn.Module, access: FlatAccess) -> None:
         root: Sharded.
         access: Where the shards are.
     """
-    follow_state_dicts((module for module in owners_of(root)), access)
+    if any(unit._handle.flat_param._params is not None for unit in units_of(root)):  # else modules have none
+        follow_state_dicts((module for module in owners_of(root)), access)
     refuse_copies(units_of(root))
     for unit in units_of(root):
         unit.__dict__["apply"] = partial(_apply, unit)
