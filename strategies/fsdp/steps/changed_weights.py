@@ -30,7 +30,7 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     weights = torch.arange(1, min(_PIECE, bits.numel()) + 1, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(_PIECE):  # each needs eight bytes an element
+    for piece in torch.split(bits, _PIECE):  # each needs eight bytes an element
         total = total * 31 + (piece * weights[: piece.numel()]).sum()
     return total
 
