@@ -43,7 +43,9 @@ class Buffered(LightningModule):
         self.norm.train(self.changes and self.current_epoch == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(float(self.bank.sum() + self.count + self.is_odd.sum() + self.norm.running_mean.sum()))
+        self.seen.append(
+            float(self.bank.sum() + self.count + self.is_odd.sum() + torch.as_tensor(self.norm.running_mean).sum())
+        )
         return self.net(self.norm(x)) + self.bank * self.is_odd.sum()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

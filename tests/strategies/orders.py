@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelight.state import GradientAccumulationPlugin
+from accelight.strategies import full_parameters
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config
 from tests.strategies.fsdp.late_copies import late_copies
@@ -45,10 +46,12 @@ HOOKS = (
     "on_train_epoch_end",
     "on_train_end",
 )
-ACTIONS = ("save", "stop", "raise", "sample", "part", "clamp", "read", "draft", "adversary", "freeze", "thaw")
-"""A forward whose graph is dropped is a draft; an adversary wants the gradient of an input."""
-ACTIONS += ("rows", "assign", "noise", "norms", "gradients")
-"""What users' code does to whole tensors."""
+ACTIONS = (
+    *("save", "stop", "raise", "sample", "part", "clamp", "read", "draft", "adversary", "freeze", "thaw"),
+    *("rows", "assign", "noise", "norms", "gradients"),
+)
+"""A forward whose graph is dropped is a draft; an adversary wants the gradient of an input; from ``rows`` on, users'
+code looks at whole tensors and changes them."""
 _OF_WHOLE_TENSORS = {"rows", "noise", "norms"}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "kept": {"fsdp1": {"reshard_during_accumulation": False}, "fsdp2": {"reshard_during_accumulation": False}},
@@ -532,7 +535,7 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
 
 def _weights(trainer: Trainer, module: Module) -> dict[str, Tensor]:
     if hasattr(trainer.strategy, "deepspeed_plugin"):
-        with trainer.strategy.full_parameters(writeback=False) as parameters:
+        with full_parameters(trainer.strategy, module, writeback=False) as parameters:
             return {name: parameter.detach().clone() for name, parameter in parameters.items()}
     state = trainer.strategy.lightning_module_state_dict()
     return {

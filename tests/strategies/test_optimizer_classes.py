@@ -93,7 +93,7 @@ class Sharp(SGD):
 
 class SignOfClosure(SGD):
     @torch.no_grad()
-    def step(self, closure: Any) -> Any:
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
         loss = torch.enable_grad()(closure)()
         super().step()
         return loss
@@ -112,7 +112,7 @@ class HoldingAModule(SGD):
 
 class Drawing(SGD):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for one in group["params"]:
                 one.add_(torch.randn_like(one) + random.random())
@@ -178,7 +178,7 @@ def test_options_decide() -> None:
 
     class Ratio(SGD):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 for one in group["params"]:
                     ratio = one.norm() if group["weight_decay"] else 1.0
@@ -186,7 +186,8 @@ def test_options_decide() -> None:
 
     plain, decayed = {"params": parameters()}, {"params": parameters(), "weight_decay": 0.1}
     assert try_on_pieces(Ratio([plain], lr=0.1)).problem is None
-    assert try_on_pieces(Ratio([plain, decayed], lr=0.1)).problem is not None
+    groups: list[Any] = [plain, decayed]
+    assert try_on_pieces(Ratio(groups, lr=0.1)).problem is not None
 
 
 def test_what_cannot_be_tried_is_a_problem() -> None:

@@ -68,10 +68,8 @@ def sharded(kind: str, state_dict_type: str, folder: str) -> dict[str, Tensor]:
     def strategy(saves: str) -> Any:
         if kind.startswith("zero"):
             return AccelDeepSpeedStrategy(hf_ds_config=ds_config(int(kind[-1])))
-        return AccelFSDPStrategy(
-            fsdp_version=int(kind[4]), auto_wrap_policy={Scaled}, state_dict_type=saves,
-            **({"use_orig_params": False} if kind.endswith("flat") else {}),
-        )  # fmt: skip
+        flat: dict[str, Any] = {"use_orig_params": False} if kind.endswith("flat") else {}
+        return AccelFSDPStrategy(fsdp_version=int(kind[4]), auto_wrap_policy={Scaled}, state_dict_type=saves, **flat)
 
     file = f"{folder}/{kind}.ckpt"
     train(strategy(state_dict_type), rank, 1, save=file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -251,7 +251,7 @@ def _noisy(stage: int, folder: str, resume_from: str | None) -> list[float]:
     saves = {"callbacks": [saver], "enable_checkpointing": True} if resume_from is None else {}
     strategy = AccelDeepSpeedStrategy(hf_ds_config=ds_config(stage))
     trainer = quiet_trainer(strategy, 2, max_epochs=2, **saves)
-    trainer.fit(module, DataLoader(torch.ones(10, 4), 1), ckpt_path=resume_from)
+    trainer.fit(module, DataLoader(cast("Any", torch.ones(10, 4)), 1), ckpt_path=resume_from)
     reset_state()
     return module.losses
 

@@ -527,7 +527,7 @@ class WholeMatrices(Module):
 
 class NormedSGD(torch.optim.SGD):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 parameter.grad.div_(parameter.grad.norm() + 1e-6)

@@ -176,6 +176,7 @@ def test_attention_stays_with_an_encoder_layer_that_reads_its_weights() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2)
     decoder = nn.TransformerDecoderLayer(4, 2)
     model = nn.ModuleList([encoder, decoder])
-    units = [one for one in model.modules() if isinstance(one, nn.TransformerEncoderLayer | nn.MultiheadAttention)]
+    kinds = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    units: list[nn.Module] = [one for one in model.modules() if isinstance(one, kinds)]
     kept = groups.without_attention_of_encoders(model, units)
     assert kept == [*encoder.layers, decoder.self_attn, decoder.multihead_attn]

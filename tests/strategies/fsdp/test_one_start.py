@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def _copies(engine: str) -> list[Tensor]:
     strategy = _strategy(engine, **options)
     trainer = quiet_trainer(strategy, 4)
     torch.manual_seed(dist.get_rank())
-    trainer.validate(module, DataLoader([]), verbose=False)
+    trainer.validate(module, DataLoader(cast("Any", [])), verbose=False)
     own = [getattr(parameter, "_local_tensor", parameter) for parameter in module.parameters()]
     return [parameter.detach().clone() for parameter in own]
 

@@ -38,8 +38,9 @@ class Module(LightningModule):
         torch.manual_seed(0)
         self.kind = kind
         self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-        first, last = self.net[0], self.net[2]
-        first.weight.no_decay = True  # type: ignore[assignment]
+        first: Any = self.net[0]
+        last: Any = self.net[2]
+        first.weight.no_decay = True
         self.slow = {id(parameter) for parameter in first.parameters()}
         self.as_list, self.as_tuple = [last.weight], (last.bias, [first.bias])
         self.by_name = {"first": {"weight": first.weight}}
