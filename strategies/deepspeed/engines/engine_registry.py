@@ -6,13 +6,10 @@ next engine trains, its hooks on parameters and layers would reduce gradients tw
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from ..config.settings import DeepSpeedSettings
@@ -114,21 +111,6 @@ def release_parameters(engine: Any) -> None:
         layer.__dict__.pop("ds_grads_remaining", None)
     offload.release_backward_leftovers()
     offload.partition_all_parameters()
-
-
-@contextmanager
-def full_shapes(module: nn.Module) -> Iterator[None]:
-    """Let partitioned parameters have their full shapes in this context, without their values and without memory."""
-    partitioned: list[Any] = [each for each in module.parameters() if hasattr(each, "ds_id")]
-    hidden = [each for each in partitioned if each.numel() != each.ds_numel]
-    before = [each.data for each in hidden]
-    for parameter in hidden:
-        parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
-    try:
-        yield
-    finally:
-        for parameter, data in zip(hidden, before, strict=True):
-            parameter.data = data
 
 
 def unpartition(module: nn.Module) -> None:
