@@ -17,7 +17,6 @@ ranks down. Waits on the store look for the verdict themselves.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import linecache
@@ -128,7 +127,10 @@ class DeadlockWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, before the interpreter does."""
+        """End the thread, before the interpreter does and before anyone removes the file of a `FileStore`.
+
+        Whoever frees a `FileStore` last opens its file once more, and waits for it with the GIL held.
+        """
         self._end.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -243,8 +245,7 @@ def watch_for_deadlocks(group: dist.ProcessGroup) -> None:
         _watches[group].thread_id = threading.get_ident()
         return
     watch = _watches[group] = DeadlockWatch(group)
-    atexit.register(watch.close)
-    weakref.finalize(group, atexit.unregister, watch.close)
+    weakref.finalize(group, watch.close)  # at the latest at the exit
 
 
 def found_deadlock() -> str | None:

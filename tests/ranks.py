@@ -293,11 +293,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             return
         # Stacks when the process dies, when the time is up, and on SIGUSR1, for those who wait for a rank that failed.
         # For each order anew, since a Trainer "restores" signal handlers that are not Python's to their default.
-        stacks_file.truncate(0)
-        faulthandler.disable()  # or the next line would leave a lost handler lost
-        faulthandler.enable(log_file)
-        faulthandler.dump_traceback_later(order.timeout_s, file=stacks_file)
-        faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
+        _dump_stacks(order.timeout_s, stacks_file, log_file)
         try:
             report: bytes | str = _obey(order)
         except BaseException:  # noqa: BLE001 (pytest.fail and SystemExit are results of a test, too)
@@ -310,11 +306,23 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
             connection.recv()
         except (EOFError, KeyboardInterrupt):
             return
+        _dump_stacks(order.timeout_s, stacks_file, log_file)
         try:
             pristine.restore()
-            connection.send(_WORN if _num_threads() > _MOST_THREADS else b"")
+            cleaned: bytes | str = _WORN if _num_threads() > _MOST_THREADS else b""
         except Exception:  # noqa: BLE001 (whatever it was, it is the test's failure)
-            connection.send("clean-up after the test failed:\n" + traceback.format_exc())
+            cleaned = "clean-up after the test failed:\n" + traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send(cleaned)
+
+
+def _dump_stacks(timeout_s: float, stacks_file: Any, log_file: Any) -> None:
+    """Write this process's stacks when it dies, when its time is up, and on SIGUSR1."""
+    stacks_file.truncate(0)
+    faulthandler.disable()  # or the next line would leave a lost handler lost
+    faulthandler.enable(log_file)
+    faulthandler.dump_traceback_later(timeout_s, file=stacks_file)
+    faulthandler.register(signal.SIGUSR1, stacks_file, all_threads=True)
 
 
 def _obey(order: _Order) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -218,3 +220,15 @@ def test_a_consequence_ends_with_the_failure_that_it_comes_from() -> None:
     assert first == "the batch is bad"
     assert "Connection closed" in second
     assert second.endswith("because process 0 failed with ValueError: the batch is bad")
+
+
+def _threads_after_a_group() -> list[str]:
+    watch_for_deadlocks(require_group("A test"))
+    dist.destroy_process_group()
+    gc.collect()
+    return [each.name for each in threading.enumerate() if each.name == "accelight-deadlocks"]
+
+
+def test_the_watch_ends_with_its_group() -> None:
+    """It would free a `FileStore` later, which waits for its file with the GIL held where somebody has removed it."""
+    assert run_on_ranks(2, _threads_after_a_group) == [[], []]
