@@ -154,8 +154,8 @@ class ShardAccess(Protocol):
         """Reshard what calls of modules have left unsharded; no such call runs."""
         ...
 
-    def check_change_in_step(self, shard: Sharded) -> None:
-        """Refuse a change of a shard in a training step, where the engine could lose it."""
+    def check_change_in_step(self, tensor: Tensor) -> None:
+        """Refuse a change of a shard, or of an unsharded parameter, in a training step that could lose it."""
         ...
 
     def is_unreduced(self, tensor: Tensor) -> bool:
@@ -195,7 +195,7 @@ class NoAccess:
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
 
-    def check_change_in_step(self, shard: Sharded) -> None:
+    def check_change_in_step(self, tensor: Tensor) -> None:
         """Do nothing: what steps change is taken over."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
@@ -324,7 +324,12 @@ class GlobalTensors(TorchFunctionMode):
         assigns = name == "__set__" and func.__self__.__name__ == "data"
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
-        if not (assigns or _is_in_place(name)) or not args or not isinstance(args[0], Tensor):
+        if not (assigns or _is_in_place(name)) or not args:
+            return func(*args, **kwargs)
+        for one in _tensors(args[:1], {}):
+            if assigns or not (torch.is_grad_enabled() and one.requires_grad):
+                self._check_change(one)
+        if not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if torch.is_grad_enabled() and not assigns:
             return func(*args, **kwargs)
@@ -411,9 +416,9 @@ class GlobalTensors(TorchFunctionMode):
         self._check_change(shard)
         local_part(shard).copy_(local_part(self._like(value, shard)))
 
-    def _check_change(self, shard: Sharded) -> None:
+    def _check_change(self, tensor: Tensor) -> None:
         if self._in_step:
-            self._access.check_change_in_step(shard)
+            self._access.check_change_in_step(tensor)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
         self._check_reduced(tensor)

@@ -101,26 +101,24 @@ class ZeroAccess:
             if is_left and not parameter.ds_active_sub_modules:
                 parameter.partition()
 
-    def check_change_in_step(self, shard: Any) -> None:
-        """Refuse to change a partition while automatic optimization may have gathered its parameter for the forward.
+    def check_change_in_step(self, tensor: Tensor) -> None:
+        """Refuse to change a parameter while automatic optimization may have gathered it for the forward.
 
         Raises:
-            RuntimeError: If the partition is one of the module's.
+            RuntimeError: If the tensor is a partition of the module's, or a part of a parameter that is gathered.
         """
         if not getattr(self._module, "automatic_optimization", True):
             return
-        part = local_part(shard)
+        part = local_part(tensor)
         storage, start = part.untyped_storage().data_ptr(), part.storage_offset()
-        for name, each in self._module.named_parameters():
-            held: Tensor | None = getattr(each, "ds_tensor", None)
-            if held is None or held.untyped_storage().data_ptr() != storage:
-                continue
-            if held.storage_offset() <= start < held.storage_offset() + held.numel():
-                raise RuntimeError(
-                    f"{name} was changed in training_step, where ZeRO-3 may have gathered it for the forward, so that "
-                    "the change would be lost. Change weights (averages, teachers, clamps) in a hook, such as "
-                    "on_train_batch_start() or on_train_batch_end(), or use zero_stage=2."
-                )
+        parameter = next((one for one in self._parameters.values() if _would_lose(one, storage, start)), None)
+        if parameter is not None:
+            name = next(name for name, one in self._module.named_parameters() if one is parameter)
+            raise RuntimeError(
+                f"{name} was changed in training_step, where ZeRO-3 may have gathered it for the forward, so that "
+                "the change would be lost. Change weights (averages, teachers, clamps) in a hook, such as "
+                "on_train_batch_start() or on_train_batch_end(), or use zero_stage=2."
+            )
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""
@@ -201,6 +199,17 @@ class ZeroAccess:
             return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
         held = partitions.gradient_piece(zero, piece)
         return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
+
+
+def _would_lose(parameter: Any, storage: int, start: int) -> bool:
+    """Return whether a write at this place is one to a parameter's partition, or to its gathered values."""
+    held: Tensor | None = getattr(parameter, "ds_tensor", None)
+    if held is None:
+        return False
+    if parameter.ds_status.name == "AVAILABLE" and parameter.untyped_storage().data_ptr() == storage:
+        return not is_gathered_by_user(parameter)
+    first = held.storage_offset()
+    return held.untyped_storage().data_ptr() == storage and first <= start < first + held.numel()
 
 
 def _gather_as_library(parameter: Any) -> None:

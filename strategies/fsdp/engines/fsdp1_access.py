@@ -85,7 +85,7 @@ class FlatAccess:
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
 
-    def check_change_in_step(self, shard: Any) -> None:
+    def check_change_in_step(self, tensor: Tensor) -> None:
         """Do nothing: what steps change is taken over."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
