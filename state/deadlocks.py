@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOKS_EVERY_S = 0.5
+_LOOKS_LATER_EVERY_S = 2.0
+"""While the thread stays in one place: to read the flight recorder takes some 0.1 s of a core."""
 _STILL_LOOKS = 4
 """In how many looks the thread has not moved when its rank reports."""
 _SAME_INPUTS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
@@ -114,9 +116,9 @@ class DeadlockWatch:
         self._store: Store = _own_connection(group_store("accelight/deadlocks"))
         self.thread_id = threading.get_ident()
         """The thread that is watched."""
-        self._end = threading.Event()
+        self._wake, self._is_closed = threading.Event(), False
         self._before: tuple[int, int] | None = None
-        self._num_still = 0
+        self._num_still, self._pause_s = 0, _LOOKS_EVERY_S
         self._reported: str | None = None
         self._seen: dict[int, str] | None = None
         self._beat = 0
@@ -131,16 +133,26 @@ class DeadlockWatch:
 
         Whoever frees a `FileStore` last opens its file once more, and waits for it with the GIL held.
         """
-        self._end.set()
+        self._is_closed = True
+        self._wake.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store is gone, and its process
-            while not self._end.wait(_LOOKS_EVERY_S) and self._group() is not None and self.verdict is None:
+            while self.verdict is None:
+                self._wake.wait(self._pause_s)
+                self._wake.clear()
+                if self._is_closed or not self._is_present():
+                    break
                 self._look()
                 self._looked.set()
         self._looked.set()
+
+    def _is_present(self) -> bool:
+        """Return whether the group is still the default one: DeepSpeed's engines keep some that were destroyed."""
+        group = self._group()
+        return group is not None and group is live_group()
 
     def _look(self) -> None:
         frame = sys._current_frames().get(self.thread_id)
@@ -149,12 +161,14 @@ class DeadlockWatch:
         waits = _frame_of(frame, poll.__code__)
         now = (id(waits), 0) if waits is not None else (id(frame), frame.f_lasti)
         if now != self._before:
-            self._before, self._num_still = now, 0
+            self._before, self._num_still, self._pause_s = now, 0, _LOOKS_EVERY_S
             self._withdraw()
             return
         self._num_still += 1
         if self._num_still >= _STILL_LOOKS:
             self._report(frame, waits)
+        if self._num_still >= 3 * _STILL_LOOKS:
+            self._pause_s = _LOOKS_LATER_EVERY_S
 
     def _withdraw(self) -> None:
         if self._reported is not None:
@@ -190,6 +204,7 @@ class DeadlockWatch:
     def final_verdict(self) -> str | None:
         """Return the verdict, once the thread has looked again."""
         self._looked.clear()
+        self._wake.set()
         if self._thread.is_alive():
             self._looked.wait(_STILL_LOOKS * _LOOKS_EVERY_S)
         return self.verdict
