@@ -137,6 +137,8 @@ class ShardAccess(Protocol):
     """Whether such a parameter is this rank's part itself, so that it takes gradients."""
     in_step: bool
     """Whether a training step runs, and no hook."""
+    ends_window: bool
+    """Whether what asks for a gradient runs in the last backward of an accumulation window."""
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return this rank's part of a parameter, sharing its memory; None for any other tensor."""
@@ -154,8 +156,8 @@ class ShardAccess(Protocol):
         """Reshard what calls of modules have left unsharded; no such call runs."""
         ...
 
-    def check_change_in_step(self, tensor: Tensor) -> None:
-        """Refuse a change of a shard, or of an unsharded parameter, in a training step that could lose it."""
+    def note_write(self, tensor: Tensor) -> None:
+        """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
         ...
 
     def is_unreduced(self, tensor: Tensor) -> bool:
@@ -178,7 +180,7 @@ class ShardAccess(Protocol):
 class NoAccess:
     """The `ShardAccess` where all sharded parameters are DTensors."""
 
-    shows_shards, in_step = False, False
+    shows_shards, in_step, ends_window = False, False, False
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return None."""
@@ -195,8 +197,8 @@ class NoAccess:
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
 
-    def check_change_in_step(self, tensor: Tensor) -> None:
-        """Do nothing: what steps change is taken over."""
+    def note_write(self, tensor: Tensor) -> None:
+        """Do nothing: version counters tell."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False."""
@@ -326,9 +328,7 @@ class GlobalTensors(TorchFunctionMode):
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
         if not (assigns or _is_in_place(name)) or not args:
             return func(*args, **kwargs)
-        for one in _tensors(args[:1], {}):
-            if assigns or not (torch.is_grad_enabled() and one.requires_grad):
-                self._check_change(one)
+        self._note_write(args[0], assigns=assigns)
         if not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         if torch.is_grad_enabled() and not assigns:
@@ -413,12 +413,14 @@ class GlobalTensors(TorchFunctionMode):
                 f"value {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; a "
                 "parameter of another shape must be there before the model is sharded (in configure_model())."
             )
-        self._check_change(shard)
         local_part(shard).copy_(local_part(self._like(value, shard)))
 
-    def _check_change(self, tensor: Tensor) -> None:
+    def _note_write(self, target: Any, *, assigns: bool = False) -> None:
+        """Let the engine know of a training step's write to a tensor, or to a list of them, that is not sharded."""
         if self._in_step:
-            self._access.check_change_in_step(tensor)
+            for one in _tensors((target,), {}):
+                if assigns or not (torch.is_grad_enabled() and one.requires_grad):
+                    self._access.note_write(one)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
         self._check_reduced(tensor)
@@ -477,7 +479,6 @@ class GlobalTensors(TorchFunctionMode):
             return self._like(self._shard(tensor), first)
 
         if is_in_place:
-            self._check_change(first)
             func(first, *self._map(tuple(args[1:]), convert), **self._map(kwargs, convert))
             return args[0]
         try:
@@ -528,11 +529,11 @@ class GlobalTensors(TorchFunctionMode):
             linked = {key: self._linked(one) for key, one in used.items()}
             full_args = self._map(full_args, lambda one: linked.get(id(one), one))
             full_kwargs = self._map(full_kwargs, lambda one: linked.get(id(one), one))
+        if _is_in_place(func.__name__):
+            self._note_write(full_args[0])
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
-                if one.full._version != one.version:
-                    self._check_change(one.shard)
                 one.write_back()
         returned = {_storage(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():

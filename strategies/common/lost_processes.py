@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...state.deadlocks import found_deadlock
 from ...state.process_group import group_store
+from ..upstream.torch_fake import is_planned
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def tell_lost_processes(error: BaseException, run: str) -> None:
         error: With which training ends here.
         run: As for `lost_processes`.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_planned():
         return
     if not is_of_connection(error):
         noting = threading.Thread(target=_note_failure, args=(error, run), daemon=True)

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ...state.agreement import sending_device
 from ...state.process_group import require_group
 from ..upstream.torch_core import is_traceable_wrapper_subclass
-from ..upstream.torch_fake import FAKE_BACKEND
+from ..upstream.torch_fake import is_planned
 from .agreed_outcome import num_ranks
 
 _BUCKET_BYTES = 2**18
@@ -112,7 +112,7 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _is_alone() -> bool:
-    return num_ranks() == 1 or dist.get_backend() == FAKE_BACKEND  # a plan is one process that stands for all
+    return num_ranks() == 1 or is_planned()
 
 
 def _described(tensor: Tensor) -> str:

@@ -61,11 +61,6 @@ _by_pieces: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKe
 _by_dtensors: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKeyDictionary()
 
 
-def is_planned() -> bool:
-    """Return whether this process plans memory: no tensor has values, and no step of an optimizer tells anything."""
-    return dist.is_initialized() and dist.get_backend() == "fake"
-
-
 def try_on_pieces(optimizer: Optimizer) -> Verdict:
     """Return whether the optimizer's class treats each element alone, so that it can step on pieces of parameters.
 

@@ -151,6 +151,20 @@ class UserCode:
         with context as value, running(self._in_hooks):
             yield value
 
+    @contextmanager
+    def in_hook(self, *, ends_window: bool = False) -> Iterator[None]:
+        """Run a method of the user's that the Trainer does not profile as a hook.
+
+        Args:
+            ends_window: Whether gradients that it asks for are those of a whole accumulation window.
+        """
+        self.access.ends_window = ends_window
+        try:
+            with running(self._in_hooks):
+                yield
+        finally:
+            self.access.ends_window = False
+
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,16 +19,14 @@ class Trained(Protocol):
     def run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward."""
 
+    def run_backward_of_user(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written."""
+
     def clip_step(self, max_norm: float) -> None:
         """Let the next optimizer step clip its gradients by their norm."""
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
 
 
 class AccelDeepSpeedPrecision(DeepSpeedPrecision):
@@ -58,8 +55,9 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         if is_overridden("backward", model):
-            _warn_once("LightningModule.backward() is overridden, and ignored: DeepSpeed's engine runs backward.")
-        self._strategy.run_backward(tensor, *args, **kwargs)
+            self._strategy.run_backward_of_user(partial(model.backward, tensor, *args, **kwargs))
+        else:
+            self._strategy.run_backward(tensor, *args, **kwargs)
 
     @override
     def clip_gradients(

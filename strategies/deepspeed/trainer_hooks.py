@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .config.plugin import DeepSpeedPlugin
 from .config.settings import DeepSpeedSettings
 from .engines import engine as engines
 from .engines.engine_registry import release_parameters
-from .engines.window import Window
+from .engines.window import EngineBackwards, Window
 from .engines.zero_access import ZeroAccess
 from .precision import AccelDeepSpeedPrecision
 
@@ -132,6 +132,19 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         window.backward(loss, *args, **kwargs)
         if self._is_automatic and GradientState().sync_gradients:
             window.complete()  # before the hooks that see it
+
+    def run_backward_of_user(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written: each ``loss.backward()`` in it is the engine's.
+
+        Args:
+            backward: The module's, with its arguments.
+        """
+        window, ends_window = self._present_window, self._is_automatic and GradientState().sync_gradients
+        in_hook = nullcontext() if self._user_code is None else self._user_code.in_hook(ends_window=ends_window)
+        with in_hook, EngineBackwards(window.backward):
+            backward()
+        if ends_window:
+            window.complete()
 
     def clip_step(self, max_norm: float) -> None:
         """Let the next optimizer step clip its gradients by their norm."""

@@ -38,7 +38,11 @@ class Running:
         if not manual:
             path.forget()
             path.begin(("train", self._accumulating))
-        result = self._run(step, reshard=self.resharded_before_backward or manual)
+        self._engine.in_step = not manual
+        try:
+            result = self._run(step, reshard=self.resharded_before_backward or manual)
+        finally:
+            self._engine.in_step = False
         if not manual:  # else before each backward: hooks come between the two
             self._engine.end_step(root)
         return result
@@ -103,7 +107,7 @@ class Running:
                 self._engine.path.end()
             except BaseException as error:
                 self._engine.make_idle(root)
-                instead = explained_mixture(error) or explained_recomputation(error)
+                instead = explained_mixture(error) or explained_recomputation(error) or self._engine.explained(error)
                 if instead is not None:
                     raise instead from error
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,6 +23,11 @@ FAKE_BACKEND: str = Backend.FAKE
 """Of process groups whose collectives reach nobody."""
 
 
+def is_planned() -> bool:
+    """Return whether this process plans memory and stands for all ranks: tensors have no values."""
+    return dist.is_initialized() and dist.get_backend() == FAKE_BACKEND
+
+
 def fake_mode_is_on() -> bool:
     """Return whether somebody computes shapes with fake tensors: DTensor does, for each operation that is new to it."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -34,6 +40,7 @@ __all__ = [
     "FakeTensor",  # what an operation returns, without running it
     "FakeTensorMode",  # the same
     "FakeWork",  # what a collective returns that has ended
+    "is_planned",
     "fake_mode_is_on",  # what computes shapes holds nothing
     "TorchDispatchMode",  # stands in the place of kernels
     "UnsupportedOperatorException",  # an operation that does not say what it returns

@@ -134,8 +134,9 @@ class Script(_Code):
     every: int = 1
     """Manual optimization: the optimizers step every so many batches."""
     unused: str | None = None
-    """A branch that every other ``batch`` does not use, or only one ``rank`` uses, or ``never``; a block, which is a
-    ``unit``, that every other batch does not use, or that only one rank uses (``unit_rank``)."""
+    """A branch that every other ``batch`` does not use, or the first two of an epoch (``late``), or only one ``rank``
+    uses, or ``never``; a block, which is a ``unit``, that every other batch does not use, or that only one rank uses
+    (``unit_rank``)."""
     iterable: bool = False
     """A dataset without a length."""
     sharded: bool = False
@@ -243,7 +244,10 @@ class Module(LightningModule):
     def _uses_branch(self, batch_idx: int, rank: int) -> bool:
         unused = self.script.unused
         return not (
-            unused == "never" or (unused == "batch" and batch_idx % 2) or (unused == "rank" and rank != batch_idx % 2)
+            unused == "never"
+            or (unused == "batch" and batch_idx % 2)
+            or (unused == "late" and batch_idx < 2)
+            or (unused == "rank" and rank != batch_idx % 2)
         )
 
     def _uses_unit(self, batch_idx: int, rank: int) -> bool:
@@ -661,7 +665,7 @@ def refusals(script: Script, kind: str) -> list[str]:
         "use_orig_params=True": is_flat
         and (
             script.over != "all"
-            or script.unused in ("batch", "never")
+            or script.unused in ("batch", "late", "never")
             or (not has_units and (script.unused == "unit" or bool({"freeze", "thaw"} & actions)))
         ),
         "Processes use different parts of the model at one time": is_fsdp

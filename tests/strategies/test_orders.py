@@ -102,6 +102,9 @@ FOUND: dict[str, Script] = {
     ),
     "groups by name": Script((Fit(accumulate=2, clip=0.1), Fit(start="fresh")), over="groups", optimizer="decay"),
     "an optimizer over a part": Script((Fit(accumulate=2), Fit(start="fresh")), over="part", optimizer="decay"),
+    "a layer that a dropped window used": Script(
+        (Fit(accumulate=2, batches=7, epochs=2, skip_at=3),), optimizer="decay", unused="late"
+    ),
     "parameters that nobody uses": Script((Fit(accumulate=2), Fit(start="resume")), unused="never", optimizer="decay"),
     "parameters that some batches use": Script((Fit(epochs=2),), unused="batch", optimizer="decay"),
     "parameters that some ranks use": Script((Fit(accumulate=2, epochs=2),), unused="rank", optimizer="decay"),
@@ -188,7 +191,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         schedule=pick([None, "step", "epoch"]),
         manual=manual,
         every=pick([1, 2]) if manual in ("zbs", "bsz", "tzbs", "tbsz") else 1,
-        unused=pick([None, None, None, "batch", "rank", "never", "unit", "unit_rank"]),
+        unused=pick([None, None, None, "batch", "late", "rank", "never", "unit", "unit_rank"]),
         iterable=pick([False, True]),
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS]) if is_fsdp else None,

@@ -53,6 +53,8 @@ class Pattern(LightningModule):
     validates: ClassVar[bool] = False
     leaves_unused: ClassVar[bool] = False
     """Whether ``ddp`` needs ``find_unused_parameters``."""
+    referee: ClassVar[type[Pattern] | None] = None
+    """A pattern that means the same, where ``ddp`` is wrong itself: it reduces only the first backward of a step."""
     model: Net
 
     def __init__(self) -> None:
@@ -103,24 +105,13 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Unnoticed:
-    """An engine trains otherwise than ``ddp``, and cannot notice it."""
-
-    instead: str
-    """What to write, as the docs have it."""
-
-
-Answer = Refused | Unnoticed
-
-
-@dataclass(frozen=True)
 class Entry:
     """A pattern in the table."""
 
     module: type[Pattern]
     does: str
     """A row of the docs; patterns with the same words have the same answers."""
-    answers: dict[str, Answer]
+    answers: dict[str, Refused]
     """By engine; where there is none, weights and numbers are those of ``ddp``."""
     core: bool
 
@@ -134,7 +125,7 @@ PATTERNS: dict[str, Entry] = {}
 _Module = TypeVar("_Module", bound=type[Pattern])
 
 
-def pattern(does: str, *, core: bool = False, **answers: Answer) -> Callable[[_Module], _Module]:
+def pattern(does: str, *, core: bool = False, **answers: Refused) -> Callable[[_Module], _Module]:
     """Put a class into `PATTERNS`."""
 
     def add(module: _Module) -> _Module:
@@ -724,14 +715,10 @@ class AdaptiveLossWeight(Pattern):
         return losses[0] + (norms[0] / (norms[1] + 1e-4)).detach() * losses[1]
 
 
-CHANGE_3 = Refused(
-    "was changed in training_step, where ZeRO-3 may have gathered it.*on_train_batch_end",
-    "the same change in `on_train_batch_start` or `on_train_batch_end`",
-)
 CHANGES = "weights changed in `training_step`"
 
 
-@pattern(CHANGES, core=True, zero3=CHANGE_3)
+@pattern(CHANGES, core=True)
 class ChangeBeforeForward(Pattern):
     def loss(self, batch: Any) -> Tensor:
         with torch.no_grad():
@@ -740,10 +727,7 @@ class ChangeBeforeForward(Pattern):
         return super().loss(batch)
 
 
-@pattern(
-    "weights changed in hooks of modules (`register_forward_pre_hook`)",
-    zero3=Unnoticed("the same change in `on_train_batch_start` or `on_train_batch_end`"),
-)
+@pattern("weights changed in hooks of modules (`register_forward_pre_hook`)")
 class ClampInForwardHook(Pattern):
     def __init__(self) -> None:
         super().__init__()
@@ -755,7 +739,7 @@ class ClampInForwardHook(Pattern):
         module.weight.data.clamp_(-0.2, 0.2)
 
 
-@pattern(CHANGES, zero3=CHANGE_3)
+@pattern(CHANGES)
 class ChangeAtEndOfStep(Pattern):
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
@@ -980,7 +964,7 @@ class AveragedModelOfTorch(Pattern):
         self.average.update_parameters(self.model)
 
 
-@pattern("a teacher updated in `training_step` (BYOL, MoCo, DINO)", zero3=CHANGE_3)
+@pattern("a teacher updated in `training_step` (BYOL, MoCo, DINO)")
 class TeacherUpdatedInStep(Teacher):
     def on_train_batch_end(self, *_: Any) -> None:
         pass
@@ -1104,6 +1088,102 @@ class PostAccumulateHook(Pattern):
 
 
 # ------------------------------------------------------------------ manual optimization
+INPUT_GRADIENTS = "gradients of inputs in `training_step` before another forward: FGSM, PGD, VAT"
+
+
+@pattern(INPUT_GRADIENTS, core=True)
+class SignOfInputGradients(Pattern):
+    steps = 1
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        for _ in range(self.steps):
+            moved = inputs.detach().requires_grad_()
+            gradient = torch.autograd.grad(functional.mse_loss(self.model(moved), targets), moved)[0]
+            inputs = moved + 0.1 * gradient.sign()
+        return functional.mse_loss(self.model(inputs.detach()), targets)
+
+
+@pattern(INPUT_GRADIENTS)
+class ProjectedDescent(SignOfInputGradients):
+    steps = 2
+    accumulate = 2
+
+
+@pattern(INPUT_GRADIENTS)
+class VirtualAdversary(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        clean = self.model(inputs)
+        moved = (0.1 * torch.ones_like(inputs)).requires_grad_()
+        distance = functional.mse_loss(self.model(inputs + moved), clean.detach())
+        direction = functional.normalize(torch.autograd.grad(distance, moved)[0])
+        adversarial = functional.mse_loss(self.model(inputs + 0.1 * direction), clean.detach())
+        return functional.mse_loss(clean, targets) + adversarial
+
+
+@pattern(
+    "the same by `requires_grad_(False)` and `backward()` inside of the step",
+    fsdp1=Refused("requires_grad was changed inside of a step", "`torch.autograd.grad(loss, input)`"),
+)
+class SignByBackward(Pattern):
+    """The attack's backward leaves gradients of weights, which ``zero_grad`` drops before the loss's own."""
+
+    def loss(self, batch: Any) -> Tensor:
+        moved = batch[0].detach().requires_grad_()
+        self.model.requires_grad_(False)
+        functional.mse_loss(self.model(moved), batch[1]).backward()
+        self.model.requires_grad_(True)
+        assert moved.grad is not None
+        return functional.mse_loss(self.model((moved + 0.1 * moved.grad.sign()).detach()), batch[1])
+
+
+BACKWARDS = "`backward()` overridden: called twice, of several losses"
+ONE_BACKWARD = Refused("FSDP1 prepares one backward for each step", "one backward, of the sum of the losses")
+
+
+class DoubledLoss(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return 2 * super().loss(batch)
+
+
+class DoubledLossInWindows(DoubledLoss):
+    accumulate = 2
+
+
+class SumOfLosses(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.model(batch[0].flip(0)).square().mean()
+
+
+@pattern(BACKWARDS, core=True, fsdp1=ONE_BACKWARD)
+class BackwardTwice(Pattern):
+    referee = DoubledLoss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@pattern(BACKWARDS, fsdp1=ONE_BACKWARD)
+class BackwardTwiceInWindows(BackwardTwice):
+    accumulate = 2
+    referee = DoubledLossInWindows
+
+
+@pattern(BACKWARDS, fsdp1=ONE_BACKWARD)
+class BackwardOfTwoLosses(Pattern):
+    referee = SumOfLosses
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.other = 0.1 * self.model(batch[0].flip(0)).square().mean()
+        return self.loss(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.other.backward()
+        loss.backward()
+
+
 MANUAL = "manual optimization that changes weights and gradients between backwards: SAM, FGM, clipping"
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.strategies.user_patterns import PATTERNS, Answer, Unnoticed, in_table
+from tests.strategies.user_patterns import PATTERNS, Refused, in_table
 
 _DOCS = Path(__file__).parents[2] / "docs"
 PAGES: dict[Path, dict[str, str]] = {
@@ -44,10 +44,10 @@ def _rows(engines: dict[str, str]) -> Iterator[str]:
         yield f"| {does} | {' | '.join(cells)} |"
 
 
-def _cell(answer: Answer | None) -> str:
+def _cell(answer: Refused | None) -> str:
     if answer is None:
         return "right"
-    return f"{'not noticed' if isinstance(answer, Unnoticed) else 'refused'}: {answer.instead}"
+    return f"refused: {answer.instead}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ...common.optimizer_classes import is_planned, try_on_pieces
+from ...common.optimizer_classes import try_on_pieces
 from ...common.sparse_embeddings import sparse_embeddings
 from ...upstream.lightning import (
     LightningModule,
@@ -24,6 +24,7 @@ from ...upstream.lightning import (
     _configure_schedulers_manual_opt,
     _validate_optimizers_attached,
 )
+from ...upstream.torch_fake import is_planned
 from ..config.dummies import DummyOptim, DummyScheduler
 from ..config.hf_config import HfDeepSpeedConfig
 from ..config.optimizer_source import check_optimizer_and_scheduler

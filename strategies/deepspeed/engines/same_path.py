@@ -55,6 +55,16 @@ def _release(engine: Any) -> None:
     parameters[0].partition(param_list=parameters)
 
 
+def finish_gather(engine: Any, parameter: nn.Parameter) -> None:
+    """Wait for a parameter that DeepSpeed has begun to gather ahead of the forward that needs it."""
+    from deepspeed.accelerator import get_accelerator
+
+    coordinator, device = _coordinator(engine), get_accelerator()
+    coordinator._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter).wait()
+    if not device.resolves_data_dependency():
+        device.current_stream().wait_stream(coordinator._PartitionedParameterCoordinator__allgather_stream)
+
+
 class SamePath:
     """Refuses, by name, to gather the parameters of another layer than the other ranks.
 

@@ -106,6 +106,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "grad_partitions_flat_buffer": (_STAGE_3, "accumulated gradients; zero at the start of a window"),
     "grad_position": (_STAGE_3, "where a parameter's piece begins in the flat partition"),
     "inf_or_nan_tracker": (_STAGE_3, "whether offloaded gradients have overflowed; dropped with the window"),
+    "_PartitionedParameterCoordinator__inflight_param_registry": (_COORDINATOR, "a gather that users' code needs now"),
+    "_PartitionedParameterCoordinator__allgather_stream": (_COORDINATOR, "where it runs"),
     "parameter_offload": (_STAGE_3, "what gathers and partitions parameters"),
     "persistent_parameters": (_STAGE_3, "small parameters that stay gathered between steps"),
     "sub_group_to_group_id": (_STAGE_3, "the parameter group that a flat partition has its options from"),

@@ -18,15 +18,17 @@ order, with zeros for those that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ...common.user_code import library_code
 from . import partitions
-from .changed_weights import ChangedWeights, LostChanges
+from .changed_weights import ChangedWeights, GatheredChanges
 from .dropped_gradients import drop_gradients
 from .partial_steps import PiecewiseSteps, step_on_all_values
 from .same_path import WAY_OUT, gather
@@ -83,7 +85,10 @@ class Window:
         """Of a ZeRO optimizer: the weights that it steps on beside those that the model computes with."""
         if self._is_partitioned:
             self._follow_zero()
-        self.lost_changes = LostChanges(engine.module, self.names) if self.stage == 3 else None
+        self.gathered_changes: GatheredChanges | None = None
+        """Of stage 3."""
+        if self.stage == 3:
+            self.gathered_changes = GatheredChanges(engine.module, self.names, engine.device)
         self._clear, self._is_stepping = zero.zero_grad, False
         tell_window(zero, self)
         engine.__dict__[_NAME] = self  # not as a submodule
@@ -265,6 +270,8 @@ class Window:
         if self._is_complete or not self._is_dirty:
             return
         self._is_complete = True
+        if self.gathered_changes is not None:
+            self.gathered_changes.take_over()
         if self.changes is not None and self.hooks_before_step:
             self.changes.follow()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
@@ -322,8 +329,8 @@ class Window:
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             return
-        if self.lost_changes is not None:
-            self.lost_changes.refuse()
+        if self.gathered_changes is not None:
+            self.gathered_changes.take_over()
         if self.changes is not None:
             self.changes.follow()
         if self.steps is not None:
@@ -400,6 +407,35 @@ def window_of(engine: Any) -> Window | None:
     """Return what follows an engine, if it trains under the Trainer."""
     window: Window | None = engine.__dict__.get(_NAME)
     return window
+
+
+class EngineBackwards(TorchFunctionMode):
+    """Makes each ``loss.backward()`` of the user's code the engine's.
+
+    Args:
+        backward: Of a `Window`.
+    """
+
+    def __init__(self, backward: Callable[..., None]) -> None:
+        super().__init__()
+        self._backward = backward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation; the mode itself is off inside."""
+        if func is not Tensor.backward:
+            return func(*args, **(kwargs or {}))
+        options = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        names = ("gradient", "retain_graph", "create_graph", "inputs")
+        options |= {key: value for key, value in zip(names, args[1:], strict=False) if value is not None}
+        unknown = {name for name, value in options.items() if value is not False} - {"retain_graph"}
+        if unknown:
+            raise RuntimeError(
+                f"backward({', '.join(sorted(unknown))}=...) in the module's backward(): DeepSpeed's engine takes a "
+                "loss and retain_graph alone. Call loss.backward(), or train with AccelFSDPStrategy."
+            )
+        with library_code():
+            self._backward(args[0], retain_graph=bool(options.get("retain_graph")))
+        return None
 
 
 @contextmanager

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...common.flat_shards import FlatLayout, FlatShard
-from ...common.global_tensors import local_part
 from ...common.module_state_dicts import follow_state_dicts, refuse_copies
 from ...common.user_code import as_library, library_code
 from . import partitions
+from .same_path import finish_gather
 from .scalars import is_gathered_by_user
 from .window import Window, window_of
 
@@ -35,13 +35,14 @@ class ZeroAccess:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
         self._parameters: dict[int, nn.Parameter] = {id(each): each for each in module.parameters()}
+        self._engine: Any = None
         self._window: Window | None = None
-        self.in_step = False
+        self.in_step = self.ends_window = False
         self._pieces: dict[int, partitions.Piece] = {}
 
     def follow(self, engine: Any) -> None:
         """Take gradients from this engine's window."""
-        self._window = window_of(engine)
+        self._engine, self._window = engine, window_of(engine)
         if engine.zero_optimization_stage() == 3:
             partitioned = [each for each in engine.module.modules() if each._parameters]
             follow_state_dicts(partitioned, self)
@@ -61,6 +62,8 @@ class ZeroAccess:
         parameter: Any = self._parameters.get(id(tensor))
         if parameter is None or not hasattr(parameter, "ds_tensor"):
             return None
+        if parameter.ds_status.name == "INFLIGHT":
+            finish_gather(self._engine, parameter)
         if parameter.ds_status.name == "AVAILABLE":
             is_automatic = getattr(self._module, "automatic_optimization", True)
             if is_gathered_by_user(parameter) or (self.in_step and is_automatic):
@@ -101,24 +104,16 @@ class ZeroAccess:
             if is_left and not parameter.ds_active_sub_modules:
                 parameter.partition()
 
-    def check_change_in_step(self, tensor: Tensor) -> None:
-        """Refuse to change a parameter while automatic optimization may have gathered it for the forward.
-
-        Raises:
-            RuntimeError: If the tensor is a partition of the module's, or a part of a parameter that is gathered.
-        """
-        if not getattr(self._module, "automatic_optimization", True):
+    def note_write(self, tensor: Tensor) -> None:
+        """Let the partition of a parameter have what a training step writes to it while it is gathered."""
+        if self._window is None or self._window.gathered_changes is None:
             return
-        part = local_part(tensor)
-        storage, start = part.untyped_storage().data_ptr(), part.storage_offset()
-        parameter = next((one for one in self._parameters.values() if _would_lose(one, storage, start)), None)
-        if parameter is not None:
-            name = next(name for name, one in self._module.named_parameters() if one is parameter)
-            raise RuntimeError(
-                f"{name} was changed in training_step, where ZeRO-3 may have gathered it for the forward, so that "
-                "the change would be lost. Change weights (averages, teachers, clamps) in a hook, such as "
-                "on_train_batch_start() or on_train_batch_end(), or use zero_stage=2."
-            )
+        storage = tensor.untyped_storage().data_ptr()
+        for each in self._parameters.values():
+            parameter: Any = each
+            is_gathered = hasattr(parameter, "ds_status") and parameter.ds_status.name == "AVAILABLE"
+            if is_gathered and parameter.untyped_storage().data_ptr() == storage:
+                self._window.gathered_changes.note(parameter)
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""
@@ -174,7 +169,7 @@ class ZeroAccess:
         window = self._window
         if window is None or not window.used:
             return None
-        if not window.is_complete and not getattr(self._module, "automatic_optimization", True):
+        if not window.is_complete and (self.ends_window or not getattr(self._module, "automatic_optimization", True)):
             with library_code():
                 window.complete()
         if not window.is_complete:
@@ -199,17 +194,6 @@ class ZeroAccess:
             return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
         held = partitions.gradient_piece(zero, piece)
         return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
-
-
-def _would_lose(parameter: Any, storage: int, start: int) -> bool:
-    """Return whether a write at this place is one to a parameter's partition, or to its gathered values."""
-    held: Tensor | None = getattr(parameter, "ds_tensor", None)
-    if held is None:
-        return False
-    if parameter.ds_status.name == "AVAILABLE" and parameter.untyped_storage().data_ptr() == storage:
-        return not is_gathered_by_user(parameter)
-    first = held.storage_offset()
-    return held.untyped_storage().data_ptr() == storage and first <= start < first + held.numel()
 
 
 def _gather_as_library(parameter: Any) -> None:

@@ -62,6 +62,8 @@ class Engine(ABC, Generic[SettingsT]):
     """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
     timeout: timedelta = default_pg_timeout
     """How long a rank waits for the others where it does what none did before."""
+    in_step = False
+    """Whether a training step of automatic optimization runs: a backward in it is the user's own."""
 
     def __init__(self, settings: SettingsT, mesh: DeviceMesh, device: torch.device) -> None:
         self.settings = settings

@@ -28,6 +28,7 @@ from ...common.global_tensors import ShardAccess
 from ...common.gradients import clip_to_norm, gradients_of, norm_of_parts
 from ...common.one_start import send_from_rank_zero
 from ...upstream.torch_core import tree_map_only
+from ...upstream.torch_fake import is_planned
 from ...upstream.torch_fsdp1 import (
     _lazy_init,
     _post_forward,
@@ -38,7 +39,6 @@ from ...upstream.torch_fsdp1 import (
     _root_pre_forward,
 )
 from ..config.settings import FSDP1Settings
-from ..steps.changed_weights import can_probe
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.model_state_dicts import load_model_state_dict, model_state_dict
@@ -211,14 +211,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._units = units_by_module(root)
         units = units_of(root)
         self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
-        self._watch, self._frozen = BackwardWatch(root, self.path), FrozenGradients(root)
+        engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
+        self._watch = BackwardWatch(root, self.path, lambda: _is_in_step(engine()))
+        self._frozen = FrozenGradients(root)
         self._has_begun = False
         guard_shards(root)
-        engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
         self.make_idle(root)
-        self._watch.forget_reduced()
+        self._watch.forget_gradients()
         drop_unreduced(root)
 
     @override
@@ -272,7 +273,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         parameters = None if parameters is None else list(parameters)
-        self._watch.forget_reduced(parameters)
+        self._watch.forget_gradients(parameters)
         drop_unreduced(root, parameters)
 
     @override
@@ -283,7 +284,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
-        self._watch.probing, self._has_begun = not self._has_begun and can_probe(), True
+        self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
         self._waiting = []
         self._graphs.forget(root)
         forget_order(root)
@@ -426,6 +427,10 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 def _is_reducing(engine: FSDP1Engine | None) -> bool:
     return engine is None or not engine._accumulating
+
+
+def _is_in_step(engine: FSDP1Engine | None) -> bool:
+    return engine is not None and engine.in_step
 
 
 def _with_history(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class FlatAccess:
         watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
     """
 
-    shows_shards, in_step = True, False
+    shows_shards, in_step, ends_window = True, False, False
 
     def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
         self._watch = watch
@@ -85,8 +85,8 @@ class FlatAccess:
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
 
-    def check_change_in_step(self, tensor: Tensor) -> None:
-        """Do nothing: what steps change is taken over."""
+    def note_write(self, tensor: Tensor) -> None:
+        """Do nothing: version counters tell."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""

@@ -15,6 +15,7 @@ from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.changed_weights import FlatChanges
 from ..steps.same_path import SamePath
 from ..units.parameter_hooks import run_hooks
+from .fsdp1_shards import ONE_BACKWARD
 from .fsdp1_units import hook_state, units_of, waiting_units
 from .fsdp1_unreduced import add_unreduced, give_gradient
 
@@ -111,13 +112,15 @@ class BackwardWatch:
     momentum nor decay touch them.
     """
 
-    def __init__(self, root: nn.Module, path: SamePath) -> None:
+    def __init__(self, root: nn.Module, path: SamePath, is_in_step: Callable[[], bool]) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
         self.reduced: set[int] = set()
         """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
+        self._prepared: set[Any] = set()
+        """Units that a forward has prepared for the backward that runs, which undoes it when it ends."""
         self.probing = False
         """Whether this is the first training step of a fit."""
         self.changes: dict[int, FlatChanges] = {
@@ -128,7 +131,7 @@ class BackwardWatch:
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
             unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
-            unit._handle.prepare_gradient_for_backward = partial(_prepare_gradient, unit._handle)
+            unit._handle.prepare_gradient_for_backward = partial(self._prepare_gradient, unit, is_in_step)
             unit._handle.prepare_gradient_for_optim = partial(_give_gradient_back, unit._handle)
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:
@@ -160,9 +163,25 @@ class BackwardWatch:
         self._used.add(place)
         return run_hooks(owner, gradient) if owner._backward_hooks else None
 
+    def _prepare_gradient(self, unit: Any, is_in_step: Callable[[], bool]) -> None:
+        """Move the gradient that a unit has aside, for the one that comes: a frozen unit gets none.
+
+        torch 2.13 moves a frozen one's, too, and adds it to the first gradient that the unit gets when it is thawed.
+        """
+        handle = unit._handle
+        refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
+        if is_in_step():
+            return  # a backward of the user's own, for the gradient of an input: none of a parameter comes
+        if unit in self._prepared and not hook_state(unit):
+            raise RuntimeError(f"A second backward ran in the module's backward(). {ONE_BACKWARD}")
+        flat_param = handle.flat_param
+        if any(parameter.requires_grad for parameter in flat_param._params or [flat_param]):
+            type(handle).prepare_gradient_for_backward(handle)
+
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""
         self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
+        self._prepared = {unit for unit in self._units if hook_state(unit)}
 
     def settle(self, begin_max: BeginMax) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
@@ -200,12 +219,15 @@ class BackwardWatch:
         add_unreduced(self._units[number]._handle, index, gradient)
         self._used.add(place)
 
-    def forget_reduced(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Gradients of these parameters, or of all, are cleared."""
+    def forget_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Gradients of these parameters, or of all, are cleared, also those of an accumulation window under way."""
         if parameters is None:
             self.reduced.clear()
-        else:
-            self.reduced.difference_update(map(id, parameters))
+            self._used.clear()
+            return
+        cleared = set(map(id, parameters))
+        self.reduced -= cleared
+        self._used = {place for place in self._used if id(self._owner(*place)) not in cleared}
 
     def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
         flat_param = unit._handle.flat_param
@@ -221,6 +243,10 @@ class BackwardWatch:
             "momentum and decay would change them, which one process does not. Set use_orig_params=True."
         )
 
+    def _owner(self, number: int, index: int) -> Any:
+        flat_param: Any = self._units[number]._handle.flat_param
+        return flat_param if flat_param._params is None else flat_param._params[index]
+
     def _parameters(self) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
         for number, unit in enumerate(self._units):
             flat_param: Any = unit._handle.flat_param
@@ -231,17 +257,6 @@ class BackwardWatch:
 def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:
     path.gather(number)
     return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
-
-
-def _prepare_gradient(handle: Any) -> None:
-    """Move the gradient that a unit has aside, for the one that comes: a frozen unit gets none.
-
-    torch 2.13 moves a frozen one's, too, and adds it to the first gradient that the unit gets when it is thawed.
-    """
-    refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
-    flat_param = handle.flat_param
-    if any(parameter.requires_grad for parameter in flat_param._params or [flat_param]):
-        type(handle).prepare_gradient_for_backward(handle)
 
 
 def _give_gradient_back(handle: Any) -> None:

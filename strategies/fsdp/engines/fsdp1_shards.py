@@ -46,6 +46,12 @@ def _message(name: str) -> str:
     )
 
 
+ONE_BACKWARD = (
+    "FSDP1 prepares one backward for each step: return the sum of all losses, and call backward() of it once; or use "
+    "fsdp_version=2."
+)
+
+
 def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeError | None:
     """Return what to raise instead of an error of torch's inside a module that was called past its unit.
 
@@ -53,8 +59,16 @@ def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeEr
         error: That ended a step, nothing of which has been put in order yet.
         units: Each module's unit.
     """
+    if isinstance(error, ValueError) and "expected to be in states" in str(error):
+        return RuntimeError(f"A backward began at a tensor that training_step() did not return. {ONE_BACKWARD}")
     if type(error) is not RuntimeError:
         return None
+    if "you can only change requires_grad flags of leaf variables" in str(error):
+        return RuntimeError(
+            "requires_grad was changed inside of a step, where FSDP1 shows views of flat parameters. Freeze in a hook, "
+            "such as on_train_batch_start(); for the gradient of an input, which leaves weights alone, use "
+            "torch.autograd.grad(loss, input); or use fsdp_version=2."
+        )
     if "being modified inplace" in str(error) or "has been modified inplace" in str(error):
         return RuntimeError(
             "A weight was changed in place inside of a forward, where FSDP1 shows views of a flat parameter. Change it "

@@ -24,9 +24,9 @@ from ...common.global_tensors import ShardAccess
 from ...common.gradients import clip_to_norm, global_norm, gradients_of
 from ...common.module_state_dicts import follow_state_dicts, refuse_copies
 from ...upstream.lightning import rank_zero_info
+from ...upstream.torch_fake import is_planned
 from ...upstream.torch_fsdp2 import give_frozen_group_dtypes, reset_iter_state
 from ..config.settings import FSDP2Settings
-from ..steps.changed_weights import can_probe
 from ..steps.outside_calls import Close
 from ..steps.same_path import SamePath
 from ..units.groups import late_heads
@@ -131,7 +131,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             give_frozen_group_dtypes(group)
         self._units_by_module = units_by_module(root)
         self.path = SamePath([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
-        self._watch, self._has_begun = BackwardWatch(self._units, self.path), False
+        self._watch, self._has_begun = BackwardWatch(self._units, self.path, lambda: self.in_step), False
         self.make_idle(root)
         self._units.drop_unreduced()
 
@@ -179,7 +179,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
-        self._watch.probing, self._has_begun = not self._has_begun and can_probe(), True
+        self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
         self._units.forget_forwards()
 
     @override

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,10 @@ class Units:
         """Torch's parameter groups, the same order on every rank."""
         self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
         """Torch's records of the parameters in them."""
+        self.root_groups: list[Any] = [
+            group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
+        ]
+        """Groups of the outermost units."""
 
     def reshard(self) -> None:
         """Leave none gathered."""
@@ -139,8 +144,8 @@ class BackwardWatch:
     afterwards, as in one process.
     """
 
-    def __init__(self, units: Units, path: SamePath) -> None:
-        self._units, self._path = units, path
+    def __init__(self, units: Units, path: SamePath, is_in_step: Callable[[], bool]) -> None:
+        self._units, self._path, self._is_in_step = units, path, is_in_step
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
         self.probing = False
@@ -165,7 +170,14 @@ class BackwardWatch:
         return run
 
     def _around(self, number: int, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        is_of_root = group in self._units.root_groups
+
         def run(*unused: Any) -> None:
+            if self._is_in_step():  # for the gradient of an input: the step goes on, and its backward is still to come
+                if not is_of_root:
+                    with _not_reducing(group):
+                        post_backward(group, *unused)
+                return
             if group.reduce_grads:
                 self._fill(number, group)
             post_backward(group, *unused)
@@ -207,6 +219,15 @@ class BackwardWatch:
         for param, anywhere in zip(params, of_all(), strict=True):
             if param in filled and not anywhere:
                 param.sharded_param.grad = None
+
+
+@contextmanager
+def _not_reducing(group: Any) -> Iterator[None]:
+    reduces, group.reduce_grads = group.reduce_grads, False
+    try:
+        yield
+    finally:
+        group.reduce_grads = reduces
 
 
 def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 
-from ...common.optimizer_classes import is_planned, try_on_dtensors, try_on_pieces
+from ...common.optimizer_classes import try_on_dtensors, try_on_pieces
 from ...upstream.lightning import _MockOptimizer
+from ...upstream.torch_fake import is_planned
 from .fsdp1_units import units_of
 
 
