@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...common.user_code import library_code
 from . import partitions
-from .changed_weights import ChangedWeights, GatheredChanges
+from .changed_weights import ChangedWeights
 from .dropped_gradients import drop_gradients
+from .gathered_changes import GatheredChanges
 from .partial_steps import PiecewiseSteps, step_on_all_values
 from .same_path import WAY_OUT, gather
 from .told_optimizers import let_go, tell_window
