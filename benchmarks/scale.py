@@ -83,7 +83,7 @@ def _formula(world_size: int, kind: str, accumulate: int) -> Counts:
         return _formula_of_zero(int(kind.removeprefix(OURS_ZERO)), accumulate, num_bytes)
     gathers = 1 if kind.endswith(KEPT) else 2 * accumulate
     expected: Counts = {
-        "allreduce": (accumulate, 4.0 * accumulate + 4.0 * _NUM_PARAMETERS),
+        "allreduce": (accumulate, 16.0 * (accumulate - 1) + 4.0 * (_NUM_PARAMETERS + 2)),
         "gather": (gathers * NUM_LAYERS, gathers * num_bytes),
         "reduce_scatter": (NUM_LAYERS, num_bytes),
     }
@@ -96,7 +96,7 @@ def _formula(world_size: int, kind: str, accumulate: int) -> Counts:
 def _formula_of_zero(stage: int, accumulate: int, num_bytes: float) -> Counts:
     reductions = 1 if stage == 1 else accumulate
     num_small = accumulate + reductions + 1
-    small_bytes = 4 * accumulate + 16 * (_NUM_PARAMETERS + 1) * reductions + (8 if stage == 3 else 4)
+    small_bytes = 16 * accumulate + 16 * (_NUM_PARAMETERS + 1) * reductions + (8 if stage == 3 else 4)
     if stage == 3:
         return {
             "allreduce": (num_small, small_bytes),

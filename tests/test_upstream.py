@@ -184,6 +184,7 @@ def _has(owner: Any, name: str) -> bool:
     """Return whether a class or module has a name, or its file gives it to instances."""
     if hasattr(owner, name):
         return True
+    name = name.removeprefix(f"_{owner.__name__}")  # as its class writes it
     modules = [owner] if inspect.ismodule(owner) else [inspect.getmodule(each) for each in owner.__mro__]
     files = {file for each in modules if (file := getattr(each, "__file__", None)) and file.endswith(".py")}
     return any(re.search(rf"\b{name}\b", Path(file).read_text(encoding="utf-8")) for file in files)

@@ -530,7 +530,7 @@ class GlobalTensors(TorchFunctionMode):
             full_args = self._map(full_args, lambda one: linked.get(id(one), one))
             full_kwargs = self._map(full_kwargs, lambda one: linked.get(id(one), one))
         if _is_in_place(func.__name__):
-            self._note_write(full_args[0])
+            self._note_write(next(_tensors(full_args, full_kwargs)))
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
