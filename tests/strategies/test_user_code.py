@@ -86,15 +86,17 @@ def _train(kind: type[Pattern], engine: str) -> Trained:
     return Trained(weights, {**module.seen, **metrics})
 
 
-_under_ddp = cache(_train)
+@cache
+def _under_ddp(name: str) -> Trained:
+    kind = PATTERNS[name].module
+    return _train(kind.referee or kind, "ddp")
 
 
 def problems(names: Sequence[str], engine: str) -> list[str]:
     """Train patterns on this rank, and return those that are not what the table says."""
     found = []
     for name in names:
-        kind = PATTERNS[name].module
-        expected, trained = _under_ddp(kind.referee or kind, "ddp"), _train(kind, engine)
+        expected, trained = _under_ddp(name), _train(PATTERNS[name].module, engine)
         column = "zero2" if engine == "zero1" else engine.split("-")[0]  # one column of the table
         problem = _problem(PATTERNS[name].answers.get(column), trained, expected)
         if problem:
