@@ -198,7 +198,7 @@ class NoAccess:
         """Do nothing: units reshard themselves."""
 
     def note_write(self, tensor: Tensor) -> None:
-        """Do nothing: version counters tell."""
+        """Do nothing: version counters show changes."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False."""
@@ -329,9 +329,7 @@ class GlobalTensors(TorchFunctionMode):
         if not (assigns or _is_in_place(name)) or not args:
             return func(*args, **kwargs)
         self._note_write(args[0], assigns=assigns)
-        if not isinstance(args[0], Tensor):
-            return func(*args, **kwargs)
-        if torch.is_grad_enabled() and not assigns:
+        if not isinstance(args[0], Tensor) or (torch.is_grad_enabled() and not assigns):
             return func(*args, **kwargs)
         target = self._access.writable(args[0], assigns=assigns)
         if target is None:

@@ -130,7 +130,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         """
         window = self._present_window
         window.backward(loss, *args, **kwargs)
-        if self._is_automatic and GradientState().sync_gradients:
+        if self._ends_window:
             window.complete()  # before the hooks that see it
 
     def run_backward_of_user(self, backward: Callable[[], None]) -> None:
@@ -139,12 +139,16 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         Args:
             backward: The module's, with its arguments.
         """
-        window, ends_window = self._present_window, self._is_automatic and GradientState().sync_gradients
-        in_hook = nullcontext() if self._user_code is None else self._user_code.in_hook(ends_window=ends_window)
+        window = self._present_window
+        in_hook = nullcontext() if self._user_code is None else self._user_code.in_hook(ends_window=self._ends_window)
         with in_hook, EngineBackwards(window.backward):
             backward()
-        if ends_window:
+        if self._ends_window:
             window.complete()
+
+    @property
+    def _ends_window(self) -> bool:
+        return self._is_automatic and GradientState().sync_gradients
 
     def clip_step(self, max_norm: float) -> None:
         """Let the next optimizer step clip its gradients by their norm."""

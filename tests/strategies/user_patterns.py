@@ -1127,7 +1127,7 @@ class VirtualAdversary(Pattern):
     fsdp1=Refused("requires_grad was changed inside of a step", "`torch.autograd.grad(loss, input)`"),
 )
 class SignByBackward(Pattern):
-    """The attack's backward leaves gradients of weights, which ``zero_grad`` drops before the loss's own."""
+    """Weights are frozen for the attack's backward, so that it leaves a gradient of the input alone."""
 
     def loss(self, batch: Any) -> Tensor:
         moved = batch[0].detach().requires_grad_()
@@ -1187,16 +1187,23 @@ class BackwardOfTwoLosses(Pattern):
 MANUAL = "manual optimization that changes weights and gradients between backwards: SAM, FGM, clipping"
 
 
-@pattern(MANUAL, core=True)
-class SharpnessAware(Pattern):
+class ManualPattern(Pattern):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def first_backward(self, batch: Any) -> Any:
+        """Return the optimizer, with gradients to step on."""
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
+        return optimizer
+
+
+@pattern(MANUAL, core=True)
+class SharpnessAware(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.first_backward(batch)
         with torch.no_grad():
             trained = [p for p in self.parameters() if p.grad is not None]
             norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
@@ -1212,15 +1219,9 @@ class SharpnessAware(Pattern):
 
 
 @pattern(MANUAL)
-class EditsInManualSteps(Pattern):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class EditsInManualSteps(ManualPattern):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
+        optimizer = self.first_backward(batch)
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.clamp_(-0.05, 0.05)

@@ -191,10 +191,8 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
     window = window_of(engine)
-    if window is not None and window.gathered_changes is not None:
-        window.gathered_changes.accept()
-    if window is not None and window.changes is not None:
-        window.changes.accept()
+    if window is not None:
+        window.accept_weights()
     if with_optimizer and window is not None and window.steps is not None:
         window.steps.load_state_dict(state.get(_COUNTS, {}))
 

@@ -88,10 +88,8 @@ def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> No
                 values = weights[names[piece.parameter]].flatten()[piece.start : piece.start + piece.numel]
                 piece.of(flats[piece.group].detach()).copy_(values)
     window = window_of(engine)
-    if window is not None and window.gathered_changes is not None:
-        window.gathered_changes.accept()
-    if window is not None and window.changes is not None:
-        window.changes.accept()
+    if window is not None:
+        window.accept_weights()
 
 
 def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool) -> dict[str, Any]:

@@ -271,10 +271,8 @@ class Window:
         if self._is_complete or not self._is_dirty:
             return
         self._is_complete = True
-        if self.gathered_changes is not None:
-            self.gathered_changes.take_over()
-        if self.changes is not None and self.hooks_before_step:
-            self.changes.follow()  # they may change what the optimizer steps on
+        if self.hooks_before_step:
+            self._follow_changed_weights()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
             if self.used:
                 self._finalize()
@@ -318,6 +316,19 @@ class Window:
                 "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
             )
 
+    def _follow_changed_weights(self) -> None:
+        """Let the weights that the optimizer steps on follow those that users' code has changed."""
+        if self.gathered_changes is not None:
+            self.gathered_changes.take_over()
+        if self.changes is not None:
+            self.changes.follow()
+
+    def accept_weights(self) -> None:
+        """Accept the weights that there are now: they come from a checkpoint."""
+        for changes in (self.gathered_changes, self.changes):
+            if changes is not None:
+                changes.accept()
+
     def step(self, **kwargs: Any) -> None:
         """Let the engine's optimizer step on what has a gradient; without any, nothing happens."""
         if self._adds_to_stale:
@@ -330,10 +341,7 @@ class Window:
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             return
-        if self.gathered_changes is not None:
-            self.gathered_changes.take_over()
-        if self.changes is not None:
-            self.changes.follow()
+        self._follow_changed_weights()
         if self.steps is not None:
             self.steps.used = self.used
         reduces = self.engine.enable_backward_allreduce
@@ -423,20 +431,23 @@ class EngineBackwards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; the mode itself is off inside."""
-        if func is not Tensor.backward:
-            return func(*args, **(kwargs or {}))
-        options = {key: value for key, value in (kwargs or {}).items() if value is not None}
-        names = ("gradient", "retain_graph", "create_graph", "inputs")
-        options |= {key: value for key, value in zip(names, args[1:], strict=False) if value is not None}
-        unknown = {name for name, value in options.items() if value is not False} - {"retain_graph"}
-        if unknown:
+        return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
+
+    def _run(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if gradient is not None or create_graph or inputs is not None:
             raise RuntimeError(
-                f"backward({', '.join(sorted(unknown))}=...) in the module's backward(): DeepSpeed's engine takes a "
-                "loss and retain_graph alone. Call loss.backward(), or train with AccelFSDPStrategy."
+                "backward(gradient=..., create_graph=..., inputs=...) in the module's backward(): DeepSpeed's engine "
+                "takes a loss and retain_graph alone. Call loss.backward(), or train with AccelFSDPStrategy."
             )
         with library_code():
-            self._backward(args[0], retain_graph=bool(options.get("retain_graph")))
-        return None
+            self._backward(loss, retain_graph=bool(retain_graph))
 
 
 @contextmanager

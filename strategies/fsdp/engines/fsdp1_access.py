@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...common.flat_shards import FlatLayout, FlatShard
+from ...common.global_tensors import NoAccess
 from ...common.module_state_dicts import follow_state_dicts, refuse_copies, replace_in_user_code
 from ...common.user_code import is_user_code
 from .flat_layouts import layouts_of
@@ -21,7 +22,7 @@ from .fsdp1_unreduced import has_unreduced
 _WRAPPER = "_fsdp_wrapped_module."
 
 
-class FlatAccess:
+class FlatAccess(NoAccess):
     """The `ShardAccess` of FSDP1.
 
     Args:
@@ -29,7 +30,7 @@ class FlatAccess:
         watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
     """
 
-    shows_shards, in_step, ends_window = True, False, False
+    shows_shards = True
 
     def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
         self._watch = watch
@@ -81,12 +82,6 @@ class FlatAccess:
         add = partial(self._watch.add_gradient, self._places[id(tensor)])
         linked: Tensor = _Link.apply(full, anchor, add)  # type: ignore[no-untyped-call]
         return linked
-
-    def release(self) -> None:
-        """Do nothing: units reshard themselves."""
-
-    def note_write(self, tensor: Tensor) -> None:
-        """Do nothing: version counters tell."""
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""

@@ -173,7 +173,7 @@ class BackwardWatch:
         is_of_root = group in self._units.root_groups
 
         def run(*unused: Any) -> None:
-            if self._is_in_step():  # for the gradient of an input: the step goes on, and its backward is still to come
+            if self._is_in_step():  # for the gradient of an input; the backward of the step itself follows
                 if not is_of_root:
                     with _not_reducing(group):
                         post_backward(group, *unused)

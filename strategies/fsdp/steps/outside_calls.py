@@ -128,7 +128,7 @@ class OutsideCalls:
         """Refuse a call with other parameters in the places of the sharded ones.
 
         Raises:
-            RuntimeError: If somebody has put others there; the call would use the sharded ones.
+            RuntimeError: If users' code has replaced parameters; the call would use the sharded ones.
         """
         for inner in module.modules():
             if self._parameters.get(inner, _NO_IDS) not in (_NO_IDS, _ids_of_parameters(inner)):
