@@ -701,10 +701,6 @@ class PartOfAUnit(Pattern):
 
 @pattern(
     "`torch.autograd.grad` with respect to a weight outside of units (adaptive loss weights)",
-    zero3=Refused(
-        r"torch\.autograd\.grad\(\) with respect to sharded parameters.*Take gradients of activations",
-        "gradients of activations, or stage 2",
-    ),
 )
 class AdaptiveLossWeight(Pattern):
     def loss(self, batch: Any) -> Tensor:

@@ -92,8 +92,9 @@ class GatheredChanges:
         """
         for each in self._versions:
             parameter: Any = each
-            if parameter.ds_status.name == "AVAILABLE" and not is_gathered_by_user(parameter):
-                parameter.partition()  # one that stays gathered (``ds_persist``); DeepSpeed gathers it after its step
+            if self._is_changed(parameter) and not is_gathered_by_user(parameter):
+                parameter.ds_active_sub_modules.clear()  # as DeepSpeed does when it steps
+                parameter.partition()
         if self._probes and dist.get_world_size() > 1:
             found = agree([each in self._always for each in self._versions], self._device).some
             self._always = {each for each, is_found in zip(self._versions, found, strict=True) if is_found}

@@ -74,6 +74,8 @@ class Window:
         self._order = 0
         self._is_held = self._is_complete = False
         self._is_dirty = True
+        self.has_begun = False
+        """Whether a backward has run in this window."""
         self._clip_norm: float | None = None
         self.is_stale = self._adds_to_stale = False
         """Whether the optimizer has stepped and gradients have not been zeroed since."""
@@ -182,7 +184,7 @@ class Window:
             )
         self._adds_to_stale |= self.is_stale
         self._check_frozen()
-        self._is_dirty = True
+        self._is_dirty = self.has_begun = True
         zero = self._zero
         if self._is_partitioned:
             zero.set_gradient_accumulation_boundary(False)
@@ -402,7 +404,7 @@ class Window:
         """Drop every gradient, wherever DeepSpeed keeps it, and what a backward that failed has left."""
         if not self._is_dirty:
             return
-        self._is_dirty = self._is_complete = False
+        self._is_dirty = self._is_complete = self.has_begun = False
         self._let_go()
         self._clip_norm = None
         self.used = set()

@@ -167,7 +167,7 @@ class ZeroAccess:
 
     def _complete_window(self) -> Window | None:
         window = self._window
-        if window is None or not window.used:
+        if window is None or not window.has_begun:
             return None
         if not window.is_complete and (self.ends_window or not getattr(self._module, "automatic_optimization", True)):
             with library_code():
