@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...common.user_code import library_code
+from ...common.user_code import library_code, running_as_library
 from . import partitions
 from .changed_weights import ChangedWeights
 from .dropped_gradients import drop_gradients
@@ -39,6 +39,7 @@ from .used_parameters import agree, ranks_without, will_get_gradients
 _NAME = "accelight_window"
 
 
+@running_as_library("zero_grad", "forget")  # to users' code, p.grad is the reduced one alone
 class Window:
     """Follows one engine.
 

@@ -381,6 +381,7 @@ SCRIPTS: dict[str, list[Fit]] = {
     "zeroing last-3",
     "drops-2",
     "beside-2",
+    "manual, dropping-1",
     "Adagrad-2",
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
