@@ -64,7 +64,7 @@ def save(
     window = window_of(engine)
     if window is not None and window.changes is not None:
         window.changes.reach_model()
-        window.changes.follow()  # since the last step: the next would have done it
+        window.follow_changed_weights()  # since the last step: the next would have done it
     elif partitions.is_partitioned_optimizer(engine.optimizer):
         take_changed_weights(engine.optimizer)
     weights: dict[str, torch.Tensor] = sixteen_bit.gather_16bit(engine) if write_16bit else {}

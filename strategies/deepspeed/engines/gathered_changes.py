@@ -85,7 +85,7 @@ class GatheredChanges:
         self._changed.add(parameter)
 
     def take_over(self) -> None:
-        """Let partitions have all changes before the optimizer steps on them; every rank must call it.
+        """Give partitions all changes that this rank has seen.
 
         Raises:
             RuntimeError: If a parameter was changed in place while it was partitioned, where it has no values.
@@ -95,10 +95,6 @@ class GatheredChanges:
             if self._is_changed(parameter) and not is_gathered_by_user(parameter):
                 parameter.ds_active_sub_modules.clear()  # as DeepSpeed does when it steps
                 parameter.partition()
-        if self._probes and dist.get_world_size() > 1:
-            found = agree([each in self._always for each in self._versions], self._device).some
-            self._always = {each for each, is_found in zip(self._versions, found, strict=True) if is_found}
-        self._probes = False
         lost = [self._names[each] for each in self._versions if self._has_new_version(each)]
         if lost:
             self.accept()
@@ -108,6 +104,13 @@ class GatheredChanges:
                 "is lost. Change weights in a hook, such as on_train_batch_start() or on_train_batch_end(), or inside "
                 "'with strategy.full_parameters(module):', on every rank."
             )
+
+    def end_probing(self) -> None:
+        """Stop comparing values, once the optimizer steps for the first time; every rank must call it."""
+        if self._probes and dist.get_world_size() > 1:
+            found = agree([each in self._always for each in self._versions], self._device).some
+            self._always = {each for each, is_found in zip(self._versions, found, strict=True) if is_found}
+        self._probes = False
 
 
 def _differs_from_partition(parameter: Any) -> bool:

@@ -275,7 +275,7 @@ class Window:
             return
         self._is_complete = True
         if self.hooks_before_step:
-            self._follow_changed_weights()  # they may change what the optimizer steps on
+            self.follow_changed_weights()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
             if self.used:
                 self._finalize()
@@ -319,7 +319,7 @@ class Window:
                 "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
             )
 
-    def _follow_changed_weights(self) -> None:
+    def follow_changed_weights(self) -> None:
         """Let the weights that the optimizer steps on follow those that users' code has changed."""
         if self.gathered_changes is not None:
             self.gathered_changes.take_over()
@@ -344,7 +344,9 @@ class Window:
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             return
-        self._follow_changed_weights()
+        self.follow_changed_weights()
+        if self.gathered_changes is not None:
+            self.gathered_changes.end_probing()
         if self.steps is not None:
             self.steps.used = self.used
         reduces = self.engine.enable_backward_allreduce

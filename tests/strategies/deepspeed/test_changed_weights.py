@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from accelight.checkpoint import load_state_dict
 from accelight.state import PartialState, reset_state
-from accelight.strategies import AccelDeepSpeedStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, full_state_dict
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, whole_weights
 from tests.strategies.oracle import quiet_trainer
@@ -188,6 +190,55 @@ def test_what_is_not_finite_is_stepped_on_in_fp32(stage: int) -> None:
     """As ddp does it: whoever looks for NaN finds it."""
     for weights, _ in run_on_ranks(2, sharded, OneLossIsNan, stage):
         assert all(bool(one.isnan().all()) for one in weights.values())
+
+
+class SavedInMidWindow(Module):
+    """Changes a weight in a step, and saves before an optimizer step has followed."""
+
+    folder: Path
+    expected: dict[str, Tensor]
+    seen_after: dict[str, Tensor]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            with torch.no_grad():
+                self.second.bias.data.add_(0.5)
+                self.first.weight.data.mul_(0.5)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.expected = full_state_dict(self.trainer.strategy, self)
+            self.expected["second.bias"] += 0.5
+            self.expected["first.weight"] *= 0.5
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.seen_after = full_state_dict(self.trainer.strategy, self)
+            self.trainer.save_checkpoint(self.folder)
+
+
+def _saved(folder: Path, persistent: int) -> list[dict[str, Tensor]]:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": persistent}
+    module = SavedInMidWindow()
+    module.folder = folder
+    strategy = AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": zero})
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
+    data = TensorDataset(torch.ones(4 * PER_RANK, 4), torch.ones(4 * PER_RANK, 3))
+    trainer.fit(module, DataLoader(data, PER_RANK))
+    reset_state()
+    return [module.expected, module.seen_after]
+
+
+@pytest.mark.core("0")
+@pytest.mark.parametrize("persistent", [0, 10**5])
+def test_a_save_in_mid_window_has_what_the_step_before_it_changed(persistent: int, tmp_path: Path) -> None:
+    (expected, seen), _ = run_on_ranks(2, _saved, tmp_path / "saved", persistent)
+    saved = load_state_dict(tmp_path / "saved")
+    for name, weight in expected.items():
+        torch.testing.assert_close(seen[name], weight, rtol=0, atol=0)
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=0)
 
 
 def _defaults() -> tuple[Any, bool]:
