@@ -72,7 +72,7 @@ from .engines.user_clipping import refuse_change, refuse_norm
 from .engines.window import Window
 from .engines.zero_access import ZeroAccess
 from .run_summary import summarise_run
-from .trainer_hooks import TrainerHooks
+from .trainer_hooks import ONE_OPTIMIZER, TrainerHooks
 from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
 
 _REFUSED_CALLBACKS = {
@@ -402,7 +402,12 @@ class AccelDeepSpeedStrategy(TrainerHooks):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        pass  # the engine has done it
+        """Refuse to make optimizers anew: the Trainer's setup has given those that there are to the engine.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(ONE_OPTIMIZER)
 
 
 def _plugins(

@@ -27,6 +27,12 @@ from .engines.window import EngineBackwards, Window
 from .engines.zero_access import ZeroAccess
 from .precision import AccelDeepSpeedPrecision
 
+ONE_OPTIMIZER = (
+    "The optimizer was made anew during fit(): DeepSpeed's engine trains with the one that configure_optimizers() "
+    "returned when fit() began. Call fit() once more for another optimizer, or change the options in "
+    "optimizer.param_groups."
+)
+
 
 class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     """Runs steps, gradients and checkpoints of an engine; `AccelDeepSpeedStrategy` is the strategy that users make."""
@@ -149,6 +155,12 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     @property
     def _ends_window(self) -> bool:
         return self._is_automatic and GradientState().sync_gradients
+
+    @override
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._window is not None and optimizer is not self._window.engine.optimizer:
+            raise RuntimeError(ONE_OPTIMIZER)
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def clip_step(self, max_norm: float) -> None:
         """Let the next optimizer step clip its gradients by their norm."""

@@ -1180,6 +1180,69 @@ class BackwardOfTwoLosses(Pattern):
         loss.backward()
 
 
+PAST_THE_ENGINE = Refused("A backward reached weights past DeepSpeed's engine", "`loss.backward()`")
+
+
+@pattern("`backward()` overridden with `torch.autograd.backward`", zero2=PAST_THE_ENGINE, zero3=PAST_THE_ENGINE)
+class BackwardOfAutograd(Pattern):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.autograd.backward(loss)
+
+
+_RETURNED = "the sum of the losses, returned"
+_ONE_LOSS = {
+    "fsdp1": Refused(ONE_BACKWARD.match, _RETURNED),
+    "zero2": Refused(PAST_THE_ENGINE.match, _RETURNED),
+    "zero3": Refused(PAST_THE_ENGINE.match, _RETURNED),
+}
+BACKWARD_IN_STEP = "`loss.backward()` in the `training_step` of automatic optimization"
+
+
+@pattern(BACKWARD_IN_STEP, **_ONE_LOSS)
+class BackwardInStep(Pattern):
+    """Its gradients are zeroed by the Trainer before those of the loss that it returns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class SecondLossDoubled(Pattern):
+    accumulate = 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (2 if batch_idx % 2 else 1)
+
+
+@pattern(BACKWARD_IN_STEP, **_ONE_LOSS)
+class BackwardInStepOfWindow(Pattern):
+    accumulate = 2
+    referee = SecondLossDoubled
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        (loss / 2).backward(retain_graph=True)
+        return loss
+
+
+ANEW = Refused("The optimizer was made anew during fit", "another `fit()`, or other values in `param_groups`")
+
+
+@pattern("optimizers made anew in mid-training", zero2=ANEW, zero3=ANEW)
+class OptimizerMadeAnew(Pattern):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [SGD(self.parameters(), lr=0.01, momentum=0.9)]
+
+
+@pattern("optimizers made anew in mid-training", zero2=ANEW, zero3=ANEW)
+class OptimizersSetUpAnew(Pattern):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
 MANUAL = "manual optimization that changes weights and gradients between backwards: SAM, FGM, clipping"
 
 

@@ -37,6 +37,11 @@ from .told_optimizers import let_go, tell_window
 from .used_parameters import agree, ranks_without, will_get_gradients
 
 _NAME = "accelight_window"
+_BACKWARD_OF_ITS_OWN = (
+    "A backward reached weights past DeepSpeed's engine, which would lose their gradients. Return the loss of "
+    "training_step(), or call self.manual_backward(loss) in manual optimization; in the module's own backward() call "
+    "loss.backward(). For the gradient of an input use torch.autograd.grad(loss, input)."
+)
 
 
 @running_as_library("zero_grad", "forget")  # to users' code, p.grad is the reduced one alone
@@ -73,7 +78,7 @@ class Window:
         """Parameters that have a gradient in this window, on any rank."""
         self._leaves: set[nn.Parameter] = set()
         self._order = 0
-        self._is_held = self._is_complete = False
+        self._is_held = self._is_complete = self._in_backward = False
         self._is_dirty = True
         self.has_begun = False
         """Whether a backward has run in this window."""
@@ -125,6 +130,14 @@ class Window:
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
         zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
+        if self.stage <= 2:
+            process = zero.process_gradients
+
+            def process_gradients(*args: Any) -> None:
+                self._check_in_backward()
+                process(*args)
+
+            zero.process_gradients = process_gradients
         self._finalize = zero.finalize_gradient_accumulation_boundary
         zero.finalize_gradient_accumulation_boundary = lambda: None  # complete() has done it
         if self.stage == 3:
@@ -147,11 +160,17 @@ class Window:
             kept = getattr(parameter, partitions.gradient_attribute(self._zero), None) if self.stage <= 1 else None
             if kept is None:
                 return  # with no gradient from an earlier micro-batch
+        if self.stage == 3:
+            self._check_in_backward()
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
             if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
                 self.used.add(parameter)
             self._order = hash((self._order, self._places.get(parameter, -1)))
         self._reduce(parameter, *args)
+
+    def _check_in_backward(self) -> None:
+        if not self._in_backward:
+            raise RuntimeError(_BACKWARD_OF_ITS_OWN)
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -195,12 +214,14 @@ class Window:
             zero.micro_step_id = 1
         agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
         hook = loss.register_hook(self._agree_before_backward) if agrees else None  # type: ignore[no-untyped-call]
+        self._in_backward = True
         try:
             with _backward_again(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             if self._is_held:
                 self._reduce_held_back()
         finally:
+            self._in_backward = False
             self._let_go()
             if hook is not None:
                 hook.remove()
