@@ -385,7 +385,7 @@ class GlobalTensors(TorchFunctionMode):
         tensor = args[0]
         if not self._is_sharded(tensor):
             if name == "data" and action == "__set__":  # a plain tensor takes the values of a sharded one
-                return func(tensor, self._full(args[1]))
+                return self._on_plain(func, (tensor, self._full(args[1])), {})
             return func(*args)
         if name == "data":
             return self._data(tensor) if action == "__get__" else self._assign(tensor, args[1])

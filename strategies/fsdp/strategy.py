@@ -67,6 +67,7 @@ from .trainer_hooks import TrainerHooks
 from .units.marked_units import marking_units
 from .units.mesh import build_mesh
 from .units.sharded_root import inside_root
+from .units.unit_wrappers import without_wrappers
 from .weights.initial_weights import materialize_alike, prepare_with_weights
 from .weights.meta_init import parameters_on_meta
 
@@ -356,7 +357,8 @@ class AccelFSDPStrategy(TrainerHooks):
         self._reset_optimizers_and_schedulers()  # of an earlier fit: their parameters may be gone
         for parameter in self.form.root.parameters():  # of a window that an earlier fit left
             parameter.grad = None
-        super(FSDPStrategy, self).setup_optimizers(trainer)
+        with without_wrappers(self.form.root):
+            super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
             with_plain_states(optimizer)
             self.form.early.switch(optimizer, inside_root(self.form.root))

@@ -176,6 +176,35 @@ class DecayByName(Pattern):
         return [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.3}]
 
 
+def _names_outside_norms(module: nn.Module) -> list[str]:
+    """Return names of parameters, by children and their classes, as transformers' ``get_parameter_names`` does."""
+    found = [name for name in module._parameters if name != "bias"]
+    for name, child in module.named_children():
+        if not isinstance(child, nn.LayerNorm):
+            found += [f"{name}.{inner}" for inner in _names_outside_norms(child)]
+    return found
+
+
+@pattern(GROUPS)
+class DecayByChildren(Pattern):
+    def groups(self) -> Any:
+        decays = set(_names_outside_norms(self))
+        named = [*self.named_parameters()]
+        return [
+            {"params": [p for name, p in named if name in decays], "weight_decay": 0.3},
+            {"params": [p for name, p in named if name not in decays], "weight_decay": 0.0},
+        ]
+
+
+@pattern(GROUPS)
+class RateByClass(Pattern):
+    def groups(self) -> Any:
+        blocks = [each for each in self.model.blocks.children() if isinstance(each, Block)]
+        inner = [p for each in blocks for p in each.parameters()]
+        others = [p for p in self.parameters() if all(p is not one for one in inner)]
+        return [{"params": inner, "lr": 0.01}, {"params": others}]
+
+
 @pattern(GROUPS)
 class GroupsKeptByInit(Pattern):
     def __init__(self) -> None:
@@ -747,6 +776,13 @@ class ChangeAtEndOfStep(Pattern):
 DERIVED = "layers that compute their weight: standardisation, cosine, weight norm, LoRA"
 
 
+@pattern("modules with two names (`self.backbone = self.model.blocks`)")
+class ModulesWithTwoNames(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.last, self.output = self.model.blocks, self.model.blocks[1], self.model.head
+
+
 class Standardized(nn.Linear):
     """A linear layer with rows of mean 0 and deviation 1."""
 
@@ -960,7 +996,10 @@ class AveragedModelOfTorch(Pattern):
         self.average.update_parameters(self.model)
 
 
-@pattern("a teacher updated in `training_step` (BYOL, MoCo, DINO)")
+TEACHER_IN_STEP = "a teacher updated in `training_step` (BYOL, MoCo, DINO)"
+
+
+@pattern(TEACHER_IN_STEP)
 class TeacherUpdatedInStep(Teacher):
     def on_train_batch_end(self, *_: Any) -> None:
         pass
@@ -968,6 +1007,13 @@ class TeacherUpdatedInStep(Teacher):
     def loss(self, batch: Any) -> Tensor:
         self.update()
         return super().loss(batch)
+
+
+@pattern(TEACHER_IN_STEP)
+class TeacherAssignedInStep(TeacherUpdatedInStep):
+    def update(self) -> None:
+        for teacher, student in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            teacher.data = 0.9 * teacher.data + 0.1 * student.data
 
 
 COPIES = Refused(
@@ -1178,6 +1224,44 @@ class BackwardOfTwoLosses(Pattern):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self.other.backward()
         loss.backward()
+
+
+OTHER_PARAMETERS = Refused(
+    "called with other parameters than those that are sharded", "a layer outside of units, or a copy made in `__init__`"
+)
+PLAIN_PARAMETERS = Refused("used in a loss while ZeRO-3 has it partitioned", "stage 2")
+FUNCTIONAL = "`torch.func.functional_call` with changed weights (MAML, hypernetworks)"
+
+
+@pattern(FUNCTIONAL + ", in units", fsdp1=OTHER_PARAMETERS, fsdp2=OTHER_PARAMETERS, zero3=PLAIN_PARAMETERS)
+class FunctionalCallOfUnits(Pattern):
+    changed = ("blocks.0.up.bias", "head.bias")
+
+    def loss(self, batch: Any) -> Tensor:
+        named = dict(self.model.named_parameters())
+        changed = {name: 0.5 * named[name] for name in self.changed}
+        outputs: Tensor = torch.func.functional_call(self.model, changed, (batch[0],))
+        return functional.mse_loss(outputs, batch[1])
+
+
+@pattern(FUNCTIONAL + ", outside of units", zero3=PLAIN_PARAMETERS)
+class FunctionalCallOfRoot(FunctionalCallOfUnits):
+    changed = ("head.bias", "embed.weight")
+
+
+@pattern(
+    "`torch.func.functional_call` in `validation_step` (averages, other weights)",
+    fsdp1=OTHER_PARAMETERS,
+    fsdp2=OTHER_PARAMETERS,
+    zero3=Refused("called with other parameters than those that are partitioned", "stage 2, or a copy of `__init__`"),
+)
+class FunctionalCallInValidation(Pattern):
+    validates = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        others = {name: torch.ones(p.shape) for name, p in self.model.named_parameters()}
+        outputs: Tensor = torch.func.functional_call(self.model, others, (batch[0],))
+        self.log("validation", functional.mse_loss(outputs, batch[1]), sync_dist=True)
 
 
 PAST_THE_ENGINE = Refused("A backward reached weights past DeepSpeed's engine", "`loss.backward()`")

@@ -87,6 +87,13 @@ class SamePath:
         coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
 
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
+        if not all(each is None or hasattr(each, "ds_id") for each in layer._parameters.values()):
+            raise RuntimeError(
+                f"{self._name(layer)} was called with other parameters than those that are partitioned "
+                "(torch.func.functional_call, vmap, parameters replaced by hand), which stage 3 cannot gather. Use "
+                "stage 2, or call a copy of the module that was made in __init__(), with the values of "
+                "'strategy.full_state_dict()'."
+            )
         if not self._coordinator.is_complete_trace():
             self._compared.compare(f"{'goes' if forward else 'goes back'} through {self._name(layer)!r}")
         with torch.inference_mode(False):  # what is gathered in the user's stays, and would not train

@@ -112,22 +112,25 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             return recurse or module in chosen
 
-        return FullyShardedDataParallel(
-            model,
-            device_mesh=self.mesh,
-            sharding_strategy=self._sharding_strategy(),
-            # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
-            cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
-            auto_wrap_policy=policy if plan.units else None,
-            backward_prefetch=settings.backward_prefetch,
-            mixed_precision=self._mixed_precision(),
-            **_ignored(model, plan),
-            param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
-            device_id=self.device,
-            forward_prefetch=settings.forward_prefetch,
-            limit_all_gathers=settings.limit_all_gathers,
-            use_orig_params=settings.use_orig_params,
-        )
+        with _registered_once(model) as others:
+            root = FullyShardedDataParallel(
+                model,
+                device_mesh=self.mesh,
+                sharding_strategy=self._sharding_strategy(),
+                # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
+                cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
+                auto_wrap_policy=policy if plan.units else None,
+                backward_prefetch=settings.backward_prefetch,
+                mixed_precision=self._mixed_precision(),
+                **_ignored(model, plan),
+                param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
+                device_id=self.device,
+                forward_prefetch=settings.forward_prefetch,
+                limit_all_gathers=settings.limit_all_gathers,
+                use_orig_params=settings.use_orig_params,
+            )
+            others.update({unit._fsdp_wrapped_module: unit for unit in units_of(root)})
+        return root
 
     def _param_init_fn(self, model: nn.Module, *, to_be_filled: bool) -> Callable[[nn.Module], None] | None:
         """Return what materializes modules on the meta device, with rank 0's values on all ranks."""
@@ -419,6 +422,35 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
             for name, child in list(parent._modules.items()):
                 if child is not None and child in replacements:
                     parent._modules[name] = replacements[child]
+
+
+@contextmanager
+def _registered_once(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
+    """Let each module of ``model`` have one name in this context: torch would wrap it once for each name.
+
+    Yields:
+        Takes the wrapper of each module, which then stands under all of its names.
+    """
+    wrappers: dict[nn.Module, nn.Module] = {}
+    aliases: list[tuple[nn.Module, str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(parent: nn.Module) -> None:
+        for name, child in parent._modules.items():
+            if child in seen:
+                aliases.append((parent, name, child))
+            elif child is not None:
+                seen.add(child)
+                visit(child)
+
+    visit(model)
+    for parent, name, _ in aliases:
+        parent._modules[name] = None  # not removed: the order stays
+    try:
+        yield wrappers
+    finally:
+        for parent, name, child in aliases:
+            parent._modules[name] = wrappers.get(child, child)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

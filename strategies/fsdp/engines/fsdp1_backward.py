@@ -13,6 +13,7 @@ from ...common.gradients import refuse_second_derivatives
 from ...common.pending_maximum import BeginMax
 from ...upstream.torch_fsdp1 import HandleTrainingState, _post_backward_hook
 from ..steps.changed_weights import FlatChanges
+from ..steps.outside_calls import other_parameters
 from ..steps.same_path import SamePath
 from ..units.parameter_hooks import run_hooks
 from .fsdp1_shards import ONE_BACKWARD
@@ -130,6 +131,7 @@ class BackwardWatch:
         }
         for number, unit in enumerate(self._units):
             unit._handle._use_unsharded_views = self._around(number, unit._handle)
+            unit._handle.pre_unshard = partial(_check_parameters, unit._handle)
             unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
             unit._handle.prepare_gradient_for_backward = partial(self._prepare_gradient, unit, is_in_step)
             unit._handle.prepare_gradient_for_optim = partial(_give_gradient_back, unit._handle)
@@ -139,6 +141,9 @@ class BackwardWatch:
 
         def run(as_params: bool) -> None:
             use_views(handle, as_params)
+            for name, module, _ in handle.flat_param._param_infos:
+                if name in module._parameters:  # there torch.func.functional_call puts others; torch has it twice
+                    vars(module).pop(name, None)
             if self.probing and not as_params and number in self.changes:
                 self.changes[number].after_unshard()
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
@@ -252,6 +257,16 @@ class BackwardWatch:
             flat_param: Any = unit._handle.flat_param
             for index, parameter in enumerate(flat_param._params or [flat_param]):
                 yield (number, index), parameter
+
+
+def _check_parameters(handle: Any) -> Any:
+    """Refuse a call with other parameters, before torch takes them over as they are."""
+    flat_param = handle.flat_param
+    if handle._training_state == HandleTrainingState.FORWARD and not handle._skipped_use_sharded_views:
+        for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params or (), strict=False):
+            if module._parameters.get(name, parameter) is not parameter:
+                raise other_parameters(module)
+    return type(handle).pre_unshard(handle)
 
 
 def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from ...upstream.torch_fsdp2 import (
     settle_dtypes,
 )
 from ..steps.changed_weights import GroupChanges
+from ..steps.outside_calls import other_parameters
 from ..steps.same_path import SamePath
 from ..units.parameter_hooks import run_hooks_on
 
@@ -45,6 +46,11 @@ class Units:
         """Torch's parameter groups, the same order on every rank."""
         self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
         """Torch's records of the parameters in them."""
+        own = {id(each): (module, name) for module in root.modules() for name, each in module._parameters.items()}
+        self.places: list[list[tuple[Any, nn.Module, str]]] = [
+            [(param, *own[id(param.sharded_param)]) for param in group.fsdp_params] for group in self.groups
+        ]
+        """By group: where each parameter is in the model."""
         self.root_groups: list[Any] = [
             group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
         ]
@@ -160,9 +166,13 @@ class BackwardWatch:
             group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))
 
     def _before_unshard(self, number: int, group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
-        path = self._path
+        path, places = self._path, self._units.places[number]
 
         def run(async_op: bool = False) -> None:
+            if group.is_sharded:
+                for param, module, name in places:
+                    if module._parameters[name] is not param.sharded_param:
+                        raise other_parameters(module)
             if path.at is not None and group._all_gather_result is None and not group.is_unsharded:
                 path.gather(number)
             unshard(group, async_op)

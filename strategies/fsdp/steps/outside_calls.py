@@ -132,12 +132,17 @@ class OutsideCalls:
         """
         for inner in module.modules():
             if self._parameters.get(inner, _NO_IDS) not in (_NO_IDS, _ids_of_parameters(inner)):
-                raise RuntimeError(
-                    f"{type(module).__name__} was called with other parameters than those that are sharded "
-                    "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the "
-                    "module itself, or a copy of it that was made in __init__() and kept out of the model (in a list), "
-                    "with the values of 'strategy.full_state_dict()'."
-                )
+                raise other_parameters(module)
+
+
+def other_parameters(module: nn.Module) -> RuntimeError:
+    """Return the error of a call with other parameters in the places of the sharded ones."""
+    return RuntimeError(
+        f"{type(module).__name__} was called with other parameters than those that are sharded "
+        "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the module "
+        "itself, or a copy of it that was made in __init__() and kept out of the model (in a list), with the values of "
+        "'strategy.full_state_dict()'; or leave the module to the root's unit and call it in training_step()."
+    )
 
 
 _NO_IDS: list[int] = [-1]

@@ -8,6 +8,7 @@ Compiling wraps nothing: modules keep their classes, and parameters their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -104,9 +105,40 @@ def hide_wrapper_names(root: nn.Module) -> None:
     A wrapper stands under the name of what it wraps. torch's wrappers add a component of their own to every name.
     """
     for module in list(root.modules()):
-        is_flat = isinstance(module, FullyShardedDataParallel) and not module._use_orig_params
-        if isinstance(module, FullyShardedDataParallel | ActivationWrapper) and not is_flat:  # torch looks for the flat
+        if _can_be_hidden(module):
             module.__dict__["named_modules"] = partial(_named_modules, module)
+
+
+@contextmanager
+def without_wrappers(root: nn.Module) -> Iterator[None]:
+    """Let modules have their original children in this context, for whoever looks at classes, names and children."""
+    places = [
+        (parent, name, child)
+        for parent in list(root.modules())
+        if not _can_be_hidden(parent)
+        for name, child in parent._modules.items()
+        if child is not None and _can_be_hidden(child)
+    ]
+    for parent, name, child in places:
+        parent._modules[name] = _wrapped(child)
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    while _can_be_hidden(module):
+        module = next(module.children())
+    return module
+
+
+def _can_be_hidden(module: nn.Module) -> bool:
+    """Return whether a module stands for the one that it wraps; flat parameters are the wrapper's own."""
+    if isinstance(module, FullyShardedDataParallel):
+        return bool(module._use_orig_params)
+    return isinstance(module, ActivationWrapper)
 
 
 def _named_modules(
