@@ -14,9 +14,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
+
+from accelight.strategies import full_state_dict
 
 INPUTS, WIDTH, OUTPUTS = 5, 7, 3
 """Odd, so that shards differ in size."""
@@ -781,6 +784,23 @@ class ModulesWithTwoNames(Pattern):
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.last, self.output = self.model.blocks, self.model.blocks[1], self.model.head
+
+    def on_train_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        is_deepspeed = isinstance(strategy, DeepSpeedStrategy)
+        saved = full_state_dict(strategy, self) if is_deepspeed else strategy.lightning_module_state_dict()
+        for value in saved.values():
+            self.see("saved", value.abs().sum())
+
+
+@pattern(
+    "modules with two names that hold units and other layers",
+    fsdp1=Refused("is another name of model, which has units of FSDP1 in it", "a property as the second name"),
+)
+class ModelWithTwoNames(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.model
 
 
 class Standardized(nn.Linear):

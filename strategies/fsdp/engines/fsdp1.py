@@ -112,7 +112,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
             return recurse or module in chosen
 
-        with _registered_once(model) as others:
+        with _registered_once(model, chosen) as others:
             root = FullyShardedDataParallel(
                 model,
                 device_mesh=self.mesh,
@@ -425,25 +425,36 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
 
 
 @contextmanager
-def _registered_once(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
-    """Let each module of ``model`` have one name in this context: torch would wrap it once for each name.
+def _registered_once(model: nn.Module, units: set[nn.Module]) -> Iterator[dict[nn.Module, nn.Module]]:
+    """Let modules with units have one name in this context: torch would wrap the units once for each name.
 
     Yields:
         Takes the wrapper of each module, which then stands under all of its names.
+
+    Raises:
+        ValueError: If such a module has parameters outside of units as well, which torch must know by all names.
     """
     wrappers: dict[nn.Module, nn.Module] = {}
     aliases: list[tuple[nn.Module, str, nn.Module]] = []
-    seen: set[nn.Module] = set()
+    names: dict[nn.Module, str] = {}
 
-    def visit(parent: nn.Module) -> None:
+    def visit(parent: nn.Module, prefix: str) -> None:
         for name, child in parent._modules.items():
-            if child in seen:
+            if child is None:
+                continue
+            if child not in names:
+                names[child] = prefix + name
+                visit(child, f"{prefix}{name}.")
+            elif not units.isdisjoint(child.modules()):
+                if _has_parameters_outside(child, units):
+                    raise ValueError(
+                        f"{prefix}{name} is another name of {names[child]}, which has units of FSDP1 in it and other "
+                        "parameters: torch would shard the units once for each name. Make the second name a property, "
+                        "or use fsdp_version=2."
+                    )
                 aliases.append((parent, name, child))
-            elif child is not None:
-                seen.add(child)
-                visit(child)
 
-    visit(model)
+    visit(model, "")
     for parent, name, _ in aliases:
         parent._modules[name] = None  # not removed: the order stays
     try:
@@ -451,6 +462,14 @@ def _registered_once(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
     finally:
         for parent, name, child in aliases:
             parent._modules[name] = wrappers.get(child, child)
+
+
+def _has_parameters_outside(module: nn.Module, units: set[nn.Module]) -> bool:
+    if module in units:
+        return False
+    if next(module.parameters(recurse=False), None) is not None:
+        return True
+    return any(_has_parameters_outside(child, units) for child in module.children())
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
