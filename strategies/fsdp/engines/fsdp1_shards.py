@@ -59,8 +59,8 @@ def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeEr
         error: That ended a step, nothing of which has been put in order yet.
         units: Each module's unit.
     """
-    wrong_state = {ValueError: "expected to be in states", AssertionError: "Expects `BACKWARD_PRE`"}.get(type(error))
-    if wrong_state is not None and wrong_state in str(error):
+    in_wrong_state = isinstance(error, ValueError) and "expected to be in states" in str(error)
+    if in_wrong_state or (isinstance(error, AssertionError) and "Expects `BACKWARD_PRE`" in str(error)):
         return RuntimeError(f"A backward began at a tensor that training_step() did not return. {ONE_BACKWARD}")
     if type(error) is not RuntimeError:
         return None
