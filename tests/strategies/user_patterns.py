@@ -1294,7 +1294,7 @@ class BackwardOfAutograd(Pattern):
 
 
 _RETURNED = "the sum of the losses, returned"
-_ONE_LOSS = {
+_ONE_LOSS: Any = {
     "fsdp1": Refused(ONE_BACKWARD.match, _RETURNED),
     "zero2": Refused(PAST_THE_ENGINE.match, _RETURNED),
     "zero3": Refused(PAST_THE_ENGINE.match, _RETURNED),

@@ -111,11 +111,14 @@ def hide_wrapper_names(root: nn.Module) -> None:
 
 @contextmanager
 def without_wrappers(root: nn.Module) -> Iterator[None]:
-    """Let modules have their original children in this context, for whoever looks at classes, names and children."""
+    """Register modules without their wrappers in this context: their classes, names and children are the original ones.
+
+    A wrapper below a unit of FSDP1 with a flat parameter stays: the flat parameter is the wrapper's.
+    """
     places = [
         (parent, name, child)
         for parent in list(root.modules())
-        if not _can_be_hidden(parent)
+        if not isinstance(parent, FullyShardedDataParallel | ActivationWrapper)
         for name, child in parent._modules.items()
         if child is not None and _can_be_hidden(child)
     ]
