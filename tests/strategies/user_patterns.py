@@ -789,7 +789,7 @@ class ModulesWithTwoNames(Pattern):
         strategy: Any = self.trainer.strategy
         is_deepspeed = isinstance(strategy, DeepSpeedStrategy)
         saved = full_state_dict(strategy, self) if is_deepspeed else strategy.lightning_module_state_dict()
-        for value in saved.values():
+        for value in saved.values() if self.global_rank == 0 else ():  # FSDP's whole values are on rank 0 alone
             self.see("saved", value.abs().sum())
 
 
