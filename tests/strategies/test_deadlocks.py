@@ -224,6 +224,7 @@ def test_a_consequence_ends_with_the_failure_that_it_comes_from() -> None:
 
 def _threads_after_a_group() -> list[str]:
     watch_for_deadlocks(require_group("A test"))
+    dist.barrier()  # a rank that still connects to this one would find it gone
     dist.destroy_process_group()
     gc.collect()
     return [each.name for each in threading.enumerate() if each.name == "accelight-deadlocks"]

@@ -46,15 +46,16 @@ class Units:
         """Torch's parameter groups, the same order on every rank."""
         self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
         """Torch's records of the parameters in them."""
-        own = {id(each): (module, name) for module in root.modules() for name, each in module._parameters.items()}
-        self.places: list[list[tuple[Any, nn.Module, str]]] = [
-            [(param, *own[id(param.sharded_param)]) for param in group.fsdp_params] for group in self.groups
-        ]
-        """By group: where each parameter is in the model."""
+        self._root = root
         self.root_groups: list[Any] = [
             group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
         ]
         """Groups of the outermost units."""
+
+    def places(self) -> dict[Any, tuple[nn.Module, str]]:
+        """Return in which module, and under which name, each parameter is registered; all of them are sharded now."""
+        own = {id(each): (module, name) for module in self._root.modules() for name, each in module._parameters.items()}
+        return {param: own[id(param.sharded_param)] for param in self.params}
 
     def reshard(self) -> None:
         """Leave none gathered."""
@@ -159,18 +160,22 @@ class BackwardWatch:
         label_quickly()
         for state in units.states:
             disable_dynamo_once(state)
+        places = units.places()
         for number, group in enumerate(units.groups):
             GroupChanges(group, lambda: self.probing)
-            group.unshard = self._before_unshard(number, group, type(group).unshard)
+            registered = [(param, *places[param]) for param in group.fsdp_params]
+            group.unshard = self._before_unshard(number, group, registered, type(group).unshard)
             group.post_backward = self._around(number, group, disabled_once(type(group).post_backward))
             group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))
 
-    def _before_unshard(self, number: int, group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
-        path, places = self._path, self._units.places[number]
+    def _before_unshard(
+        self, number: int, group: Any, registered: list[tuple[Any, nn.Module, str]], unshard: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        path = self._path
 
         def run(async_op: bool = False) -> None:
             if group.is_sharded:
-                for param, module, name in places:
+                for param, module, name in registered:
                     if module._parameters[name] is not param.sharded_param:
                         raise other_parameters(module)
             if path.at is not None and group._all_gather_result is None and not group.is_unsharded:
