@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelight.callbacks.merge_queue import MergeJob, MergeOptions, MergeQueue
+from accelight.callbacks.merge_sharded_checkpoint import MergeJob, MergeOptions, MergeQueue
 from accelight.strategies import AccelFSDPStrategy
 from benchmarks import results
 

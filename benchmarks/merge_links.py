@@ -107,7 +107,7 @@ def save_aligned(folder: str, layout: str, num_bytes: str, rank: str) -> None:
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+    from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
     state = rank_state(folder, layout, num_bytes, rank)
     save({"model": state}, storage_writer=FolderWriter(Path(folder, "in")))

@@ -68,7 +68,7 @@ def step(name: str, folder: str) -> None:
     """Do one step, and print what it took."""
     import torch.distributed.checkpoint  # noqa: F401 - before memory is looked at
 
-    import accelight.strategies.fsdp.checkpoints.safe_dcp  # noqa: F401 - it too
+    import accelight.strategies.fsdp.checkpoint.loader  # noqa: F401 - it too
 
     steps = {
         "plan and write": _plan_and_write,
@@ -107,7 +107,7 @@ def _packed() -> list[Any]:
     """Return what each rank tells rank 0 of its plan."""
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from accelight.strategies.fsdp.checkpoints.packed_plans import PackedPlan
+    from accelight.strategies.fsdp.checkpoint.planner import PackedPlan
 
     keys = {name: ("state_dict", name.removeprefix("state_dict.")) for name in _names()}
     copies = NUM_RANKS // NUM_SHARDS
@@ -119,7 +119,7 @@ def _packed() -> list[Any]:
 
 
 def _places(rank: int, num_items: int) -> Any:
-    from accelight.strategies.fsdp.checkpoints.written_parts import Places
+    from accelight.strategies.fsdp.checkpoint.planner import Places
 
     numbers = array("q", [number for place in range(num_items) for number in (1000, 0, place * 2000, 2000, 7)])
     return Places([f"__{rank}_0.distcp"], numbers)
@@ -127,9 +127,8 @@ def _places(rank: int, num_items: int) -> Any:
 
 def _plan_and_write(folder: Path) -> Iterator[str]:
     """Yield what was done; "" for what is not measured."""
-    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-    from accelight.strategies.fsdp.checkpoints.packed_plans import merge_plans
-    from accelight.strategies.fsdp.checkpoints.written_parts import RankResults
+    from accelight.strategies.fsdp.checkpoint.planner import RankResults, merge_plans
+    from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
     plans = _packed()
     yield ""
@@ -147,10 +146,9 @@ def _later_save(folder: Path) -> Iterator[str]:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the backend
 
     from accelight.state.upstream import TCPStore
-    from accelight.strategies.common.store_messages import StoreMessages
-    from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-    from accelight.strategies.fsdp.checkpoints.packed_plans import merge_plans
-    from accelight.strategies.fsdp.checkpoints.written_parts import Places, RankResults
+    from accelight.strategies.common.rendezvous import StoreMessages
+    from accelight.strategies.fsdp.checkpoint.planner import Places, RankResults, merge_plans
+    from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
     merged = merge_plans(1, _packed())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -196,7 +194,7 @@ def _torch(folder: Path) -> Iterator[str]:
 
 
 def _ours(folder: Path) -> Iterator[str]:
-    from accelight.strategies.fsdp.checkpoints.safe_dcp import SafeReader
+    from accelight.strategies.fsdp.checkpoint.loader import SafeReader
 
     return _read(lambda: SafeReader(folder))
 
@@ -236,7 +234,7 @@ def _read(reader_of: Callable[[], Any]) -> Iterator[str]:
 
 
 def _merge(folder: Path) -> Iterator[str]:
-    from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
+    from accelight.checkpoint.formats.dcp_metadata import read_dcp_metadata
 
     yield ""
     found = read_dcp_metadata(folder / ".metadata")

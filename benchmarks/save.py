@@ -143,7 +143,7 @@ def _ways() -> dict[str, _Way]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from accelight.strategies.fsdp.checkpoints.background_choice import choose_saves
+    from accelight.strategies.fsdp.checkpoint.async_save import choose_saves
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
     processes: Any = choose_saves("process", timedelta(minutes=30))

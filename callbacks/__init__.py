@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..strategies.common.lazy_names import lazy_names
+from ..strategies.common.config import lazy_names
 
 if TYPE_CHECKING:
     from .elastic_training import ElasticTraining

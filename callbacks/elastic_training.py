@@ -1,17 +1,25 @@
-"""`ElasticTraining`: the same training on any number of processes, which may change whenever it is started again."""
+"""`ElasticTraining`: the same training on any number of processes, also when that number changes at a restart.
+
+The sampler that deals batches to ranks, the loader built around it, the Trainer's counters after a restart, and the
+checkpoint a run resumes from are below the callback.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from ..state.arguments import named_arguments
-from ..strategies.newest import newest_checkpoint
+from ..state.utils import named_arguments
+from ..strategies.loading import newest_checkpoint
 from ..strategies.upstream.lightning import (
     Callback,
     GradientAccumulationScheduler,
@@ -19,12 +27,14 @@ from ..strategies.upstream.lightning import (
     RunningStage,
     Trainer,
     _DataLoaderIterDataFetcher,
+    _get_dataloader_init_args_and_kwargs,
+    _reinstantiate_wrapped_cls,
+    _set_sampler_epoch,
+    _Stateful,
+    check_trainer,
     rank_zero_info,
+    rank_zero_warn,
 )
-from .elastic_batches import Division, EpochOrder, GlobalBatches
-from .elastic_loader import is_shuffled, map_style, with_batches
-from .elastic_progress import count_anew
-from .trainer_package import check_trainer
 
 
 @named_arguments
@@ -315,3 +325,322 @@ def _check_accumulation(trainer: Trainer, pl_module: LightningModule) -> None:
             f"ElasticTraining sets accumulate_grad_batches, from global_batch_size and max_batch_size. Leave "
             f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler out."
         )
+
+
+# ------------------------------------------------------------------------------------------------
+# How the samples of an epoch are dealt so that every optimizer step has the same ones on any number of processes.
+#
+# [Note: global batches] The order of an epoch's samples is drawn from a seed and the epoch's number alone, and cut into
+# global batches: one for each optimizer step. A global batch is cut into as many micro-batches as there are processes
+# times accumulation steps, equally large but for the last, incomplete one of an epoch, whose micro-batches may differ
+# by a sample. Each counts in the gradient by its number of samples, see `GlobalBatches.weight`, so that the gradient is
+# the mean over the global batch.
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a global batch is divided."""
+
+    global_batch_size: int
+    num_processes: int
+    batch_size: int
+    """Samples of one process in one micro-batch."""
+    accumulate_grad_batches: int
+    """Micro-batches of one process in one optimizer step."""
+
+    @classmethod
+    def of(cls, global_batch_size: int, num_processes: int, max_batch_size: int | None = None) -> Division:
+        """Divide with as few micro-batches as fit.
+
+        Args:
+            global_batch_size: Samples of one optimizer step.
+            num_processes: Processes with data of their own.
+            max_batch_size: Most samples of one process in one micro-batch; None for no limit.
+
+        Raises:
+            ValueError: If the processes cannot have equally many samples; it says which numbers of processes can.
+        """
+        share, rest = divmod(global_batch_size, num_processes)
+        if rest:
+            fitting = [str(n) for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+            raise ValueError(
+                f"global_batch_size={global_batch_size} cannot be dealt equally to {num_processes} processes. Start "
+                f"{_listed(fitting)} processes, or train with a global batch that all numbers of processes divide that "
+                "may be left."
+            )
+        limit = share if max_batch_size is None else max_batch_size
+        steps = next(steps for steps in range(1, share + 1) if share % steps == 0 and share // steps <= limit)
+        return cls(global_batch_size, num_processes, share // steps, steps)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of all processes, in one optimizer step."""
+        return self.num_processes * self.accumulate_grad_batches
+
+
+class EpochOrder:
+    """The order of a dataset's samples in an epoch: the same for every number of processes.
+
+    Args:
+        num_samples: Of the dataset.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the first epoch's order.
+    """
+
+    def __init__(self, num_samples: int, shuffle: bool, seed: int) -> None:
+        self.num_samples, self.shuffle, self.seed = num_samples, shuffle, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is iterated next; the Trainer calls it."""
+        self.epoch = epoch
+
+    def indices(self) -> list[int]:
+        """Return the present epoch's order; drawn as ``DistributedSampler`` draws it."""
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        return order
+
+
+class GlobalBatches:
+    """One process's micro-batches of each epoch, as the ``batch_sampler`` of a loader.
+
+    Args:
+        order: Of the samples, kept as ``sampler``, where the Trainer looks for ``set_epoch``.
+        division: Of each global batch.
+        rank: Of this process among those that have data of their own.
+        drop_last: Whether the last, incomplete global batch of an epoch is left out.
+
+    Raises:
+        ValueError: If there is no global batch in an epoch.
+    """
+
+    def __init__(self, order: EpochOrder, division: Division, rank: int, drop_last: bool) -> None:
+        self.sampler, self.division, self.rank, self.drop_last = order, division, rank, drop_last
+        self._skipped: tuple[int, int] | None = None
+        if self.num_steps == 0:
+            raise ValueError(
+                f"The training data has {order.num_samples} samples, not one global batch of "
+                f"{division.global_batch_size}"
+                + (" (drop_last=True leaves an incomplete one out)." if drop_last else ".")
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.division.batch_size
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        full, rest = divmod(self.sampler.num_samples, self.division.global_batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    def skip(self, epoch: int, num_steps: int) -> None:
+        """Leave out the first steps of one epoch: a run that went before this one has used them."""
+        self._skipped = epoch, num_steps
+
+    def weight(self, micro_batch: int) -> float:
+        """Return what a micro-batch's mean loss counts in the mean over micro-batches, for the mean over samples.
+
+        Args:
+            micro_batch: This process's, counted from the epoch's begin.
+        """
+        step, position = divmod(micro_batch, self.division.accumulate_grad_batches)
+        begin, end = self._bounds(step, position)
+        return (end - begin) * self.division.num_micro_batches / self._size_of_step(step)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches in a whole epoch, whatever was used of it before."""
+        return self.num_steps * self.division.accumulate_grad_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, indices = self.sampler.epoch, self.sampler.indices()
+        first = self._skipped[1] if self._skipped is not None and self._skipped[0] == epoch else 0
+        for step in range(first, self.num_steps):
+            offset = step * self.division.global_batch_size
+            for position in range(self.division.accumulate_grad_batches):
+                begin, end = self._bounds(step, position)
+                # Every process takes part in every forward: one without a sample has one that counts nothing.
+                yield indices[offset + begin : offset + end] or [indices[offset]]
+
+    def _size_of_step(self, step: int) -> int:
+        size = self.division.global_batch_size
+        return min(size, self.sampler.num_samples - step * size)
+
+    def _bounds(self, step: int, position: int) -> tuple[int, int]:
+        """Return which samples of a global batch a micro-batch of this process has."""
+        number, count = position * self.division.num_processes + self.rank, self.division.num_micro_batches
+        size = self._size_of_step(step)
+        return number * size // count, (number + 1) * size // count
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# The training loader whose samples can be dealt in global batches, and what of it counts.
+
+
+def with_batches(loader: Any, batches: GlobalBatches) -> Any:
+    """Return a loader of the same kind, dataset and settings with other batches."""
+    args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    ours = {"batch_sampler": batches, "sampler": None, "shuffle": False, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(loader, *args, **{**kwargs, **ours})
+
+
+def _is_plain(sampler: object, kind: type) -> bool:
+    """Return whether a sampler is of torch's own kind, or what torchdata has in its place."""
+    own = type(sampler)
+    return own is kind or (own.__name__ == kind.__name__ and own.__module__.startswith("torchdata."))
+
+
+def map_style(loader: Any) -> Any:
+    """Return the dataset of a loader whose samples can be dealt.
+
+    Raises:
+        ValueError: If they cannot, or hold a state of their own.
+    """
+    hint = (
+        "Give a DataLoader over a dataset with __len__ and __getitem__, with shuffle= and without a sampler of its own."
+    )
+    if (
+        not isinstance(loader, DataLoader)
+        or not hasattr(loader.dataset, "__len__")
+        or not _is_plain(loader.batch_sampler, BatchSampler)
+    ):
+        raise ValueError(f"ElasticTraining cannot deal the samples of {_described(loader)}. {hint}")
+    if isinstance(loader.dataset, _Stateful):
+        raise ValueError(
+            f"{type(loader.dataset).__name__} has a state_dict: checkpoints hold that of process 0 alone, and it "
+            "cannot be dealt to another number of processes. Let what __getitem__ returns depend on the index alone."
+        )
+    return loader.dataset
+
+
+def is_shuffled(loader: Any) -> bool:
+    """Return whether a loader's samples are shuffled.
+
+    Raises:
+        ValueError: If they have an order of their own.
+    """
+    sampler, dataset = loader.sampler, loader.dataset
+    if _is_plain(sampler, SequentialSampler):
+        return False
+    if _is_plain(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):
+        return True
+    if type(sampler) is DistributedSampler and sampler.dataset is dataset:
+        return sampler.shuffle
+    raise ValueError(
+        f"ElasticTraining draws the order of samples itself, and would not use {type(sampler).__name__}. Leave the "
+        "sampler out and give shuffle=."
+    )
+
+
+def _described(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__}"
+    return f"a {type(loader).__name__} over {type(loader.dataset).__name__} with {type(loader.batch_sampler).__name__}"
+
+
+# ------------------------------------------------------------------------------------------------
+# The Trainer's counters of micro-batches, as another number of processes would have counted them.
+
+
+_BATCHES = "epoch_loop.batch_progress"
+_VALIDATION = "epoch_loop.val_loop.batch_progress"
+
+
+def count_anew(loops: MutableMapping[str, Any], *, steps_in_epoch: int, steps: int, before: int, now: int) -> bool:
+    """Change the state of a fit loop so that training goes on at the begin of a window, with windows of another size.
+
+    Counters of optimizer steps, epochs and schedules stay. What was done of an open window is forgotten: its gradients
+    are in no checkpoint. An evaluation that was under way begins anew, since its values are in none either.
+
+    Args:
+        loops: ``checkpoint["loops"]["fit_loop"]``; changed.
+        steps_in_epoch: Optimizer steps of the epoch.
+        steps: Of all epochs.
+        before: Micro-batches of one process in a window, when the checkpoint was saved.
+        now: In this run.
+
+    Returns:
+        Whether an open window was forgotten.
+    """
+    loops.get("state_dict", {}).pop("combined_loader", None)  # where loaders were, counted in micro-batches
+    progress = loops[_BATCHES]
+    saved = progress["current"]
+    # Within on_train_batch_end all but `completed` count the batch already; Lightning tells such checkpoints by that.
+    within_batch_end = saved["ready"] == saved["started"] == saved["processed"] == saved["completed"] + 1
+    num_done = saved["completed"] + within_batch_end
+    at_boundary = num_done == steps_in_epoch * before
+    for name, num_steps in (("current", steps_in_epoch), ("total", steps)):
+        _set_all(progress[name], num_steps * now)
+        progress[name]["completed"] -= at_boundary and within_batch_end and num_steps > 0
+    progress["is_last_batch"] = bool(progress["is_last_batch"]) and at_boundary
+    if _VALIDATION in loops and _is_under_way(loops[_VALIDATION]["total"]):
+        _set_all(loops[_VALIDATION]["current"], 0)
+        loops[_VALIDATION]["is_last_batch"] = False
+    return num_done % before != 0
+
+
+def _set_all(counters: MutableMapping[str, int], value: int) -> None:
+    for name in counters:
+        counters[name] = value
+
+
+def _is_under_way(total: MutableMapping[str, int]) -> bool:
+    return total["started"] == total["ready"] > total["processed"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Going on within an epoch: data that was used before the stop is not used again.
+
+
+def _knows_its_place(loader: Any) -> bool:
+    """Return whether `ElasticTraining` deals the loader's samples, and has left out those that were used."""
+    return isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
+
+
+def skip_used_batches(trainer: Trainer) -> None:
+    """Move the training loaders to where the checkpoint's epoch was left; call when training starts.
+
+    Lightning 2.6 counts on from there, but begins with the loader's first batch, unless the loader has ``state_dict``
+    and ``load_state_dict``. Those are left to Lightning.
+
+    Raises:
+        RuntimeError: If the data ends before that place.
+
+    Source of the semantics: accelerate 1.15 ``data_loader.py`` (``skip_first_batches``).
+    """
+    loop: Any = trainer.fit_loop
+    num_used = loop.epoch_loop.batch_progress.current.processed
+    if not 0 < num_used < trainer.num_training_batches:  # at an epoch's end Lightning begins the next one
+        return
+    loaders = loop._combined_loader.flattened
+    if all(isinstance(loader, _Stateful) or _knows_its_place(loader) for loader in loaders):
+        return
+    fetcher = loop._data_fetcher
+    if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, _Stateful) for loader in loaders):
+        rank_zero_warn(
+            f"The first {num_used} batches of this epoch have been used before the stop, and are used again: they "
+            "cannot be skipped with training_step(dataloader_iter), nor where some loaders have a state_dict. Give all "
+            "loaders a state_dict and load_state_dict."
+        )
+        return
+    for loader in loaders:
+        _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+    iter(fetcher)  # again: its first order was drawn before the sampler knew the epoch
+    for number in range(num_used):
+        try:
+            next(fetcher)
+        except StopIteration:
+            raise RuntimeError(
+                f"The checkpoint was saved after batch {num_used} of its epoch, but the data ends after {number}. "
+                "Resume with the same data and batch size, or from the checkpoint of an epoch's end."
+            ) from None
+    fetcher.fetched -= num_used  # the loop adds them once more
+    rank_zero_info(f"Skipped the {num_used} batches of this epoch that were used before the stop.")

@@ -1,37 +1,43 @@
-"""``ExactEvaluation``: validation and test metrics of many processes equal those of one."""
+"""`ExactEvaluation`: validation and test metrics of many processes equal those of one.
+
+Samplers pad the last batches so that ranks stay together. The callback removes the padded samples from what steps and
+metrics receive; empty outputs, logged values and the states of torchmetrics' metrics are handled below.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from inspect import signature
-from typing import Any, TypeVar
+from itertools import islice
+from types import MethodType
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from ..state import GradientState, gather
-from ..state.agreement import agree
-from ..state.arguments import named_arguments
-from ..state.gathering import gather_interleaved
-from ..state.nested import tensors_of
+from ..state.collectives import agree, gather_interleaved, map_tensors, tensors_of
 from ..state.process_record import communication_group
+from ..state.utils import named_arguments
 from ..strategies.upstream.lightning import (
     Callback,
+    DistributedSamplerWrapper,
     LightningModule,
     Trainer,
     _update_dataloader,
+    check_trainer,
     extract_batch_size,
     is_param_in_hook_signature,
 )
-from .empty_output import without_samples
-from .logged_values import LoggedValue, Reduction, reduction_named
-from .metric_states import MetricStates, check_exact, gathering_any_number, metrics_of
-from .real_samples import RealSamples, real_samples_of
-from .trainer_package import check_trainer
 
 T = TypeVar("T")
 
@@ -398,3 +404,296 @@ def _described(loader: Any) -> str:
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = [type(part).__name__ for part in (dataset, sampler, batch_sampler) if part is not None]
     return f"a {type(loader).__name__}" + (f" over {', '.join(parts)}" if parts else "")
+
+
+# ------------------------------------------------------------------------------------------------
+# What a step would have returned for a batch of no samples.
+
+
+def without_samples(output: Any) -> Any:
+    """Return the output of a step over one sample that must not count, with no samples in it.
+
+    A tensor with one row has none then. A scalar becomes NaN, as a mean over nothing is; a whole number becomes 0.
+    """
+    return map_tensors(_emptied, output)
+
+
+def _emptied(tensor: Tensor) -> Tensor:
+    if tensor.ndim > 0 and len(tensor) == 1:
+        return tensor[:0]
+    if tensor.ndim > 0:
+        return tensor  # not one row a sample
+    return torch.full_like(tensor, float("nan") if tensor.is_floating_point() else 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers that evaluation steps log: summed over the samples of all processes, each once.
+
+
+Reduction = Literal["mean", "sum", "max", "min"]
+_NEUTRAL: dict[Reduction, float] = {"mean": 0.0, "sum": 0.0, "max": float("-inf"), "min": float("inf")}
+
+
+def reduction_named(reduce_fx: Any) -> Reduction | None:
+    """Return which of the reductions ``self.log(reduce_fx=...)`` names, None if none of them."""
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    name = "mean" if name.lower() == "avg" else name.lower()
+    return cast("Reduction", name) if name in _NEUTRAL else None
+
+
+class LoggedValue(Metric):
+    """A number logged at each step, and its reduction over the steps of all processes.
+
+    Sums are kept in double precision, so that the order in which processes add up hardly shows.
+
+    Args:
+        name: Under which it is logged.
+        reduction: How.
+        dtype: Of the result.
+    """
+
+    full_state_update = False
+    total: Tensor
+    weight: Tensor
+    _forward_cache: Any
+
+    def __init__(self, name: str, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(sync_on_compute=False)  # `compute` gathers by itself, and notices where processes differ
+        self.name, self.reduction, self.result_dtype = name, reduction, dtype
+        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no double precision
+        self.add_state("total", torch.tensor(_NEUTRAL[reduction], dtype=wide, device=device))
+        self.add_state("weight", torch.tensor(0, dtype=torch.int64, device=device))
+
+    def add(self, value: Tensor, weight: int) -> None:
+        """Add a step's value and keep it as that of the step, which ``on_step=True`` shows."""
+        self.update(value, weight)
+        self._forward_cache = value
+
+    @override
+    def update(self, value: Tensor, weight: int) -> None:
+        """Add a step's value, with its number of samples; 0 leaves the value out."""
+        if weight == 0:
+            return
+        value = value.to(self.total)
+        if self.reduction == "mean":
+            self.total = self.total + value * weight
+        elif self.reduction == "sum":
+            self.total = self.total + value
+        else:
+            self.total = (torch.maximum if self.reduction == "max" else torch.minimum)(self.total, value)
+        self.weight = self.weight + weight
+
+    @override
+    def compute(self) -> Tensor:
+        """Return the reduction over all processes, the same on each."""
+        parts = gather({f"self.log({self.name!r})": [self.total, self.weight]})
+        totals, weights = next(iter(parts.values()))
+        if self.reduction == "mean":
+            result = totals.sum() / weights.sum()
+        elif self.reduction == "sum":
+            result = totals.sum()
+        else:
+            result = totals.amax() if self.reduction == "max" else totals.amin()
+        return result.to(self.result_dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# States of torchmetrics' metrics: whether they can be exact; put back after a step that must not count; gathered.
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """Return the metrics among a module and its submodules, those inside other metrics included."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+def check_exact(metric: Metric, name: str) -> None:
+    """Check that a metric's value over several processes is that over all their samples.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    for one in metrics_of(metric):
+        kind = type(one).__name__
+        if not one.sync_on_compute:
+            raise ValueError(
+                f"self.log({name!r}): {kind}(sync_on_compute=False) computes from the samples of one process alone. "
+                "Leave sync_on_compute out."
+            )
+        averaged = [
+            state
+            for state, reduction in one._reductions.items()
+            if reduction is dim_zero_mean and not _is_default(one, state)
+        ]
+        if averaged:
+            raise ValueError(
+                f"self.log({name!r}): {kind} averages {averaged} over processes, whatever number of samples each has. "
+                "Use a metric whose states are summed or concatenated (dist_reduce_fx='sum' or 'cat')."
+            )
+
+
+def _is_default(metric: Metric, state: str) -> bool:
+    """Whether a state never changed: a constant (PSNR's data_range) is equal to its mean."""
+    return torch.equal(getattr(metric, state), torch.as_tensor(metric._defaults[state]))
+
+
+class MetricStates:
+    """What a module's metrics hold now.
+
+    Args:
+        module: Whose metrics.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._saved = [
+            (metric, metric._copy_state_dict(), metric._update_count, metric._computed) for metric in metrics_of(module)
+        ]
+
+    def restore(self) -> None:
+        """Put it back.
+
+        A list to be concatenated that was empty keeps what was added, with no samples in it: torchmetrics gathers such
+        lists by the number of dimensions and the dtype of what they hold, which have to be the same on all processes.
+        """
+        for metric, states, update_count, computed in self._saved:
+            for name, before in states.items():
+                joined = before == [] and metric._reductions[name] is dim_zero_cat
+                setattr(metric, name, _emptied_state(getattr(metric, name)) if joined else before)
+            if metric._update_count > update_count:  # 0 would make torchmetrics warn that nothing came
+                metric._update_count = max(update_count, 1)
+            metric._computed = computed
+
+
+def _emptied_state(added: Any) -> Any:
+    return [tensor[:0] for tensor in added if isinstance(tensor, Tensor) and tensor.ndim > 0]
+
+
+def gathering_any_number(metric: Metric) -> Callable[..., None] | None:
+    """Return a ``_sync_dist`` for a metric with lists that torchmetrics gathers element by element; None for others.
+
+    Those are the lists that are not concatenated first (``dist_reduce_fx=None``: retrieval, detection, ROUGE).
+    torchmetrics 1.9 gathers as many elements as each process has, and hangs or fails where the numbers differ.
+    """
+    return MethodType(_sync_any_number, metric) if _lists_of_elements(metric) else None
+
+
+def _lists_of_elements(metric: Metric) -> list[str]:
+    return [
+        name
+        for name, default in metric._defaults.items()
+        if isinstance(default, list) and metric._reductions[name] is not dim_zero_cat
+    ]
+
+
+def _sync_any_number(
+    self: Metric, dist_sync_fn: Callable[..., list[Tensor]] = gather_all_tensors, process_group: Any = None
+) -> None:
+    """Fill each process's lists up to the longest, and leave out of what is gathered what was filled in."""
+    group = process_group or self.process_group
+    mine = {name: getattr(self, name) for name in _lists_of_elements(self)}
+    described: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(
+        described, {name: _described_metric(elements) for name, elements in mine.items()}, group=group
+    )
+    senders: dict[int, list[int]] = {}
+    for name, elements in mine.items():
+        counts = [one[name][0] for one in described]
+        form = next((form for _, form in (one[name] for one in described) if form is not None), None)
+        if form is None:
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    f"{type(self).__name__}.{name} holds {counts} things on the processes that are no tensors: "
+                    "torchmetrics gathers equally many only. Use a batch size that divides the number of samples."
+                )
+            continue
+        filling = [torch.zeros((0,) * form[0], dtype=form[1], device=self.device)] * (max(counts) - len(elements))
+        filled = [element[...] for element in (*elements, *filling)]  # new objects, each with an identity of its own
+        for index, element in enumerate(filled):
+            senders[id(element)] = [rank for rank, count in enumerate(counts) if index < count]
+        setattr(self, name, filled)
+
+    def gather_real(tensor: Tensor, **kwargs: Any) -> list[Tensor]:
+        gathered = dist_sync_fn(tensor, **kwargs)
+        return [gathered[rank] for rank in senders.get(id(tensor), range(len(gathered)))]
+
+    type(self)._sync_dist(self, gather_real, process_group=process_group)
+
+
+def _described_metric(elements: Any) -> tuple[int, tuple[int, torch.dtype] | None]:
+    """Return how many there are, and what they are like where they are tensors."""
+    first = elements[0] if len(elements) else None
+    return len(elements), (first.ndim, first.dtype) if isinstance(first, Tensor) else None
+
+
+# ------------------------------------------------------------------------------------------------
+# A sampler that gives each sample to one process once, and yet each process equally many batches.
+
+
+_KNOWN = (DistributedSampler.__iter__, DistributedSamplerWrapper.__iter__)
+
+
+class RealSamples(DistributedSampler[Any]):
+    """This process's share of a `DistributedSampler` without what was repeated to make the shares equal.
+
+    The repetition is the last sample of a share, if any. It is left out, unless it would be alone in its batch: then it
+    stays, since no process may run fewer forward passes than the others. Such a batch has no real sample.
+
+    Args:
+        dealt: The sampler that deals to the processes.
+        batch_size: Samples in a batch.
+    """
+
+    def __init__(self, dealt: DistributedSampler[Any], batch_size: int) -> None:
+        self.__dict__.update(vars(dealt))  # dataset, rank, total_size, ...: what others ask a DistributedSampler for
+        self.dealt = dealt
+        self.batch_size = batch_size
+
+    @property
+    def num_real(self) -> int:
+        """Samples of this process."""
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+    def num_real_in(self, batch_idx: int) -> int:
+        """Return how many real samples this process has in a batch; 0 where there is only a repetition."""
+        return max(0, min(self.batch_size, self.num_real - batch_idx * self.batch_size))
+
+    def __len__(self) -> int:
+        alone = self.num_real % self.batch_size == 0
+        return len(self.dealt) if alone else self.num_real
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dealt), len(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler that deals."""
+        self.epoch = epoch
+        self.dealt.set_epoch(epoch)
+
+
+def real_samples_of(loader: Any, world_size: int) -> RealSamples | None:
+    """Return the sampler that leaves a loader's repetitions out, or None where it is not known how samples are dealt.
+
+    Raises:
+        ValueError: If samples are left out that a single process would evaluate.
+    """
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    dealt, batch_size = loader.sampler, loader.batch_sampler.batch_size
+    if not isinstance(dealt, DistributedSampler) or dealt.num_replicas != world_size:
+        return None
+    if isinstance(dealt, RealSamples):
+        return dealt
+    if type(dealt).__iter__ not in _KNOWN:
+        return None
+    sampler = RealSamples(dealt, batch_size)
+    num_samples = len(dealt.dataset)  # type: ignore[arg-type]
+    if dealt.drop_last and num_samples % world_size:
+        raise ValueError(
+            f"DistributedSampler(drop_last=True) leaves out {num_samples % world_size} of {num_samples} samples on "
+            f"{world_size} processes: the result cannot equal that of one process. Leave drop_last out."
+        )
+    if loader.batch_sampler.drop_last and len(dealt) % batch_size:
+        raise ValueError(
+            f"DataLoader(drop_last=True) leaves out the last {len(dealt) % batch_size} of {len(dealt)} samples of each "
+            "process: the result cannot equal that of one process. Leave drop_last out of evaluation loaders."
+        )
+    return sampler

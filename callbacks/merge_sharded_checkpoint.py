@@ -1,31 +1,49 @@
-"""``MergeShardedCheckpoint``: what training saves in shards becomes safetensors by itself."""
+"""`MergeShardedCheckpoint`: merges the sharded checkpoints of a run into safetensors, in the background if asked.
+
+Merges run one after another in processes of their own. The files of a ``from_pretrained`` folder, and the check that
+transformers can load it, are below.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from ..checkpoint.errors import CheckpointError
-from ..checkpoint.formats.dtypes import conversion_target
-from ..checkpoint.names import checked_prefix
-from ..checkpoint.processes import run_on_main
-from ..checkpoint.writing.shards import parse_size
-from ..state.arguments import named_arguments
-from ..strategies.common.storage_paths import local_path
-from ..strategies.upstream.lightning import AsyncCheckpointIO, Callback, LightningModule, ModelCheckpoint, Trainer
-from .merge_queue import MergeJob, MergeOptions, MergeQueue, describe, identity_of
-from .pretrained_check import check_complete, check_loadable
-from .pretrained_files import PretrainedFiles, find_pretrained
-from .trainer_package import check_trainer
-
-if TYPE_CHECKING:
-    import torch
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.formats.base import conversion_target
+from ..checkpoint.merge import run_on_main
+from ..checkpoint.names import checked_prefix, clean_name
+from ..checkpoint.writing.plan import parse_size
+from ..state.utils import named_arguments
+from ..strategies.common.checkpoint_files import local_path
+from ..strategies.upstream.lightning import (
+    AsyncCheckpointIO,
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+    check_trainer,
+)
 
 _OWN_CHECKPOINT = ".unmerged.ckpt"
 
@@ -351,3 +369,379 @@ def _saves_later(trainer: Trainer) -> bool:
 def _has_appeared(path: Path, before: tuple[int, int] | None) -> bool:
     now = identity_of(path)
     return now is not None and now != before
+
+
+# ------------------------------------------------------------------------------------------------
+# Merges in processes of their own, one after the other, with low priority.
+
+
+_LOWEST_PRIORITY = 19
+_POLL_S = 0.1
+_GRACE_S = 5.0
+# What launchers set is no business of a process that works alone; and a training job's GPU memory is full.
+_NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How checkpoints are merged: options of ``accelight merge-weights``."""
+
+    arguments: tuple[str, ...] = ()
+    """Further options, as on the command line."""
+    remove: bool = False
+    """Whether the checkpoint goes when its merged form has been read back and compared."""
+
+
+@dataclass
+class MergeJob:
+    """One checkpoint to be merged."""
+
+    checkpoint: Path
+    output: Path
+    is_complete: Callable[[], bool] = lambda: True
+    """Whether the checkpoint has been written."""
+    write_companions: Callable[[Path], None] | None = None
+    """Writes what belongs beside the weights."""
+    temporary: bool = False
+    """Whether the checkpoint was made for this merge alone, and goes with it."""
+    future: Future[None] | None = field(default=None, repr=False)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, once it is done."""
+        if self.future is None or not self.future.done() or self.future.cancelled():
+            return None
+        return self.future.exception()
+
+
+class MergeQueue:
+    """Merges checkpoints one after the other while this process does other things.
+
+    A thread starts one process at a time and waits for it, asleep. The processes are fresh interpreters: forks of a
+    process in which gloo or CUDA threads live could deadlock.
+    """
+
+    def __init__(self, options: MergeOptions) -> None:
+        self.options = options
+        self.jobs: list[MergeJob] = []
+        self._pool = ThreadPoolExecutor(1, "accelight-merge")
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._cancelled = threading.Event()
+        self._all_saved = threading.Event()
+
+    def submit(self, job: MergeJob) -> None:
+        """Merge a checkpoint when those before are done."""
+        self.jobs.append(job)
+        job.future = self._pool.submit(self._run, job)
+
+    def needs(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is being merged or is yet to be."""
+        return any(job.checkpoint == checkpoint and not _done(job) for job in self.jobs)
+
+    def wait_for(self, checkpoint: Path) -> None:
+        """Return when a checkpoint is no longer needed."""
+        for job in self.jobs:
+            if job.checkpoint == checkpoint and job.future is not None:
+                _wait(job.future)
+
+    def drain(self) -> None:
+        """Return when all merges are done; every checkpoint has been written by now."""
+        self._all_saved.set()
+        for job in self.jobs:
+            if job.future is not None:
+                _wait(job.future)
+        self._pool.shutdown()
+
+    def cancel(self) -> None:
+        """End the running merge, forget the others, and leave nothing unfinished."""
+        self._cancelled.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()  # the command then removes what it began; SIGINT is ignored below nohup and `&`
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self._pool.shutdown()
+
+    def _run(self, job: MergeJob) -> None:
+        while not job.is_complete():
+            if self._cancelled.is_set() or self._all_saved.is_set():
+                break
+            time.sleep(_POLL_S)
+        if not job.is_complete():
+            raise RuntimeError("it was never written completely")
+        is_new = not job.output.exists()
+        try:
+            if job.write_companions is not None:
+                job.write_companions(job.output)
+            self._merge(job)
+        except BaseException:
+            if is_new:  # with weights missing, a configuration is no model
+                shutil.rmtree(job.output, ignore_errors=True)
+            raise
+
+    def _merge(self, job: MergeJob) -> None:
+        remove = self.options.remove or job.temporary
+        if job.checkpoint.is_dir():
+            self._command(["accelight.checkpoint", *self._merge_arguments(job, job.checkpoint, remove)])
+            return
+        folder = job.output.with_name(f".{job.output.name}.unpacked")
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._command(["accelight.callbacks.single_file", str(job.checkpoint), str(folder)])
+            self._command(["accelight.checkpoint", *self._merge_arguments(job, folder, remove)])
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if remove:
+            job.checkpoint.unlink()
+
+    def _merge_arguments(self, job: MergeJob, checkpoint: Path, remove: bool) -> list[str]:
+        arguments = ["merge-weights", str(checkpoint), str(job.output), "--quiet", *self.options.arguments]
+        return [*arguments, "--remove-checkpoint-dir"] if remove else arguments
+
+    def _command(self, module_and_arguments: Sequence[str]) -> None:
+        """Run ``python -m``.
+
+        Raises:
+            RuntimeError: With what it said, if it failed.
+        """
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONSAFEPATH="1")
+        with self._lock:
+            if self._cancelled.is_set():
+                raise RuntimeError("it was given up: training was interrupted")
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-m", *module_and_arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the training, which then ends this in order
+            )
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # ended already; Windows
+            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        with contextlib.suppress(OSError):  # on Linux priorities may count inside a session only, and this one is new
+            Path(f"/proc/{process.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="ascii")
+        _, said = process.communicate()
+        with self._lock:
+            self._process = None
+        if process.returncode:
+            text = said.strip().removeprefix("accelight: error: ")
+            raise RuntimeError(text or f"its process ended with status {process.returncode} and said nothing")
+
+
+def _done(job: MergeJob) -> bool:
+    return job.future is None or job.future.done()
+
+
+def _wait(future: Future[None]) -> None:
+    with contextlib.suppress(CancelledError):
+        future.exception()
+
+
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or folder from one that takes its name later; None while there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def describe(job: MergeJob) -> str:
+    """Return a failed job in one line."""
+    return f"{job.checkpoint} -> {job.output}: {json.dumps(str(job.error))[1:-1]}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether ``from_pretrained`` would build the model whose weights are written: checked before anything is trained.
+
+
+_MOST_NAMES = 4
+_INSTEAD = (
+    "MergeShardedCheckpoint(pretrained_files=False) writes the weights alone, for load_state_dict of a model that is "
+    "built in the same way"
+)
+
+
+def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module | None = None) -> None:
+    """Check that the model's class, built from its configuration, has the parameters that the trained one has.
+
+    ``from_pretrained`` builds just that, initialises what it does not find and leaves out what it does not know, with
+    no more than a warning. Buffers and shapes are not compared: without a word, nothing of them is lost.
+
+    Args:
+        files: The model and where it is.
+        module: The LightningModule, sharded or not.
+        trained: What the strategy has made of it, if it has.
+
+    Raises:
+        ValueError: If it has others.
+    """
+    model: nn.Module = files.model
+    what = f"{files.prefix or 'the module'} ({own_class(model).__name__})"
+    if _has_peft_around(files.prefix, module):
+        raise ValueError(
+            f"{what} is trained through PEFT, whose own parameters from_pretrained would not load with it. {_INSTEAD}; "
+            "its save_pretrained then writes the adapter."
+        )
+    built = _built_anew(model, what)
+    if built is None:
+        return
+    prefix = f"{files.prefix}." if files.prefix else ""
+    names = [*_parameter_names(module), *(_flat_names(trained) if trained is not None else ())]
+    found = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    ties: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in built.named_parameters(remove_duplicate=False):
+        ties[parameter].append(name)
+    tied = {name: names for names in ties.values() for name in names}
+    missing = [name for name in tied if not found & set(tied[name])]
+    unknown = sorted(found - set(tied))
+    if getattr(model.config, "quantization_config", None) is not None:  # its layers are put in after the model is built
+        missing, unknown = [], [name for name in unknown if "base_layer" in name.split(".")]
+    if missing or unknown:
+        raise ValueError(
+            f"from_pretrained could not load what {what} is trained as: built from its configuration, it has no "
+            f"{_listed(unknown) or 'further parameters'}, and "
+            f"{f'would initialise {_listed(missing)} anew' if missing else 'all others'}. Were layers replaced or "
+            f"added (adapters such as LoRA), or removed? {_INSTEAD}."
+        )
+
+
+def check_complete(files: PretrainedFiles, module: nn.Module) -> None:
+    """Check that nothing of the model is frozen, for a strategy that leaves what is frozen out of its checkpoints.
+
+    Raises:
+        ValueError: If something is.
+    """
+    prefix = f"{files.prefix}." if files.prefix else ""
+    named = [(clean_name(name), parameter) for name, parameter in module.named_parameters()]
+    frozen = [name for name, one in named if name.startswith(prefix) and not one.requires_grad]
+    if frozen:
+        raise ValueError(
+            f"exclude_frozen_parameters=True leaves {_listed(frozen)} out of checkpoints, and so of what is merged: "
+            f"from_pretrained would initialise them anew. Leave exclude_frozen_parameters out; or {_INSTEAD}, with "
+            "strict=False."
+        )
+
+
+def _has_peft_around(prefix: str, module: nn.Module) -> bool:
+    """Whether a module around the model has PEFT's configuration; layers inside of it show by their names."""
+    around: list[Any] = []
+    for attribute in prefix.split(".")[:-1]:
+        inner: Any = getattr(around[-1] if around else module, attribute, None)
+        if inner is None:  # hidden by a wrapper
+            break
+        around.append(inner)
+    return any(getattr(one, "peft_config", None) is not None for one in around)
+
+
+def _built_anew(model: Any, what: str) -> nn.Module | None:
+    """Return the model as ``from_pretrained`` builds it, without memory; None, said so, where its class needs more."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return own_class(model)(copy.deepcopy(model.config))
+    except Exception as error:  # noqa: BLE001 (a class of one's own may do anything; then nothing is checked)
+        rank_zero_warn(
+            f"Whether from_pretrained can load {what} could not be checked before training: built from its "
+            f"configuration on the meta device, it raises {type(error).__name__}: {error}"
+        )
+        return None
+
+
+def _parameter_names(model: nn.Module) -> Iterator[str]:
+    """Yield all names of all parameters, sharded or not, tied ones under each."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not hasattr(parameter, "_fqns"):
+            yield clean_name(name)
+    yield from _flat_names(model)
+
+
+def _flat_names(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters in FSDP1's flat ones; that of the root is outside of the LightningModule."""
+    for name, parameter in model.named_parameters():
+        prefix, _, _ = name.rpartition(".")
+        for inside in getattr(parameter, "_fqns", ()):
+            yield clean_name(f"{prefix}.{inside}" if prefix else inside)
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# ------------------------------------------------------------------------------------------------
+# What belongs beside the weights of a Hugging Face model: configuration, tokenizer, processors.
+
+
+_COMPANIONS = ("tokenizer", "processor", "image_processor", "feature_extractor")
+
+
+@dataclass(frozen=True)
+class PretrainedFiles:
+    """A Hugging Face model inside a LightningModule, and what is saved with it."""
+
+    prefix: str
+    """The attribute that holds it; empty if it is the module itself."""
+    model: Any
+    companions: tuple[Any, ...]
+
+    def write(self, folder: Path, dtype: str | None) -> None:
+        """Save everything but the weights.
+
+        Args:
+            folder: Where; made where missing.
+            dtype: What the weights are converted to, if they are.
+        """
+        config = copy.deepcopy(self.model.config)
+        config.architectures = [own_class(self.model).__name__]
+        if dtype is not None:
+            setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
+        config.save_pretrained(folder)
+        if getattr(self.model, "generation_config", None) is not None:
+            self.model.generation_config.save_pretrained(folder)
+        for companion in self.companions:
+            companion.save_pretrained(folder)
+
+
+def find_pretrained(
+    module: nn.Module, strip_prefix: str | None, others: tuple[Any, ...] = ()
+) -> PretrainedFiles | None:
+    """Find the Hugging Face model that is to be saved.
+
+    Args:
+        module: The LightningModule.
+        strip_prefix: Where the user says that it is; None or ``"auto"`` takes the only one there is.
+        others: Where to look for a tokenizer beside ``module`` (a datamodule).
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")  # imported by whoever made such a model
+    if modeling is None:
+        return None
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        name = clean_name(name)
+        inside = any(name.startswith(f"{outer}.") or not outer for outer in found if outer != name)
+        if isinstance(child, modeling.PreTrainedModel) and not inside:
+            found[name] = child
+    if strip_prefix not in (None, "auto"):
+        found = {name: child for name, child in found.items() if name == strip_prefix}
+    if len(found) != 1:
+        return None
+    [(prefix, model)] = found.items()
+    companions: dict[str, Any] = {}
+    for owner in (module, *others):
+        for attribute in _COMPANIONS:
+            companion = getattr(owner, attribute, None)
+            if hasattr(companion, "save_pretrained"):
+                companions.setdefault(attribute, companion)
+    return PretrainedFiles(prefix, model, tuple(companions.values()))
+
+
+def own_class(model: nn.Module) -> Any:
+    """Return the model's class before FSDP2 made a class of its own of it."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

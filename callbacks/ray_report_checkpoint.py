@@ -10,15 +10,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from ..state.arguments import named_arguments
-from ..strategies.common.agreed_outcome import run_on_rank_zero
-from ..strategies.common.own_folders import in_own_folders
-from ..strategies.ray_train.reported import remove_downloaded
-from ..strategies.ray_train.storage import CHECKPOINT_NAME, RunStorage
-from ..strategies.upstream.lightning import Checkpoint, LightningModule, Trainer
+from ..state.utils import named_arguments
+from ..strategies.common.checkpoint_files import in_own_folders
+from ..strategies.common.rendezvous import run_on_rank_zero
+from ..strategies.ray_train.storage import CHECKPOINT_NAME, RunStorage, remove_downloaded
+from ..strategies.upstream.lightning import Checkpoint, LightningModule, Trainer, check_trainer
+from .elastic_training import skip_used_batches
 from .merge_sharded_checkpoint import MergeShardedCheckpoint
-from .resuming import skip_used_batches
-from .trainer_package import check_trainer
 
 _WHO = "RayReportCheckpoint"
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.errors import CheckpointError
+from ..checkpoint.files import CheckpointError
 from ..checkpoint.manifest import write_manifest
 
 _KEY = "state_dict"

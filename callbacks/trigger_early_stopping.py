@@ -1,34 +1,39 @@
-"""`TriggerEarlyStopping`: stopping on all processes at the same step when any of them says so."""
+"""`TriggerEarlyStopping`: stops all processes at the same step when any of them asks for it.
+
+A process can ask by code, by a signal, or by running out of data; under SLURM the job can be requeued.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..state import check_triggers, gather_object, set_trigger, triggered_by
-from ..state.arguments import named_arguments
+from ..state import PartialState, check_triggers, gather_object, set_trigger, triggered_by
 from ..state.triggers import DEFAULT
-from ..strategies.common.termination import terminated
+from ..state.utils import named_arguments
+from ..strategies.common.signals import terminated
 from ..strategies.upstream.lightning import (
     Callback,
     Checkpoint,
     LightningModule,
     ModelCheckpoint,
     Trainer,
+    _DataLoaderIterDataFetcher,
+    check_trainer,
     rank_zero_info,
 )
-from .resuming import skip_used_batches
-from .signals import SignalNotes, parse_signals
-from .slurm_requeue import requeue, slurm_job
-from .trainer_package import check_trainer
-from .uneven_data import EpochEnd
+from .elastic_training import skip_used_batches
 
 Condition = Callable[[Trainer, LightningModule, Any, Any, int], bool]
 
@@ -313,3 +318,201 @@ class TriggerEarlyStopping(Callback):
         self.triggered_by = tuple(state_dict["triggered_by"])
         self.checkpoint_path = state_dict["checkpoint_path"]
         self._resume_within_epoch = state_dict["resume_within_epoch"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Signals that are noted now and acted upon later: a handler may run between any two lines of training.
+
+
+_NEVER = frozenset({"SIGKILL", "SIGSTOP"})
+
+
+class SignalNotes:
+    """Replaces the handlers of some signals by one that only remembers them.
+
+    Args:
+        signals: Which ones.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self.signals = tuple(dict.fromkeys(signals))
+        self._previous: dict[signal.Signals, Any] = {}
+        self._noted: list[signal.Signals] = []
+
+    def install(self) -> None:
+        """Replace the handlers; those that are ours already stay.
+
+        Raises:
+            RuntimeError: Outside of the main thread, where Python sets no handlers.
+        """
+        if self.signals and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "stop_on_signals needs Trainer.fit in the main thread: Python sets signal handlers nowhere else. "
+                "Call fit there, or set_trigger() in a handler of your own."
+            )
+        for number in self.signals:
+            if signal.getsignal(number) != self._note:
+                self._previous[number] = signal.signal(number, self._note)
+
+    def remove(self) -> None:
+        """Put the replaced handlers back."""
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._note:  # else somebody else has taken over since
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def take(self) -> list[signal.Signals]:
+        """Return what has come since the last call."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._noted.append(signal.Signals(number))
+
+
+def parse_signals(values: Iterable[int | str], argument: str) -> list[signal.Signals]:
+    """Return the signals that a user names.
+
+    Args:
+        values: Each as ``signal.SIGTERM``, its number, or its name.
+        argument: Names them in errors.
+
+    Raises:
+        TypeError: If it is a single one.
+        ValueError: If one is unknown here, or cannot be caught.
+    """
+    if isinstance(values, int | str):
+        raise TypeError(f"{argument} must be a list of signals, got {values!r}.")
+    return [_parse(value, argument) for value in values]
+
+
+def _parse(value: int | str, argument: str) -> signal.Signals:
+    try:
+        number = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
+    except (KeyError, ValueError):
+        known = ", ".join(sorted(number.name for number in signal.Signals if number.name not in _NEVER))
+        raise ValueError(f"{argument}: there is no signal {value!r} here. Use some of {known}.") from None
+    if number.name in _NEVER:
+        raise ValueError(f"{argument}: {number.name} cannot be caught. Use SIGTERM or SIGUSR1.")
+    return number
+
+
+# ------------------------------------------------------------------------------------------------
+# Giving a SLURM job back to the queue, from training itself and not from a signal's handler.
+
+
+_TIMEOUT_S = 60.0  # scontrol itself asks again for as long as slurm.conf's MessageTimeout (10 s by default)
+
+
+def slurm_job(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return the job's name for ``scontrol``; None outside of SLURM.
+
+    Args:
+        env: SLURM's variables.
+    """
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID")
+
+
+def requeue(job: str) -> None:
+    """Let SLURM end all processes of ``job`` and start it again later; all processes must call it, one asks SLURM.
+
+    Args:
+        job: Result of `slurm_job`.
+
+    Raises:
+        RuntimeError: On all processes, if SLURM does not take it back.
+    """
+    [refusal, *_] = gather_object([_refusal(job) if PartialState().is_main_process else None])
+    if refusal is not None:
+        raise RuntimeError(f"SLURM job {job} could not be requeued: {refusal}")
+
+
+def _refusal(job: str) -> str | None:
+    """Ask SLURM; return why it does not take the job back."""
+    by_hand = f"`scontrol requeue {job}`, where that is allowed, starts it again"
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return f"there is no `scontrol` on this node. {by_hand} from another."
+    except subprocess.TimeoutExpired:
+        return f"SLURM did not answer within {_TIMEOUT_S:g} s. {by_hand} when it does."
+    if done.returncode == 0:
+        return None
+    said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+    return f"it says {said!r}. Submit with `#SBATCH --requeue`; {by_hand}."
+
+
+# ------------------------------------------------------------------------------------------------
+# Ending an epoch on all processes when the data of one of them ends.
+
+
+_EXHAUSTED = "accelight/data exhausted"
+_EMPTY = "accelight/data empty"
+
+
+class EpochEnd:
+    """Lets the process with the least data decide how long an epoch is.
+
+    Loaders that know their length are compared once. Others are asked at each batch, whether it is their last one:
+    before the batch is used, so that its gradients are reduced and stepped with on all processes alike.
+    """
+
+    def __init__(self) -> None:
+        self._agreed_loader: Any = None
+        self._ask_each_batch = False
+
+    def start(self, trainer: Trainer) -> None:
+        """Agree on lengths, where the loaders are new.
+
+        Raises:
+            NotImplementedError: With ``training_step(dataloader_iter)``, where nobody knows which batch is the last.
+        """
+        loop: Any = trainer.fit_loop
+        if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise NotImplementedError(
+                "end_epoch_when_exhausted=True is not possible with training_step(dataloader_iter): the last batch is "
+                "known too late. Use training_step(batch)."
+            )
+        if loop._combined_loader is self._agreed_loader:
+            return
+        self._agreed_loader = loop._combined_loader
+        lengths: list[Any] = gather_object([(trainer.num_training_batches, trainer.val_check_batch)])
+        self._ask_each_batch = PartialState().num_processes > 1 and any(math.isinf(num) for num, _ in lengths)
+        if not self._ask_each_batch:
+            loop.max_batches = min(num for num, _ in lengths)
+            if trainer.val_check_batch is not None:
+                trainer.val_check_batch = min(interval for _, interval in lengths)
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Make this batch the epoch's last one if it is the last one of any process.
+
+        Raises:
+            RuntimeError: If a process has had no batch at all.
+        """
+        if not self._ask_each_batch:
+            return
+        loop = trainer.fit_loop.epoch_loop
+        if loop._num_ready_batches_reached():
+            set_trigger(_EXHAUSTED)
+        if self._ask()[_EXHAUSTED]:
+            loop.batch_progress.is_last_batch = True
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Tell the others, who wait in `before_batch`, that there was no batch here."""
+        if self._ask_each_batch and trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            set_trigger(_EMPTY)
+            self._ask()
+
+    @staticmethod
+    def _ask() -> dict[str, bool]:
+        found = check_triggers(names=[_EXHAUSTED, _EMPTY])
+        if found[_EMPTY]:
+            raise RuntimeError(
+                f"The training data of process {', '.join(map(str, triggered_by(_EMPTY)))} had no batch in this epoch. "
+                "Each process needs at least one: give it data, or start fewer processes."
+            )
+        return found

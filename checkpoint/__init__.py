@@ -6,13 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .errors import CheckpointError
-    from .formats.description import CheckpointInfo
-    from .inspect import inspect_checkpoint
-    from .load import load_state_dict
+    from .files import CheckpointError, MergeReport
+    from .formats.base import CheckpointInfo
+    from .locate import inspect_checkpoint
     from .manifest import Manifest, read_manifest, write_manifest
-    from .merge import merge_fsdp_weights
-    from .report import MergeReport
+    from .merge import load_state_dict, merge_fsdp_weights
     from .verify import VerifyReport, verify_merged
 
 __all__ = [
@@ -31,13 +29,13 @@ __all__ = [
 
 _HOMES = {
     "merge_fsdp_weights": "merge",
-    "MergeReport": "report",
+    "MergeReport": "files",
     "verify_merged": "verify",
     "VerifyReport": "verify",
-    "load_state_dict": "load",
-    "inspect_checkpoint": "inspect",
-    "CheckpointInfo": "formats.description",
-    "CheckpointError": "errors",
+    "load_state_dict": "merge",
+    "inspect_checkpoint": "locate",
+    "CheckpointInfo": "formats.base",
+    "CheckpointError": "files",
     "Manifest": "manifest",
     "read_manifest": "manifest",
     "write_manifest": "manifest",

@@ -1,4 +1,7 @@
-"""The ``accelight`` command. It starts fast: nothing but the standard library is imported, and little of that."""
+"""The ``accelight`` command and its subcommands ``merge-weights``, ``verify`` and ``inspect``.
+
+It starts fast: only the standard library is imported, and little of that.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 from .. import __version__
-from .commands import EXIT_BAD_CHECKPOINT, EXIT_USAGE, AddParser, add_commands
-from .errors import CheckpointError, printable_message
+from .files import CheckpointError, printable_message
 
 
 def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[AddParser], None]] = ()) -> int:
@@ -86,3 +89,205 @@ def _parser(more: Sequence[Callable[[AddParser], None]] = ()) -> argparse.Argume
     for add in more:
         add(commands.add_parser)
     return parser
+
+
+# ------------------------------------------------------------------------------------------------
+# What the ``accelight`` command can do: the options of each subcommand, and the call behind it.
+
+
+T = TypeVar("T")
+AddParser = Callable[..., argparse.ArgumentParser]
+
+
+class _Report(Protocol):
+    def to_dict(self) -> dict[str, object]: ...
+
+
+EXIT_OK, EXIT_BAD_CHECKPOINT, EXIT_USAGE = 0, 1, 2
+
+
+def add_commands(add_parser: AddParser) -> None:
+    """Add all subcommands."""
+    _add_merge(add_parser)
+    _add_verify(add_parser)
+    _add_inspect(add_parser)
+
+
+def _checked(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Return ``check`` as an argparse type: its ValueError becomes a usage error with its own words."""
+
+    def convert(text: str) -> T:
+        try:
+            return check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _size(text: str) -> int:
+    from .writing.plan import parse_size
+
+    return parse_size(int(text) if text.isdigit() else text)
+
+
+def _dtype(text: str) -> str:
+    from .formats.base import conversion_target
+
+    conversion_target(text)
+    return text
+
+
+def _spellings(name: str) -> list[str]:
+    """Return an option with hyphens, and with underscores as Accelerate's command has it."""
+    return [f"--{name}", f"--{name.replace('-', '_')}"]
+
+
+def _new_parser(
+    add_parser: AddParser, name: str, run: Callable[[argparse.Namespace], int], summary: str, description: str
+) -> argparse.ArgumentParser:
+    """Add a subcommand with what all of them have."""
+    parser = add_parser(name, help=summary, description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--debug", action="store_true", help="show tracebacks")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _print_json(report: _Report) -> None:
+    import json
+
+    print(json.dumps(report.to_dict(), indent=2))
+
+
+def _add_merge(add_parser: AddParser) -> None:
+    parser = _new_parser(
+        add_parser,
+        "merge-weights",
+        _merge,
+        "merge a sharded checkpoint into safetensors",
+        "Merge the weights of a sharded checkpoint (torch.distributed.checkpoint, as FSDP saves it, or DeepSpeed's "
+        "ZeRO) into safetensors.",
+    )
+    add = parser.add_argument
+    add("output_path", metavar="OUT", help="folder for model.safetensors; made where missing")
+    add(
+        *_spellings("max-shard-size"),
+        type=_checked(_size),
+        metavar="SIZE",
+        help="split into files of at most this, e.g. 5GB",
+    )
+    _add_selection(parser)
+    add(
+        *_spellings("unsafe-serialization"),
+        action="store_true",
+        help="write pytorch_model.bin instead",
+    )
+    add(
+        *_spellings("remove-checkpoint-dir"),
+        action="store_true",
+        help="remove the checkpoint after a comparison",
+    )
+    add("--threads", type=int, metavar="N", help="threads that copy (default: what measured best)")
+    add("--verify", action="store_true", help="read the result back and compare every byte with its source")
+    add(
+        *_spellings("no-reflink"),
+        action="store_true",
+        help="copy every byte, where by default bytes are shared with the checkpoint on XFS, btrfs and the like",
+    )
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add what a merge and the comparison with its result share: names, dtypes, and how much is printed."""
+    add = parser.add_argument
+    add("--quiet", action="store_true", help="print nothing but errors")
+    add("--dtype", type=_checked(_dtype), help="convert floating-point tensors: fp32, fp16, bf16 or fp64")
+    add(
+        *_spellings("strip-prefix"),
+        metavar="ATTR",
+        help="keep what is under this attribute, or 'auto'",
+    )
+    add("--include", action="append", metavar="PATTERN", help="write only names that match; may be repeated")
+    add("--exclude", action="append", metavar="PATTERN", help="leave out names that match; may be repeated")
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from .merge import merge_fsdp_weights
+
+    report = merge_fsdp_weights(
+        arguments.checkpoint_dir,
+        arguments.output_path,
+        not arguments.unsafe_serialization,
+        arguments.remove_checkpoint_dir,
+        max_shard_size=arguments.max_shard_size,
+        threads=arguments.threads,
+        verify=arguments.verify,
+        reflink=not arguments.no_reflink,
+        **_selection(arguments),
+    )
+    if arguments.json:
+        _print_json(report)
+    elif not arguments.quiet:
+        print(report)
+        for reason, names in report.skipped_by_reason().items():
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            print(printable_message(f"  left out, {reason}: {len(names)} ({shown})"), file=sys.stderr)
+    return EXIT_OK
+
+
+def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what `_add_selection` added, as arguments of the functions."""
+    chosen = {name: getattr(arguments, name) for name in ("dtype", "strip_prefix", "include", "exclude")}
+    return chosen | {"progress": False if arguments.quiet or arguments.json else None}
+
+
+def _add_verify(add_parser: AddParser) -> None:
+    parser = _new_parser(
+        add_parser,
+        "verify",
+        _verify,
+        "compare a merged result with its checkpoint",
+        "Compare every byte of a merged result with the checkpoint. Give the options of the merge again.",
+    )
+    help_text = "folder with the merged model, or a .safetensors or .bin file"
+    parser.add_argument("output_path", metavar="OUT", help=help_text)
+    _add_selection(parser)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from .verify import verify_merged
+
+    report = verify_merged(arguments.checkpoint_dir, arguments.output_path, **_selection(arguments))
+    if arguments.json:
+        _print_json(report)
+    elif not report.is_equal:
+        print(f"accelight: error: {report}", file=sys.stderr)
+    elif not arguments.quiet:
+        print(report)
+    return EXIT_OK if report.is_equal else EXIT_BAD_CHECKPOINT
+
+
+def _add_inspect(add_parser: AddParser) -> None:
+    parser = _new_parser(
+        add_parser,
+        "inspect",
+        _inspect,
+        "say what a sharded checkpoint holds",
+        "Say what a sharded checkpoint holds, from its description alone; no tensor is read.",
+    )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor of the model below the table")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from .locate import inspect_checkpoint
+
+    info = inspect_checkpoint(arguments.checkpoint_dir)
+    if arguments.json:
+        _print_json(info)
+        return EXIT_OK
+    print(info)
+    if arguments.tensors and info.tensors:
+        print(f"\n{info.tensor_table()}")
+    return EXIT_OK

@@ -1,13 +1,132 @@
-"""Open files and complete reads and writes."""
+"""Files: errors, reports, free disk space, safe paths, and complete reads and writes."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import shutil
 import stat
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from .errors import CheckpointError
+# ------------------------------------------------------------------------------------------------
+# The one error of this package's readers and of the merge, and how it shows values from checkpoints.
+
+
+_MAX_NAME = 160
+_MAX_MESSAGE = 500
+_NAME = re.compile(rf"\S{{{_MAX_NAME + 1},}}")
+_NOT_PLAIN = re.compile(r"[^ -~]")
+
+
+class CheckpointError(ValueError):
+    """The checkpoint, or the pair of checkpoint and request, cannot give a right result.
+
+    The message names file, tensor and both values of a mismatch. A ``ValueError``, because that is what Accelerate's
+    ``merge_fsdp_weights`` raises for a folder it cannot read. Wrong arguments are plain ``ValueError`` or
+    ``TypeError``; a full disk or a missing permission stays the ``OSError`` it is.
+
+    Whatever names the message has, it is one line of at most 500 characters that a terminal can show.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(printable_message(message))
+
+
+def printable(text: str) -> str:
+    """Return text from a checkpoint as a terminal may have it: what is no printable character is written as an escape.
+
+    Names may neither break the line nor send commands to the terminal. A very long one is shortened in the middle.
+    """
+    if not text.isprintable():
+        text = _NOT_PLAIN.sub(lambda found: found[0] if found[0].isprintable() else ascii(found[0])[1:-1], text)
+    return _NAME.sub(lambda found: _shortened(found[0], _MAX_NAME), text) if len(text) > _MAX_NAME else text
+
+
+def printable_message(text: str) -> str:
+    """Return a message that names things from a checkpoint, `printable` and of a length that people read."""
+    return _shortened(printable(text), _MAX_MESSAGE)
+
+
+def _shortened(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    half = (length - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def brief(value: object) -> str:
+    """Return a value from a pickle for an error: never the content of containers, which may be without end."""
+    if value is None or isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 2**128):
+        text = repr(value)
+        return text if len(text) <= 200 else f"{text[:200]}..."
+    if type(value) is tuple or type(value) is list:
+        shown = [brief(one) if not isinstance(one, tuple | list) else type(one).__name__ for one in value[:8]]
+        text = f"{', '.join(shown)}{', ...' if len(value) > 8 else ''}"
+        return f"[{text}]" if type(value) is list else f"({text})"
+    return type(value).__name__
+
+
+# ------------------------------------------------------------------------------------------------
+# What a merge did.
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Result of `merge_fsdp_weights`."""
+
+    destination: Path
+    """The output folder."""
+    files: tuple[str, ...]
+    """Names of the written files; the index, where there is one, comes last."""
+    num_tensors: int
+    num_bytes: int
+    """Of all files together."""
+    seconds: float
+    ties: dict[str, str]
+    """Alias to the name of the tensor it shares, as in the output."""
+    skipped: dict[str, str]
+    """What the output lacks of the checkpoint, or of the model that was saved: names in the checkpoint, and why."""
+    verified: bool
+    """Whether the output was read back and compared with its sources."""
+    num_linked_bytes: int = 0
+    """Those that were not copied: the file system lets the output share them with the checkpoint."""
+
+    def skipped_by_reason(self) -> dict[str, list[str]]:
+        """Return the names of what was left out under each reason."""
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            reasons.setdefault(reason, []).append(name)
+        return reasons
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain values, as ``--json`` prints them."""
+        return {**vars(self), "destination": str(self.destination), "files": list(self.files)}
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        rate = self.num_bytes / max(self.seconds, 1e-9)
+        extras = [f"{human_bytes(self.num_linked_bytes)} linked"] if self.num_linked_bytes else []
+        extras += [f"{len(self.ties)} tied"] if self.ties else []
+        extras += [f"{len(self.skipped)} left out"] if self.skipped else []
+        extras += ["verified"] if self.verified else []
+        where = self.destination / self.files[0] if len(self.files) == 1 else self.destination
+        what = f"{self.num_tensors} tensors, {human_bytes(self.num_bytes)} in {self.seconds:.2f} s"
+        return ", ".join([f"{what} ({human_bytes(rate)}/s)", *extras]) + f" -> {printable(str(where))}"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a size in the unit people read best, powers of 1000 as Hugging Face counts."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
 
 BLOCK_BYTES = 512 * 1024
 """Measured best between 256 KB and 1 MB: larger buffers fall out of the processor's cache."""
@@ -127,3 +246,102 @@ def write_exactly(fd: int, view: memoryview, position: int) -> None:
     while len(view):
         written = os.pwrite(fd, view, position)
         view, position = view[written:], position + written
+
+
+# ------------------------------------------------------------------------------------------------
+# A full disk, told as one: the path, how much was to be written, and how much room there was.
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors has the system's errors as text
+
+
+@contextmanager
+def telling_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Let the body write a file or folder; if the disk is full, the error says so.
+
+    torch 2.13 reports such a write as an unexpected position in its zip, with the system's own error behind it.
+
+    Args:
+        path: What is written.
+        num_bytes: How much is to be written in all, where that is known.
+
+    Raises:
+        OSError: With the path, in the place of whatever the full disk made the body raise. One that names a path
+            already stays as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _number_behind(error)
+        if number is None or (isinstance(error, OSError) and error.filename is not None):
+            raise
+        raise OSError(number, _described(number, path, num_bytes), str(path)) from error
+
+
+def _number_behind(error: BaseException) -> int | None:
+    """Return the number of the system's error that an exception stands for, if it is that of a full disk."""
+    link: BaseException | None = error
+    for _ in range(20):
+        if link is None:
+            return None
+        number = link.errno if isinstance(link, OSError) else None
+        if number is None and (found := _NUMBER.search(str(link))):
+            number = int(found[1])
+        if number in _FULL:
+            return number
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _described(number: int, path: Path, num_bytes: int | None) -> str:
+    wanted = "" if num_bytes is None else f" about {human_bytes(num_bytes)} were to be written, and"
+    if number != errno.ENOSPC:
+        return f"{os.strerror(number)}:{wanted} a quota or a limit of this process allows less"
+    return f"{os.strerror(number)}:{wanted} there was room for {human_bytes(_room(path))}"
+
+
+def _room(path: Path) -> int:
+    """Return how many bytes the disk had before what is there of ``path`` was written."""
+    place = path
+    while not place.exists():
+        place = place.parent
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path] if place == path else []
+    return shutil.disk_usage(place).free + sum(one.stat().st_blocks * 512 for one in files)
+
+
+# ------------------------------------------------------------------------------------------------
+# Paths of the files that a checkpoint names: they must be regular files inside its own folder.
+
+
+def file_inside(folder: Path, relative: str, what: str) -> Path:
+    """Return the real path of the file that a checkpoint in ``folder`` calls ``relative``.
+
+    Raises:
+        CheckpointError: If the name or a link leads out of the folder, or there is no regular file.
+    """
+    parts = PurePosixPath(relative).parts
+    plain = relative == "/".join(parts)  # each file has one name, and is looked for once
+    if not plain or not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
+        raise CheckpointError(f"{what} names the file {relative!r}, which is not a plain path inside {folder}.")
+    try:
+        os.fsencode(relative)
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{what} names the file {relative!r}, a name that no file has here.") from None
+    root = folder.resolve()
+    try:
+        path = root.joinpath(*parts).resolve()
+    except RuntimeError:  # Python before 3.13 says so of links in a circle
+        raise CheckpointError(f"{what} names the file {relative!r}, which is links in a circle.") from None
+    if not path.is_relative_to(root):
+        raise CheckpointError(f"{what} names the file {relative!r}, a link out of the checkpoint's folder to {path}.")
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError as error:
+        raise CheckpointError(
+            f"{what} needs the file {relative!r}, not found in {folder} ({error.strerror}). "
+            f"Were all processes' files copied here?"
+        ) from None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{what} names {relative!r}, which is not a regular file.")
+    return path

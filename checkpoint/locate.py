@@ -1,15 +1,34 @@
-"""Finds the folder to merge from: the one given, or the one candidate inside it."""
+"""Finds the checkpoint folder to read: the registry of formats, the one candidate, the newest of a run."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import CheckpointError
-from .formats import registry
-from .formats.format import Format
-from .formats.state_dict_keys import is_optimizer_key
+from .files import CheckpointError, brief
+from .formats.base import CheckpointInfo, Format, is_optimizer_key
+from .formats.dcp import DCPFormat, DCPSafetensorsFormat
+from .formats.torch_save import read_torch_file
+from .formats.zero import ZeROFormat
+
+# ------------------------------------------------------------------------------------------------
+# Every checkpoint format that can be read. Finding, merging, comparing and describing ask this list and nothing else.
+#
+# A new format is a folder beside this file, with a subclass of `Format` in its ``format.py``, and a line in `FORMATS`.
+
+
+FORMATS: tuple[Format, ...] = (
+    DCPFormat(),
+    DCPSafetensorsFormat(),
+    ZeROFormat(),
+)
+"""In the order in which a folder is tried."""
+
+
+def detect(folder: Path) -> Format | None:
+    """Return the format of the checkpoint in ``folder``; None if there is none in it."""
+    return next((one for one in FORMATS if one.detect(folder)), None)
 
 
 @dataclass(frozen=True)
@@ -31,9 +50,9 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
         found = "is a file" if folder.exists() else "does not exist"
         hint = _hint_at_merged(folder.parent, folder.name)
         raise CheckpointError(f"{folder} {found}; a folder with a .metadata file was looked for.{hint}")
-    if (detected := registry.detect(folder)) is not None:
+    if (detected := detect(folder)) is not None:
         return FoundCheckpoint(folder, detected)
-    for one in registry.FORMATS:
+    for one in FORMATS:
         if (named := one.named_inside(folder)) is not None:
             return FoundCheckpoint(named, one)
     inside = _checkpoints_inside(folder)
@@ -53,7 +72,7 @@ def _checkpoints_inside(folder: Path) -> list[FoundCheckpoint]:
     found: list[FoundCheckpoint] = []
     for path in sorted(folder.iterdir()):
         try:
-            detected = registry.detect(path) if path.is_dir() else None
+            detected = detect(path) if path.is_dir() else None
         except OSError:  # not readable for us: not a checkpoint to merge
             continue
         if detected is not None:
@@ -62,10 +81,10 @@ def _checkpoints_inside(folder: Path) -> list[FoundCheckpoint]:
 
 
 def _why_none(folder: Path) -> str:
-    for one in registry.FORMATS:
+    for one in FORMATS:
         if (reason := one.why_unreadable(folder)) is not None:
             return f"{folder} {reason}"
-    signs = ", nor ".join(sign for one in registry.FORMATS for sign in one.signs)
+    signs = ", nor ".join(sign for one in FORMATS for sign in one.signs)
     hint = next((hint for name in _MERGED_NAMES if (hint := _hint_at_merged(folder, name))), "")
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:_NUM_LISTED]) + (f" and {len(names) - _NUM_LISTED} more" if names[_NUM_LISTED:] else "")
@@ -89,3 +108,89 @@ def _hint_at_merged(folder: Path, name: str) -> str:
         f" {name} is one file: no shards to merge or to inspect. torch.load(..., weights_only=True) reads it, "
         f"and safetensors.torch.save_file saves its weights as safetensors."
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# What a sharded checkpoint holds, told from its description alone: no tensor is read, torch is not imported.
+
+
+def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo:
+    """Describe a sharded checkpoint.
+
+    Args:
+        checkpoint_dir: As for `merge_fsdp_weights`: the folder, or the one above it.
+
+    Raises:
+        CheckpointError: If the description is damaged, no model can be told in it, or a file that it names is missing
+            or too short. Whether the bytes in the files make sense is left to the merge.
+    """
+    found = find_checkpoint(checkpoint_dir)
+    return found.format.describe(found.folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# The newest checkpoint of a folder that training can go on from, told by what the checkpoints themselves say.
+
+
+_FILE_SUFFIX = ".ckpt"
+
+
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """Result of `find_newest`."""
+
+    path: Path | None
+    """None where the folder has none, or is not there."""
+    global_step: int | None = None
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Name of what looks like a checkpoint and cannot be gone on from, with the reason."""
+
+
+def find_newest(folder: str | os.PathLike[str]) -> NewestCheckpoint:
+    """Return the whole checkpoint with the most steps directly inside ``folder``.
+
+    Looked at are folders, and files called ``*.ckpt``; not what begins with a dot, as unfinished saves do. A checkpoint
+    is whole if its description can be read and all files that this names are as long as it says; the tensors' bytes are
+    not read. It must hold optimizer state. Of two with the same step, the one of the later epoch or, if that is the
+    same, of the later modification counts.
+
+    Args:
+        folder: Such as ``ModelCheckpoint(dirpath)``.
+    """
+    place = Path(folder)
+    found: list[tuple[int, int, float, Path]] = []
+    passed_over: dict[str, str] = {}
+    for path in sorted(place.iterdir()) if place.is_dir() else ():
+        if path.name.startswith(".") or not (path.is_dir() or path.suffix == _FILE_SUFFIX):
+            continue
+        try:
+            step, epoch = _progress(path)
+            found.append((step, epoch, path.stat().st_mtime, path))
+        except (CheckpointError, OSError) as error:
+            passed_over[path.name] = str(error)
+    if not found:
+        return NewestCheckpoint(None, None, passed_over)
+    step, _, _, path = max(found)
+    return NewestCheckpoint(path, step, passed_over)
+
+
+def _progress(path: Path) -> tuple[int, int]:
+    """Return global step and epoch.
+
+    Raises:
+        CheckpointError: If the checkpoint is not whole, or not one to go on from.
+    """
+    if path.is_dir():
+        info = inspect_checkpoint(path)
+        has_optimizer, step, epoch = info.has_optimizer, info.global_step, info.epoch
+    else:
+        content = read_torch_file(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path}: should hold a dict, found {brief(type(content).__name__)}.")
+        step, epoch = content.get("global_step"), content.get("epoch")
+        has_optimizer = "optimizer_states" in content
+    if type(step) is not int or type(epoch) is not int:
+        raise CheckpointError(f"{path}: does not say how many steps it is of; the Trainer's checkpoints do.")
+    if not has_optimizer:
+        raise CheckpointError(f"{path}: holds weights alone, without optimizer state.")
+    return step, epoch

@@ -1,35 +1,182 @@
-"""``merge_fsdp_weights``: a sharded checkpoint in, safetensors out."""
+"""`merge_fsdp_weights`: a sharded checkpoint in, safetensors out; `load_state_dict`: a sharded checkpoint in memory."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .disk_space import telling_full_disk
-from .errors import CheckpointError
-from .formats.dtypes import DType, conversion_target
-from .formats.source import Source, SourceTensor
+from .atomic_dir import AtomicFolder
+from .files import CheckpointError, MergeReport, human_bytes, telling_full_disk
+from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
-from .processes import run_on_main
-from .progress import Progress, ProgressCallback
-from .report import MergeReport
-from .writing.atomic_folder import AtomicFolder
-from .writing.copying import OnBytes, can_link, compare_tensors, copy_tensors, same_bytes
-from .writing.linking import Linker
-from .writing.output import check_conflicts, check_destination, stale_files
-from .writing.plan import Plan, PlannedFile, make_plan
-from .writing.shards import parse_size
+from .writing.copy import Linker, OnBytes, can_link, compare_tensors, copy_tensors, same_bytes
+from .writing.plan import Plan, PlannedFile, check_conflicts, check_destination, make_plan, parse_size, stale_files
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
+
+
+# ------------------------------------------------------------------------------------------------
+# Progress of a merge: a bar on a terminal, a callable for programs, silence otherwise.
+
+
+ProgressCallback = Callable[[int, int], object]
+"""Called with the bytes done and the bytes in all; the last call has both equal."""
+
+_DELAY_S = 0.7  # a short merge shows no bar, and does not import what draws one
+_INTERVAL_S = 0.1
+_WIDTH = 30
+
+
+class Progress:
+    """Counts bytes and reports them to the listener, if there is one."""
+
+    def __init__(self, progress: ProgressCallback | bool | None, label: str = "merging"):
+        if progress is not None and not isinstance(progress, bool) and not callable(progress):
+            raise TypeError(f"progress must be a callable, True, False or None, got {type(progress).__name__}.")
+        if progress is None:
+            progress = sys.stderr is not None and sys.stderr.isatty()
+        self._listener: ProgressCallback | None
+        self._bar = _Bar(label) if progress is True else None
+        self._listener = self._bar.show if self._bar else progress if callable(progress) else None
+        self._done = 0
+        self._total = 0
+        self._last = 0.0
+
+    def start(self, total: int) -> None:
+        """Set how many bytes there will be."""
+        self._total = total
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes; the listener is called at most ten times a second."""
+        self._done = min(self._done + num_bytes, self._total)  # what is looked at beside the tensors was not foreseen
+        if self._listener is None:
+            return
+        now = time.monotonic()
+        if now - self._last >= _INTERVAL_S and self._done < self._total:
+            self._last = now
+            self._listener(self._done, self._total)
+
+    def finish(self) -> None:
+        """Tell the listener that all bytes are done."""
+        if self._listener is not None:
+            self._listener(self._total, self._total)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class _Bar:
+    """A bar on stderr: rich's where rich is installed, else one line of text."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._start = time.monotonic()
+        self._rich: Any = None
+        self._task: Any = None
+        self._is_shown = False
+
+    def show(self, done: int, total: int) -> None:
+        if not self._is_shown:
+            if time.monotonic() - self._start < _DELAY_S or done >= total:
+                return
+            self._is_shown = True
+            self._open(total)
+        if self._rich is not None:
+            self._rich.update(self._task, completed=done)
+            return
+        filled = _WIDTH * done // max(total, 1)
+        text = f"\r{self._label} [{'#' * filled}{' ' * (_WIDTH - filled)}] {human_bytes(done)} of {human_bytes(total)} "
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        self._is_shown = False
+
+    def _open(self, total: int) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as RichProgress
+        except ModuleNotFoundError:
+            return
+        columns = (self._label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._rich = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._rich.add_task(self._label, total=total)
+        self._rich.start()
+
+
+# ------------------------------------------------------------------------------------------------
+# In a process group the main process works and all learn the outcome; without one there is nothing to wait for.
+
+
+T = TypeVar("T")
+
+# All processes of a group make the same calls, so the number of a call names its key, and nothing need be sent.
+_num_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def run_on_main(fn: Callable[[], T]) -> T:
+    """Run ``fn`` on the main process of the default process group, and return its result on every process.
+
+    The others wait on the group's store, not in a collective, which would time out while ``fn`` takes long. Torch is
+    not imported here: where nobody has imported it, there is no process group.
+
+    Raises:
+        CheckpointError: On the other processes, if ``fn`` failed on the main one, or that went away. The main process
+            gets its own error.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return fn()
+    from ..state.process_group import require_group  # torch
+
+    return _share(fn, require_group("merge_fsdp_weights"))
+
+
+def _share(fn: Callable[[], T], group: dist.ProcessGroup) -> T:
+    from ..state.process_group import group_store
+    from ..state.rendezvous import one_first
+
+    number = _num_calls[group] = _num_calls.get(group, 0) + 1
+    store: Any = group_store(f"accelight/merge/{number}")  # Any: its stubs know str, it takes bytes
+    rank, num_waiting = group.rank(), group.size() - 1
+    ordered = one_first(
+        group, first=rank == 0, scope="merge", num_waiting=num_waiting, process_index=rank, timeout=None
+    )
+    if rank == 0:
+        with ordered:
+            result = fn()
+            store.set("result", pickle.dumps(result))
+        return result
+    try:
+        with ordered:
+            pass
+    except RuntimeError as error:
+        raise CheckpointError(f"The merge failed on the main process. {error}") from error
+    result = pickle.loads(store.get("result"))  # written by the main process of our own job
+    if store.add("readers", 1) == num_waiting:
+        store.delete_key("result")
+        store.delete_key("readers")
+    return result
+
 
 DEFAULT_THREADS = 2
 """Measured: a second thread gains up to a fifth on a warm cache, further ones nothing."""
@@ -253,7 +400,7 @@ def _create(plan: Plan, folder: AtomicFolder) -> tuple[list[tuple[PlannedFile, i
 
 
 def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progress: Progress) -> None:
-    from .writing.convert import compare_bin, save_bin  # torch
+    from .writing.copy import compare_bin, save_bin  # torch
 
     fd = folder.create(file.name, None)
     with os.fdopen(os.dup(fd), "wb") as stream:
@@ -265,3 +412,49 @@ def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progr
             stream.seek(0)
             compare_bin(file, stream)
         progress.add(file.num_bytes)
+
+
+# ------------------------------------------------------------------------------------------------
+# The weights of a sharded checkpoint in memory, instead of in files.
+
+
+def load_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    strip_prefix: str | None = None,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the full weights of a sharded checkpoint on the CPU: what `merge_fsdp_weights` would write.
+
+    One process calls it; nothing is written, and tied weights are one tensor under all of their names.
+
+    Args:
+        checkpoint_dir: As for `merge_fsdp_weights`.
+        dtype: Convert floating-point tensors; None keeps each one's own, but for ZeRO 1 to 3: fp32.
+        strip_prefix: Keep what lies under this attribute of the LightningModule; ``"auto"`` finds it.
+        include: Patterns (``fnmatch``) over the resulting names; only names that match one are read.
+        exclude: Patterns over the resulting names; names that match one are left out.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged, incomplete, or no model can be told in it.
+        ValueError: If an argument is wrong.
+    """
+    from .writing.copy import load_tensors
+
+    source, selection, plan = plan_merge(
+        find_checkpoint(checkpoint_dir),
+        strip_prefix=checked_prefix(strip_prefix),
+        include=patterns(include, "include"),
+        exclude=patterns(exclude, "exclude"),
+        dtype=conversion_target(dtype),
+        max_shard_bytes=None,
+        safe=False,
+    )
+    source.check(set(selection.names.values()), lambda _: None)
+    weights: dict[str, torch.Tensor] = {}
+    for file in plan.files:
+        weights.update(load_tensors(file))
+        weights.update({alias: weights[name] for alias, name in file.ties.items()})
+    return weights

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from .errors import CheckpointError
+from .files import CheckpointError
 from .manifest import MANIFEST_NAME, Manifest
 
 WRAPPER_NAMES = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})

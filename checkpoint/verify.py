@@ -1,4 +1,4 @@
-"""Compares a merged result with the checkpoint it was made from, byte for byte."""
+"""`verify_merged`: compares a merged result with the checkpoint it was made from, byte for byte."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import printable_message
-from .files import BLOCK_BYTES, FilePool, open_regular
-from .formats.dtypes import DType, conversion_target, is_floating
-from .formats.source import Piece, SourceTensor, check_expansion
-from .formats.tensor_file import FileTensor, TensorFile
+from .files import BLOCK_BYTES, CheckpointError, FilePool, file_inside, human_bytes, open_regular, printable_message
+from .formats.base import (
+    DType,
+    FileTensor,
+    Piece,
+    SourceTensor,
+    TensorFile,
+    check_expansion,
+    conversion_target,
+    is_floating,
+    read_weight_map,
+)
+from .formats.safetensors import read_safetensors
+from .formats.torch_save import read_state_dict_file
 from .locate import find_checkpoint
-from .merged_result import read_result
+from .merge import Progress, ProgressCallback
 from .names import Selection, checked_prefix, patterns, select
-from .progress import Progress, ProgressCallback
-from .report import human_bytes
-from .writing.copying import OnBytes, blocks_of, first_difference
-from .writing.plan import PlannedTensor
+from .writing.copy import OnBytes, blocks_of, first_difference
+from .writing.plan import RESULT_NAMES, PlannedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +196,7 @@ class _Comparison:
         self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
     ) -> int | None:
         """Compare a tensor that the result holds with strides: all of it in memory, through torch."""
-        from .formats.piece_decoding import decode_piece
+        from .writing.copy import decode_piece
 
         check_expansion(f"{path}: tensor {planned.name!r}", found.shape, found.strides or (), found.dtype.itemsize)
         piece = Piece(path, found.start, (0,) * len(found.shape), found.shape, found.strides)
@@ -203,3 +210,53 @@ class _Comparison:
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         self._on_bytes(num_bytes)
+
+
+# ------------------------------------------------------------------------------------------------
+# Finds and reads what a merge has written: one file, or several with an index.
+
+
+def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
+    """Return the files of a result, and what is wrong in its index.
+
+    Args:
+        path: The folder, of which the file is taken that loaders prefer, or one of `RESULT_NAMES`.
+
+    Raises:
+        CheckpointError: If there is none, or it is not what its name says.
+    """
+    if path.is_dir():
+        found = [path / name for name in RESULT_NAMES if (path / name).is_file()]
+        if not found:
+            raise CheckpointError(f"{path} holds none of {', '.join(RESULT_NAMES)}.")
+        path = found[0]
+    if path.name.endswith(".index.json"):
+        return _read_index(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; a merged folder, a .safetensors or a .bin file was looked for.")
+    return [_read_file(path)], {}
+
+
+def _read_file(path: Path) -> TensorFile:
+    return read_state_dict_file(path) if path.suffix == ".bin" else read_safetensors(path)
+
+
+def _read_index(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
+    weight_map = read_weight_map(path)
+    names = sorted(set(weight_map.values()))
+    files = [_read_file(file_inside(path.parent, name, str(path))) for name in names]
+    found: dict[str, str] = {}
+    wrong: dict[str, str] = {}
+    for file_name, file in zip(names, files, strict=True):
+        for name in file.tensors:
+            if name in found:
+                wrong[name] = f"in {found[name]} and in {file_name}"
+            elif weight_map.get(name) != file_name:
+                wrong[name] = f"in {file_name}, {path.name} says {weight_map.get(name)}"
+            found[name] = file_name
+    wrong |= {
+        name: f"not in {file_name}, where {path.name} says it is"
+        for name, file_name in weight_map.items()
+        if name not in found
+    }
+    return files, wrong

@@ -1,14 +1,19 @@
 """Process, accelerator and gradient state; process control, triggers and gathering. Needs torch alone."""
 
 from .accelerator_state import AcceleratorState
-from .accumulation import GradientAccumulationPlugin
-from .distributed_type import DistributedType
+from .collectives import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_for_metrics,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
 from .environment import ProcessInfo
-from .gathering import broadcast, broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from .gradient_state import GradientState
-from .kwargs import InitProcessGroupKwargs
-from .metrics import gather_for_metrics
+from .gradient_state import GradientAccumulationPlugin, GradientState
 from .partial_state import PartialState
+from .process_record import DistributedType, InitProcessGroupKwargs
 from .reset import reset_state
 from .triggers import check_trigger, check_triggers, set_trigger, triggered_by
 

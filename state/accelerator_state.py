@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .distributed_type import DistributedType
 from .partial_state import PartialState
-from .process_record import precision_from_env, shared
-from .truth_values import flag_from_env
+from .process_record import DistributedType, precision_from_env, shared
+from .utils import flag_from_env
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _FP8_LIBRARIES = {"transformer_engine": "transformer-engine[pytorch]", "torchao": "torchao", "msamp": "msamp"}

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .ordering import interrupt_waits, poll
 from .process_group import group_store, live_group
+from .rendezvous import interrupt_waits, poll
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType

@@ -1,25 +1,19 @@
-"""The one record of this process's place that all states share: made once, renewed when a process group comes alive.
-
-[Note: adoption] A ``PartialState`` is often made at the top of a script, before Lightning's ``Trainer.fit`` starts the
-process group. So every access compares the default group with the one the record was made from (0.3 us), and makes a
-new record when it does not know it. Making one asks the group and the environment, and never communicates: processes
-reach this point at different times. When the group ends, the record stays, and only communication is refused.
-"""
+"""The record of this process's place that all states share; it is renewed when a process group starts."""
 
 from __future__ import annotations
 
+import enum
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .distributed_type import DistributedType
 from .environment import ProcessInfo
-from .kwargs import check_group_arguments
-from .ordering import refuse_while_waited_for
 from .process_group import (
     backend_for,
     backends_by_device,
@@ -32,8 +26,8 @@ from .process_group import (
     start_group,
     timeout_of,
 )
-from .staying import watch
-from .truth_values import flag_from_env
+from .rendezvous import refuse_while_waited_for, watch
+from .utils import flag_from_env, named_arguments
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -333,3 +327,83 @@ def communication_group(what: str, *, needs_all: bool = True) -> dist.ProcessGro
     if needs_all:
         refuse_while_waited_for(what, group)
     return group
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments for ``torch.distributed.init_process_group``, checked where they are given.
+
+
+@named_arguments
+@dataclass(frozen=True)
+class InitProcessGroupKwargs:
+    """Arguments for :class:`PartialState`'s process group: ``PartialState(**InitProcessGroupKwargs(...).to_kwargs())``.
+
+    Unlike Accelerate's class of the same name, an unset backend stays unset, so that the device decides.
+
+    Source: accelerate 1.15 ``utils/dataclasses.py`` (``InitProcessGroupKwargs``).
+    """
+
+    backend: str | None = None
+    """For example ``"nccl"``; None takes torch's default for the device."""
+    init_method: str | None = None
+    """URL of the rendezvous; None takes what the launcher set."""
+    timeout: timedelta | None = None
+    """Of every collective; None takes torch's default for the backend."""
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(
+                f"timeout must be a datetime.timedelta, got {self.timeout!r}. Write timeout=timedelta(seconds=...)."
+            )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments that differ from the defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def check_group_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for what ``init_process_group`` would not take."""
+    from torch.distributed import init_process_group
+
+    known = [name for name in inspect.signature(init_process_group).parameters if not name.startswith("_")]
+    unknown = [name for name in arguments if name not in known]
+    if unknown:
+        raise TypeError(f"Unknown argument(s) {', '.join(unknown)}: init_process_group takes {', '.join(known)}.")
+    InitProcessGroupKwargs(timeout=arguments.get("timeout"))
+    if ("rank" in arguments) != ("world_size" in arguments):
+        raise ValueError("rank and world_size must be given together. Give both, or neither (the launcher knows them).")
+
+
+# ------------------------------------------------------------------------------------------------
+# The kinds of distributed environment, under the names that Accelerate's users know.
+
+
+class DistributedType(str, enum.Enum):
+    """Kind of distributed environment; a ``str`` too, so that it compares with and serialises as its name.
+
+    ``MULTI_GPU`` is CUDA and ROCm, and any accelerator that has no member of its own. ``FSDP`` and ``DEEPSPEED`` are
+    set when a strategy (or :class:`AcceleratorState` with a plugin) shards the model, on whatever device.
+
+    Source: accelerate 1.15 ``utils/dataclasses.py`` (``DistributedType``): same members and values.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+    @classmethod
+    def of_device(cls, device_type: str) -> DistributedType:
+        """Return the type that several processes on ``device_type`` devices have."""
+        return cls.__members__.get(f"MULTI_{device_type.upper()}", cls.MULTI_GPU)

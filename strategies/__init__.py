@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .common.lazy_names import lazy_names
+from .common.config import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
-    from .common.full_tensors import full_gradients, full_parameters, full_state_dict
+    from .common.user_code import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
         DeepSpeedPlugin,
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
         get_active_deepspeed_plugin,
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
-    from .loading import load_from_checkpoint
-    from .newest import newest_checkpoint
+    from .loading import load_from_checkpoint, newest_checkpoint, unwrap_model
     from .ray_train import RayAccelDeepSpeedStrategy as RayAccelDeepSpeedStrategy
     from .ray_train import RayAccelFSDPStrategy as RayAccelFSDPStrategy
     from .ray_train import reported_checkpoint
-    from .unwrapping import unwrap_model
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -51,16 +49,16 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "DummyScheduler": ".deepspeed",
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
-    "full_gradients": ".common.full_tensors",
-    "full_parameters": ".common.full_tensors",
-    "full_state_dict": ".common.full_tensors",
+    "full_gradients": ".common.user_code",
+    "full_parameters": ".common.user_code",
+    "full_state_dict": ".common.user_code",
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
-    "newest_checkpoint": ".newest",
+    "newest_checkpoint": ".loading",
     "RayAccelDeepSpeedStrategy": ".ray_train",
     "RayAccelFSDPStrategy": ".ray_train",
     "reported_checkpoint": ".ray_train",
-    "unwrap_model": ".unwrapping",
+    "unwrap_model": ".loading",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

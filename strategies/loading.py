@@ -1,20 +1,26 @@
-"""`load_from_checkpoint`: a LightningModule out of a sharded checkpoint, on one process and without a strategy."""
+"""Checkpoints without a strategy: `load_from_checkpoint`, `newest_checkpoint` and `unwrap_model`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint.load import load_state_dict
-from ..checkpoint.locate import find_checkpoint
+from ..checkpoint.locate import NewestCheckpoint, find_checkpoint, find_newest
 from ..checkpoint.manifest import read_manifest
-from .deepspeed.checkpoints.engine_checkpoints import read_trainer_state
-from .fsdp.checkpoints.sharded_checkpoints import METADATA_FILE
-from .fsdp.checkpoints.sharded_loading import read_metadata
-from .upstream.lightning import LightningModule, _load_state
+from ..checkpoint.merge import load_state_dict
+from .common.rendezvous import raise_together, run_on_rank_zero
+from .deepspeed.checkpoint import read_trainer_state
+from .fsdp.checkpoint.loader import read_metadata
+from .fsdp.checkpoint.writer import METADATA_FILE
+from .fsdp.sharded_model import ShardedRoot
+from .upstream.lightning import LightningModule, _load_state, rank_zero_warn
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
 
@@ -70,3 +76,92 @@ def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
     if any(folder.glob("*_model_states.pt")):
         return read_trainer_state(folder, weights_only=weights_only is not False)
     return read_metadata(folder, weights_only)  # says that there is none
+
+
+# ------------------------------------------------------------------------------------------------
+# `newest_checkpoint`: what a run that was started again goes on from, the same on all processes.
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest whole checkpoint of a folder, or None where there is none: training begins then.
+
+    For ``trainer.fit(..., ckpt_path=newest_checkpoint("checkpoints"))`` in a script that is started again whenever it
+    has ended. Newest is the one of the most steps, as the checkpoint itself says, full or sharded, whatever its name
+    (``last.ckpt`` and ``hpc_ckpt_1.ckpt`` too). Passed over, with a warning, are those that a killed process has left
+    incomplete, and those without optimizer state. The bytes of tensors are not read.
+
+    Where a process group is there, process 0 looks and tells the others, and all must call it. Before, each process
+    looks by itself. `ElasticTraining(resume_from=...)` looks when the processes are connected.
+
+    Args:
+        folder: Such as ``ModelCheckpoint(dirpath)``. It need not exist.
+
+    Raises:
+        RuntimeError: On every process, if some do not see the checkpoint that process 0 has found, naming them.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        found = find_newest(folder)
+    else:
+        found = run_on_rank_zero(lambda: find_newest(folder), f"Looking for a checkpoint in {folder}")
+        _check_seen_by_all(found, folder)
+    for name, reason in found.passed_over.items():
+        rank_zero_warn(f"newest_checkpoint() passes over {Path(folder, name)}: {reason}")
+    return None if found.path is None else str(found.path)
+
+
+def _check_seen_by_all(found: NewestCheckpoint, folder: str | os.PathLike[str]) -> None:
+    problems = []
+    if found.path is not None and not found.path.exists():
+        problems.append(
+            f"{found.path} of process 0 is not there. {folder} must be one folder that all processes see: give a path "
+            "on a file system that the machines share."
+        )
+    raise_together(f"Looking for a checkpoint in {folder}", problems)
+
+
+# ------------------------------------------------------------------------------------------------
+# The user's own model inside of what strategies and ``torch.compile`` put around it.
+
+
+_COMPILED = "_orig_mod"  # where torch keeps what `torch.compile` wraps; importing its class costs seconds
+
+
+def unwrap_model(model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    """Return what is inside of the wrappers for training on several processes, such as ``trainer.strategy.model``.
+
+    Those of FSDP1 and of DDP, DeepSpeed's engine, the root that FSDP2's hooks are on. Sharded parameters stay sharded:
+    save and merge them, or call the model on every process, to use the weights.
+
+    Args:
+        model: The outermost module.
+        keep_fp32_wrapper: Takes what Accelerate's callers pass; nothing here wraps a model's outputs.
+        keep_torch_compile: Keep the wrapper of ``torch.compile`` where it stands directly around the user's model; one
+            around the wrappers for training goes with them.
+
+    Source: accelerate 1.15 ``utils/other.py`` (``extract_model_from_parallel``).
+    """
+    kept = model
+    while (inner := _inside(model)) is not None:
+        if not _is_compiled(model):
+            kept = inner
+        model = inner
+    return kept if keep_torch_compile else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return _COMPILED in model._modules
+
+
+def _inside(model: nn.Module) -> Any:
+    """Return the module in a wrapper, or None of what is no wrapper."""
+    if _is_compiled(model):
+        return model._modules[_COMPILED]
+    return model.module if isinstance(model, _wrappers()) else None
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = [DistributedDataParallel, torch.nn.DataParallel, FullyShardedDataParallel, ShardedRoot]
+    deepspeed = sys.modules.get("deepspeed")  # else there is no engine
+    return (*found, deepspeed.DeepSpeedEngine) if deepspeed is not None else tuple(found)

@@ -14,7 +14,7 @@ from typing import IO
 
 import pytest
 
-from accelight.strategies.deepspeed.engines.build_locks import is_open
+from accelight.strategies.deepspeed.library import is_open
 
 _BUILD = """
 from deepspeed.accelerator import get_accelerator

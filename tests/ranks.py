@@ -429,7 +429,7 @@ def _forget_meshes() -> None:
 
 def _forget_deepspeed() -> None:
     """Drop DeepSpeed's process groups, which die with torch's; its accelerator and its compiled ops stay."""
-    registry = sys.modules.get("accelight.strategies.deepspeed.engines.engine_registry")
+    registry = sys.modules.get("accelight.strategies.deepspeed.engine")
     while registry is not None and registry._ENGINES:
         registry._ENGINES.popitem()[0].destroy()
     comm, groups = (sys.modules.get(f"deepspeed.{name}") for name in ("comm.comm", "utils.groups"))

@@ -1,20 +1,110 @@
-"""The plan of the output, made before a byte is written: files, sizes, and the place of every tensor."""
+"""`MergePlan`: the output files, their sizes and the place of every tensor, decided before a byte is written."""
 
 from __future__ import annotations
 
+import json
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import TypeVar, overload
 
-from ..errors import CheckpointError
-from ..formats.dtypes import DType, is_floating
-from ..formats.safetensors.header import Entry, lay_out
-from ..formats.source import SourceTensor, TensorInfo
+from ..files import CheckpointError
+from ..formats.base import DType, Piece, SourceTensor, TensorInfo, is_floating, read_weight_map
+from ..formats.safetensors import Entry, lay_out
 from ..names import Selection
-from .linkable import LINK_BYTES, Sized, first_in_file, linkable_tensors
-from .shards import file_names, index_bytes, split
+
+# ------------------------------------------------------------------------------------------------
+# Which bytes of a merge can be linked: the file system lets two files share blocks, at the same place within a block.
+#
+# Sources are aligned by whoever saved them: a piece lies in its file at the place that it has in its tensor, counted in
+# blocks (`strategies/fsdp/checkpoint/writer.py`). So what remains to be done here is that tensors begin with a
+# block: those that fill whole blocks come first in the output, and its header is filled up.
+
+
+LINK_BYTES = 4096
+"""The block that is counted in. Where a file system's blocks are larger, it refuses, and bytes are copied."""
+MIN_LINKED_BYTES = 512 * 1024
+"""A shorter range is copied: it is put together with its neighbours, and links would cut files into many extents."""
+_ENOUGH = 0.5  # of an output's bytes, from which on it is laid out for links
+
+Sized = tuple[SourceTensor, DType]
+"""A tensor, and the dtype it is written as."""
+
+
+def first_element(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Return where a piece's elements begin in the flattened tensor; None if they are not next to each other there."""
+    start, is_cut = 0, False
+    for full, size in zip(reversed(shape), reversed(sizes), strict=True):
+        if size != 1 and is_cut:
+            return None
+        is_cut = is_cut or size != full
+    for full, offset in zip(shape, offsets, strict=True):
+        start = start * full + offset
+    return start
+
+
+def middle(source: int, target: int, num_bytes: int) -> tuple[int, int]:
+    """Return the part of a range that can be linked: how many bytes to skip, and its length, 0 if there is none."""
+    if (source - target) % LINK_BYTES:
+        return 0, 0
+    skipped = -source % LINK_BYTES
+    length = (num_bytes - skipped) // LINK_BYTES * LINK_BYTES
+    return (skipped, length) if length >= MIN_LINKED_BYTES else (0, 0)
+
+
+def linkable_tensors(planned: Mapping[str, Sized], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the tensors of which most can be linked, if they begin with a block, and how many bytes that is.
+
+    Nothing is returned where this is less than half of all bytes: the shards were not aligned, or are too small.
+
+    Args:
+        planned: The tensors of the output.
+        sizes: Their bytes there.
+    """
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        if size < MIN_LINKED_BYTES:
+            continue
+        tensor, dtype = planned[name]
+        if dtype is tensor.dtype:
+            linked = sum(_linkable(tensor, piece) for piece in tensor.pieces)
+            if linked > size * _ENOUGH:
+                found[name] = linked
+    return found if found and sum(found.values()) > sum(sizes.values()) * _ENOUGH else {}
+
+
+def _linkable(tensor: SourceTensor, piece: Piece) -> int:
+    if not piece.is_plain:
+        return 0
+    first = first_element(tensor.cut_shape, piece.offsets, piece.sizes)
+    if first is None:
+        return 0
+    return middle(piece.start, first * tensor.dtype.itemsize, prod(piece.sizes) * tensor.dtype.itemsize)[1]
+
+
+def first_in_file(members: Mapping[str, Sized], sizes: Mapping[str, int], linkable: Mapping[str, int]) -> list[str]:
+    """Return the tensors that a file begins with, so that they can be linked, in the order of the library.
+
+    All that fill whole blocks; then the largest of the others, behind which nothing begins with a block. The rest must
+    keep its alignment: what follows begins with a multiple of its dtypes' sizes.
+
+    Args:
+        members: The file's tensors.
+        sizes: Their bytes, among others.
+        linkable: See `linkable_tensors`.
+    """
+    if not linkable:
+        return []
+    own = sorted((name for name in members if name in linkable), key=lambda name: (-members[name][1].rank, name))
+    first = [name for name in own if not sizes[name] % LINK_BYTES]
+    whole = set(first)
+    unit = max((dtype.itemsize for _, dtype in members.values()), default=1)
+    others = [name for name in own if name not in whole and not sizes[name] % unit]
+    return first + sorted(others, key=lambda name: -linkable[name])[:1]
+
 
 _Value = TypeVar("_Value")
 
@@ -204,3 +294,134 @@ def _plan_file(
     tensors = PlannedTensors(laid_out.names, describe, laid_out.starts)
     num_linkable = sum(linkable[fqn] for fqn in first)
     return PlannedFile(name, laid_out.header, laid_out.num_bytes, tensors, ties, num_linkable)
+
+
+# ------------------------------------------------------------------------------------------------
+# Splitting the output over files, as Hugging Face does.
+#
+# Source: huggingface_hub 2.4 ``serialization/_base.py`` (``split_state_dict_into_shards_factory``); accelerate 1.15
+# ``Accelerator.save_model`` for the index.
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
+
+
+def parse_size(size: str | int) -> int:
+    """Return the bytes of ``"5GB"`` (10**9, as Hugging Face counts), ``"5GiB"`` or a number.
+
+    Raises:
+        ValueError: If it is neither, or less than one byte.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        num_bytes = size
+    else:
+        match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"A size is a number of bytes or text like '5GB', '500MB' or '2GiB', got {size!r}.")
+        num_bytes = int(float(match[1]) * _UNITS[match[2]])
+    if num_bytes < 1:
+        raise ValueError(f"A size must be at least one byte, got {size!r}.")
+    return num_bytes
+
+
+def split(sizes: Mapping[str, int], max_shard_bytes: int | None) -> list[list[str]]:
+    """Return the names of each file: filled in the given order; a tensor above the limit has a file of its own."""
+    if max_shard_bytes is None:
+        return [list(sizes)]
+    shards: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, size in sizes.items():
+        if size > max_shard_bytes:
+            shards.append([name])
+            continue
+        if current_bytes + size > max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += size
+    if current:
+        shards.append(current)
+    return shards
+
+
+def file_names(count: int, stem: str, suffix: str) -> list[str]:
+    """Return ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on."""
+    if count == 1:
+        return [f"{stem}{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def index_bytes(file_of: Mapping[str, str], total_size: int) -> bytes:
+    """Return the content of the index that names each tensor's file."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(file_of)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks of the output folder: what it may hold beside the files to be written.
+
+
+RESULT_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""What transformers' ``from_pretrained`` takes where several are there, first to last."""
+_SHARD = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+
+
+def check_destination(source: Path, output: Path, *, remove: bool) -> None:
+    """Check an output folder against the checkpoint's.
+
+    Raises:
+        ValueError: If it is a file, is named like one, or would be removed together with the checkpoint.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_path is the folder to write into; {output} is a file.")
+    if not output.exists() and output.suffix in (".safetensors", ".bin"):
+        raise ValueError(
+            f"output_path is the folder to write into, the file in it is called model.safetensors; got {output}. "
+            f"Give its parent folder."
+        )
+    if remove and source.is_symlink():
+        raise ValueError(f"remove_checkpoint_dir=True, but {source} is a link. Give the folder it points to.")
+    if remove and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"remove_checkpoint_dir=True would remove the output with it: {output} is inside {source}. "
+            f"Choose an output folder outside the checkpoint."
+        )
+
+
+def check_conflicts(output: Path, plan: Plan) -> None:
+    """Check that nothing in the folder would be loaded instead of what is about to be written.
+
+    Raises:
+        ValueError: If so.
+    """
+    written = plan.index_name or plan.files[0].name
+    for name in RESULT_NAMES[: RESULT_NAMES.index(written)]:
+        if (output / name).exists():
+            raise ValueError(
+                f"{output} holds {name}, which loaders prefer to the {written} to be written. "
+                f"Remove it, or choose another output folder."
+            )
+
+
+def stale_files(output: Path, plan: Plan) -> list[str]:
+    """Return the shards of an earlier, differently split merge that the new index replaces."""
+    if plan.index_name is None or not (output / plan.index_name).is_file():
+        return []
+    try:
+        named = set(read_weight_map(output / plan.index_name).values())
+    except CheckpointError:
+        return []  # not an index: nothing can be said about its files
+    new = {file.name for file in plan.files}
+    return sorted(name for name in named if _SHARD.fullmatch(name) and name not in new)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.lazy_names import lazy_names
+from ..common.config import lazy_names
 
 if TYPE_CHECKING:
-    from .config.active_plugin import get_active_deepspeed_plugin
-    from .config.dummies import DummyOptim, DummyScheduler
-    from .config.hf_config import HfDeepSpeedConfig
-    from .config.plugin import DeepSpeedPlugin
-    from .engines.wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+    from .ds_config import DummyOptim, DummyScheduler, HfDeepSpeedConfig
+    from .plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
     from .strategy import AccelDeepSpeedStrategy
+    from .wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -28,14 +26,14 @@ __all__ = [
 
 _HOMES = {  # the plugin must import without Lightning and DeepSpeed, so each name comes when it is asked for
     "AccelDeepSpeedStrategy": ".strategy",
-    "DeepSpeedEngineWrapper": ".engines.wrappers",
-    "DeepSpeedOptimizerWrapper": ".engines.wrappers",
-    "DeepSpeedPlugin": ".config.plugin",
-    "DeepSpeedSchedulerWrapper": ".engines.wrappers",
-    "DummyOptim": ".config.dummies",
-    "DummyScheduler": ".config.dummies",
-    "HfDeepSpeedConfig": ".config.hf_config",
-    "get_active_deepspeed_plugin": ".config.active_plugin",
+    "DeepSpeedEngineWrapper": ".wrappers",
+    "DeepSpeedOptimizerWrapper": ".wrappers",
+    "DeepSpeedPlugin": ".plugin",
+    "DeepSpeedSchedulerWrapper": ".wrappers",
+    "DummyOptim": ".ds_config",
+    "DummyScheduler": ".ds_config",
+    "HfDeepSpeedConfig": ".ds_config",
+    "get_active_deepspeed_plugin": ".plugin",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_debug
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
-from ...state.arguments import named_arguments
+from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from ...state.process_group import explaining_interfaces
-from ..common.buffer_sync import BufferSync
-from ..common.held_weights import HeldWeights
-from ..common.launcher_variables import warn_of_other_precision
-from ..common.live_group import tell_what_comes_too_late
-from ..common.loader_places import LoaderPlaces
-from ..common.loop_tracker import LoopTracker
-from ..common.made_again import made_again
-from ..common.refused_callbacks import PRUNING, check_callbacks
-from ..common.sharded_elsewhere import refuse_module_of_fsdp
-from ..common.skipped_steps import SkippedSteps
-from ..common.termination import Termination
-from ..common.total_norms import TotalNorms
-from ..common.user_code import UserCode, running_as_library
+from ...state.utils import named_arguments
+from ..common.broadcast import BufferSync
+from ..common.dataloader_state import LoaderPlaces
+from ..common.grads import SkippedSteps, TotalNorms
+from ..common.launch import CLIPPING, made_again, tell_what_comes_too_late, warn_if_overruled, warn_of_other_precision
+from ..common.loop import HeldWeights, LoopFollowing, LoopTracker
+from ..common.modules import PRUNING, check_callbacks, refuse_module_of_fsdp
+from ..common.signals import Termination
+from ..common.user_code import FullTensors, UserCode, running_as_library
 from ..upstream.lightning import (
     Callback,
     DDPStrategy,
+    DeepSpeedPrecision,
     DeepSpeedStrategy,
+    GradClipAlgorithmType,
     LightningModule,
+    Precision,
     Trainer,
     TrainerFn,
     _validate_device_index_selection,
     is_overridden,
 )
-from .checkpoints.checkpointer import Checkpointer
-from .config.auto_values import accumulation_steps
-from .config.hf_config import AUTO, HfDeepSpeedConfig, is_auto_value
-from .config.plugin import DeepSpeedPlugin
-from .config.settings import DeepSpeedSettings
-from .engines import engine as engines
-from .engines.build_locks import check_build_locks
-from .engines.engine_registry import end_engines_on, engine_of
-from .engines.library import (
+from . import engine as engines
+from .accumulation import EngineBackwards, SamePath, Window, hold_parameters, hold_parameters_in_forward
+from .checkpoint import Checkpointer
+from .ds_config import (
+    AUTO,
+    DeepSpeedSettings,
+    HfDeepSpeedConfig,
+    TrainingFacts,
+    accumulation_steps,
+    hidden_size_of,
+    is_auto_value,
+    resolve,
+)
+from .engine import end_engines_on, engine_of, release_parameters, summarise_run
+from .library import (
     check_async_io,
+    check_build_locks,
     choose_accelerator,
     deepspeed_library,
     forget_lost_groups,
@@ -58,7 +66,8 @@ from .engines.library import (
     quietly,
     require_deepspeed,
 )
-from .engines.optimizers import (
+from .optimizers import (
+    Chosen,
     check_elementwise,
     check_embeddings,
     check_parameters,
@@ -67,13 +76,241 @@ from .engines.optimizers import (
     for_offload,
     prefer_torch_adam,
 )
-from .engines.same_path import SamePath, hold_parameters, hold_parameters_in_forward
-from .engines.user_clipping import refuse_change, refuse_norm
-from .engines.window import Window
-from .engines.zero_access import ZeroAccess
-from .run_summary import summarise_run
-from .trainer_hooks import ONE_OPTIMIZER, TrainerHooks
-from .trainer_settings import settings_by_hand, settings_for_evaluation, settings_for_training
+from .plugin import DeepSpeedPlugin
+from .zero_access import ZeroAccess, refuse_change, refuse_norm
+
+# ------------------------------------------------------------------------------------------------
+# What the Trainer calls while it runs: each hook of `AccelDeepSpeedStrategy` goes to the part that does the work.
+
+
+ONE_OPTIMIZER = (
+    "The optimizer was made anew during fit(): DeepSpeed's engine trains with the one that configure_optimizers() "
+    "returned when fit() began. Call fit() once more for another optimizer, or change the options in "
+    "optimizer.param_groups."
+)
+
+
+class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
+    """Runs steps, gradients and checkpoints of an engine; `AccelDeepSpeedStrategy` is the strategy that users make."""
+
+    deepspeed_plugins: dict[str, DeepSpeedPlugin]
+    load_universal: bool
+    """Whether a checkpoint may come from another number of ranks."""
+    weights_only: bool
+    """Whether checkpoints may hold tensors and plain values only."""
+    last_grad_norm: torch.Tensor | None
+    """Global norm of the gradients before clipping at the last optimizer step, a scalar."""
+    skipped_steps: SkippedSteps
+    """Whether the loss scaler left the last optimizer step out."""
+    _settings: DeepSpeedSettings | None = None
+    _window: Window | None
+    _user_code: UserCode | None = None
+    _access: ZeroAccess
+    _checkpointer: Checkpointer
+    _while_fitting: ExitStack
+
+    # ------------------------------------------------------------------ what it knows
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin:
+        """The plugin that trains the Trainer's module: the first."""
+        return next(iter(self.deepspeed_plugins.values()))
+
+    @property
+    def settings(self) -> DeepSpeedSettings:
+        """The settings of the engine.
+
+        Raises:
+            RuntimeError: Before the Trainer's setup.
+        """
+        if self._settings is None:
+            raise RuntimeError("The settings are complete from the strategy's setup on: inside fit(), and after it.")
+        return self._settings
+
+    @property
+    @override
+    def deepspeed_engine(self) -> Any:
+        """DeepSpeed's engine.
+
+        Raises:
+            RuntimeError: Before the Trainer's setup.
+        """
+        if not hasattr(self.model, "is_gradient_accumulation_boundary"):
+            raise RuntimeError("DeepSpeed's engine exists from the strategy's setup on: inside fit(), and after it.")
+        return self.model
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last optimizer step was left out because fp16 or bf16 gradients overflowed."""
+        return self.skipped_steps.last
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return False  # else the Trainer leaves the end of a window to the engine's own count, and the last one is lost
+
+    @property
+    @override
+    def precision_plugin(self) -> AccelDeepSpeedPrecision:
+        if not isinstance(self._precision_plugin, AccelDeepSpeedPrecision):
+            self._precision_plugin = AccelDeepSpeedPrecision("32-true", self)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is None or isinstance(precision_plugin, AccelDeepSpeedPrecision):
+            self._precision_plugin = precision_plugin
+        elif isinstance(precision_plugin, DeepSpeedPrecision):  # made by the Trainer from its `precision` argument
+            self._precision_plugin = AccelDeepSpeedPrecision(self._precision_wanted(precision_plugin.precision), self)
+        else:
+            raise TypeError(
+                f"AccelDeepSpeedStrategy cannot work with {type(precision_plugin).__name__}. "
+                "Use Trainer(precision=...) and leave plugins=... out."
+            )
+
+    def _precision_wanted(self, precision: str) -> str:
+        """Return the Trainer's precision, or the half precision that the config switches on beside its default."""
+        if precision != "32-true":
+            return precision
+        own = self.deepspeed_plugin.own_precision()
+        return {"fp16": "16-mixed", "bf16": "bf16-mixed", "no": precision}[own]
+
+    # ------------------------------------------------------------------ gradients
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._buffers.accumulating():
+            yield  # the engine knows from the boundary what to communicate
+
+    def run_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward; the last of a window makes the gradients complete.
+
+        Args:
+            loss: The micro-batch's loss, divided by the number of accumulation steps as the Trainer does it.
+            *args: For ``engine.backward``.
+            **kwargs: For ``engine.backward``.
+        """
+        window = self._present_window
+        window.backward(loss, *args, **kwargs)
+        if self._ends_window:
+            window.complete()  # before the hooks that see it
+
+    def run_backward_of_user(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written: each ``loss.backward()`` in it is the engine's.
+
+        Args:
+            backward: The module's, with its arguments.
+        """
+        window = self._present_window
+        in_hook = nullcontext() if self._user_code is None else self._user_code.in_hook(ends_window=self._ends_window)
+        with in_hook, EngineBackwards(window.backward):
+            backward()
+        if self._ends_window:
+            window.complete()
+
+    @property
+    def _ends_window(self) -> bool:
+        return self._is_automatic and GradientState().sync_gradients
+
+    @override
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._window is not None and optimizer is not self._window.engine.optimizer:
+            raise RuntimeError(ONE_OPTIMIZER)
+        return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def clip_step(self, max_norm: float) -> None:
+        """Let the next optimizer step clip its gradients by their norm."""
+        self._present_window.clip(max_norm)
+
+    def take_step(self, **kwargs: Any) -> None:
+        """Let the engine clip, step and zero the gradients."""
+        engine = self.deepspeed_engine
+        factor = self._tracker.short_window_factor if self._is_automatic else 1.0
+        self.last_grad_norm = engines.step(engine, self._present_window, factor, **kwargs)
+        self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
+        if self.skipped_steps.last:
+            rank_zero_info(
+                f"DeepSpeed skipped optimizer step {engine.global_steps}: gradients overflowed "
+                f"({engine.skipped_steps} so far)."
+            )
+
+    @property
+    def _present_window(self) -> Window:
+        if self._window is None:
+            raise RuntimeError("There is no optimizer to train with outside fit().")
+        return self._window
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    # ------------------------------------------------------------------ checkpoints
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        self._checkpointer.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpointer.read(checkpoint_path, weights_only)
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_model_state_dict() has done it
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._held_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        self._checkpointer.before_iterating()
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpointer.before_batch(batch_idx)
+        self._let_changes_reach_model()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._let_changes_reach_model()
+        return super().validation_step(*args, **kwargs)
+
+    def _let_changes_reach_model(self) -> None:
+        """Let the model compute with what hooks have changed in ``optimizer.param_groups``."""
+        if self._window is not None and self._window.engine is self.model and self._window.changes is not None:
+            self._window.changes.reach_model()
+
+    # ------------------------------------------------------------------ end
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        engine = self.model
+        if self._window is not None and self._window.engine is engine:
+            self._window.forget()
+            release_parameters(engine)
+
+    @override
+    def teardown(self) -> None:
+        if self._user_code is not None:
+            self._user_code.detach()
+        self._tracker.close()
+        self._termination.let_go()
+        self._buffers.detach()
+        self._while_fitting.close()
+        if self.lightning_module is not None:
+            self.skipped_steps.let_go(self.lightning_module)
+        # Not Lightning's: moving the module to the CPU would tear parameters from the engine's buffers, and the engine
+        # still evaluates and saves what it has trained.
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
 
 _REFUSED_CALLBACKS = {
     "LearningRateFinder": (
@@ -425,3 +662,232 @@ def _plugins(
     if wrong or not plugins:
         raise TypeError(f"deepspeed_plugin must be a DeepSpeedPlugin or a dict of them; got {wrong or given!r}.")
     return plugins
+
+
+# ------------------------------------------------------------------------------------------------
+# What the Trainer, its loaders, its module and its optimizer tell, for the ``"auto"`` values of a DeepSpeed config.
+
+
+_MICRO, _TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
+_WINDOWS_END_OUTSIDE = {"managed_gradient_accumulation": False}  # see [Note: one window]
+
+
+def settings_for_training(
+    plugin: DeepSpeedPlugin, trainer: Trainer, module: LightningModule, chosen: Chosen, precision: Any
+) -> DeepSpeedSettings:
+    """Return the settings that train a Trainer's module.
+
+    Args:
+        plugin: Its config is not changed.
+        trainer: Gives batch size, accumulation, clipping and the number of steps.
+        module: The model; gives the hidden size.
+        chosen: What ``configure_optimizers`` returned.
+        precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+
+    Raises:
+        ValueError: If the config contradicts the Trainer, or a value cannot be found out; it names each key.
+    """
+    algorithm = trainer.gradient_clip_algorithm
+    clip_val = trainer.gradient_clip_val
+    config = plugin.config_for_trainer(clips=bool(clip_val))
+    config.config.setdefault("zero_allow_untested_optimizer", True)
+    if clip_val and is_auto_value(config.get_value("gradient_clipping", AUTO)):  # else a difference is an error
+        warn_if_overruled(CLIPPING, float(clip_val), f"Trainer(gradient_clip_val={clip_val})")
+    facts = TrainingFacts(
+        world_size=trainer.world_size,
+        micro_batch_size=_micro_batch_size(trainer, plugin.is_train_batch_min)
+        if _asks_for_batch_size(config)
+        else None,
+        train_batch_size=_train_batch_size(trainer),
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        gradient_clip_val=None if clip_val is None else float(clip_val),
+        clips_by_value=algorithm is not None and algorithm.value == "value",
+        mixed_precision=precision,
+        optimizer=chosen.optimizer,
+        scheduler=chosen.scheduler,
+        estimated_steps=_estimated_steps(trainer, config),
+        hidden_size=hidden_size_of(module),
+        num_elements=_num_elements(module),
+    )
+    settings = resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
+    if is_overridden("configure_gradient_clipping", module) and trainer.gradient_clip_val is not None:
+        return settings.changed({"gradient_clipping": 0.0})  # that method decides
+    return settings
+
+
+def settings_by_hand(
+    plugin: DeepSpeedPlugin, module: nn.Module, optimizer: Optimizer, precision: Any, world_size: int
+) -> DeepSpeedSettings:
+    """Return the settings for a model that a loop by hand trains: its ``step()`` ends a window."""
+    config = HfDeepSpeedConfig(plugin.deepspeed_config)
+    config.config.setdefault("zero_allow_untested_optimizer", True)
+    for key in (_TOTAL, "gradient_accumulation_steps"):
+        config.del_config_sub_tree(key)
+    facts = TrainingFacts(
+        world_size=world_size,
+        micro_batch_size=1,  # for DeepSpeed's counters alone
+        mixed_precision=precision,
+        optimizer=optimizer,
+        hidden_size=hidden_size_of(module),
+        num_elements=_num_elements(module),
+    )
+    return resolve(config, facts).changed(_WINDOWS_END_OUTSIDE)
+
+
+def settings_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision: Any) -> DeepSpeedSettings:
+    """Return what of the plugin's config counts without training."""
+    config = HfDeepSpeedConfig(plugin.deepspeed_config)
+    for key in ("optimizer", "scheduler", _TOTAL, _MICRO, "gradient_accumulation_steps", "gradient_clipping"):
+        config.del_config_sub_tree(key)
+    if not config.is_zero3():  # nothing to shard without gradients and optimizer state
+        config.del_config_sub_tree("zero_optimization")
+    facts = TrainingFacts(micro_batch_size=1, mixed_precision=precision, hidden_size=hidden_size_of(module))
+    resolved = HfDeepSpeedConfig(resolve(config, facts).config)
+    resolved.del_config_sub_tree(_TOTAL)  # of one rank alone, and unused
+    return DeepSpeedSettings.of(resolved)
+
+
+def _num_elements(module: nn.Module) -> int:
+    """Return the elements of all parameters, frozen ones too, since they may be thawed; partitioned or not."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
+
+
+def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:
+    return config.is_auto(_MICRO) or (_MICRO not in config.config and is_auto_value(config.get_value(_TOTAL, AUTO)))
+
+
+def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
+    """Return the smallest or largest batch size of the loaders; None if one does not tell."""
+    sizes = [_batch_size_of(loader) for loader in (*_training_loaders(trainer), *_validation_loaders(trainer))]
+    known = [size for size in sizes if size is not None]
+    if not sizes or len(known) < len(sizes):
+        return None
+    return min(known) if is_train_batch_min else max(known)
+
+
+def _train_batch_size(trainer: Trainer) -> int | None:
+    """Return the batch size of the training loaders; None if one does not tell, or they differ."""
+    sizes = {_batch_size_of(loader) for loader in _training_loaders(trainer)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _training_loaders(trainer: Trainer) -> Iterator[Any]:
+    loop = trainer.fit_loop
+    loop.setup_data()
+    if loop._combined_loader is not None:
+        yield from loop._combined_loader.flattened
+
+
+def _validation_loaders(trainer: Trainer) -> Iterator[Any]:
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if not _will_validate(trainer):
+        return
+    loop.setup_data()
+    if loop._combined_loader is not None:
+        yield from loop._combined_loader.flattened
+
+
+def _will_validate(trainer: Trainer) -> bool:
+    """Return whether this fit comes to a validation: the Trainer asks for no loader otherwise, which may be None."""
+    if not trainer.enable_validation:
+        return False
+    every = trainer.check_val_every_n_epoch
+    if trainer.num_sanity_val_steps > 0 or every is None:
+        return True
+    most = trainer.max_epochs
+    if trainer.max_steps != -1 and math.isfinite(trainer.num_training_batches):
+        num_steps = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
+        by_steps = math.ceil(trainer.max_steps / num_steps)
+        most = by_steps if most in (None, -1) else min(most, by_steps)
+    return most in (None, -1) or most // every > trainer.current_epoch // every
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _estimated_steps(trainer: Trainer, config: HfDeepSpeedConfig) -> float | None:
+    return float(trainer.estimated_stepping_batches) if config.is_auto("scheduler.params.total_num_steps") else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Precision under DeepSpeed: its engine runs backward and the step; the strategy says when gradients are complete.
+
+
+class Trained(Protocol):
+    """What the precision asks of the strategy that it works for."""
+
+    def run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run the engine's backward."""
+
+    def run_backward_of_user(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written."""
+
+    def clip_step(self, max_norm: float) -> None:
+        """Let the next optimizer step clip its gradients by their norm."""
+
+    def take_step(self, **kwargs: Any) -> None:
+        """Let the engine clip, step and zero the gradients."""
+
+
+class AccelDeepSpeedPrecision(DeepSpeedPrecision):
+    """What ``Trainer(precision=...)`` means under `AccelDeepSpeedStrategy`.
+
+    Args:
+        precision: ``"32-true"``; ``"bf16-mixed"`` or ``"16-mixed"`` (half weights and computation, fp32 master weights
+            in the optimizer); ``"bf16-true"`` or ``"16-true"`` (the same, and the module made in half precision).
+        strategy: The strategy it works for.
+
+    Raises:
+        ValueError: If ``precision`` is another.
+    """
+
+    def __init__(self, precision: str, strategy: Trained) -> None:
+        super().__init__(precision)  # type: ignore[arg-type]
+        self._strategy = strategy
+
+    @property
+    def accelerate_name(self) -> str:
+        """The same in Accelerate's words: ``no``, ``fp16`` or ``bf16``."""
+        return {"16": "fp16", "bf16": "bf16"}.get(self.precision.split("-")[0], "no")
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if is_overridden("backward", model):
+            self._strategy.run_backward_of_user(partial(model.backward, tensor, *args, **kwargs))
+        else:
+            self._strategy.run_backward(tensor, *args, **kwargs)
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if clip_val > 0:
+            if gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+                raise ValueError(
+                    "DeepSpeed clips gradients by their norm only. Use clip_gradients(..., "
+                    "gradient_clip_algorithm='norm')."
+                )
+            self._strategy.clip_step(float(clip_val))
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                "LBFGS evaluates its closure several times, which DeepSpeed cannot do. Use another optimizer."
+            )
+        result = closure()
+        self._after_closure(model, optimizer)
+        self._strategy.take_step(**kwargs)
+        return result

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.lazy_names import lazy_names
+from ..common.config import lazy_names
 
 if TYPE_CHECKING:
-    from .config.plugin import (
+    from .fsdp2 import fsdp2_prepare_model
+    from .plugin import (
         FullyShardedDataParallelPlugin,
         disable_fsdp_ram_efficient_loading,
         enable_fsdp_ram_efficient_loading,
     )
-    from .config.wrapping import fsdp2_prepare_auto_wrap_policy
-    from .prepare import fsdp2_prepare_model
+    from .settings import fsdp2_prepare_auto_wrap_policy
+    from .sharded_model import fsdp2_switch_optimizer_parameters, map_parameters, parameters_by_name
     from .strategy import AccelFSDPStrategy
-    from .units.optimizer_parameters import fsdp2_switch_optimizer_parameters, map_parameters, parameters_by_name
-    from .weights.full_state_dict import fsdp2_load_full_state_dict
-    from .weights.safetensors_loading import fsdp2_load_safetensors
+    from .weights import fsdp2_load_full_state_dict, fsdp2_load_safetensors
 
 __all__ = [
     "AccelFSDPStrategy",
@@ -35,16 +34,16 @@ __all__ = [
 
 _HOMES = {  # the plugin must import without Lightning, so each name comes when it is asked for
     "AccelFSDPStrategy": ".strategy",
-    "FullyShardedDataParallelPlugin": ".config.plugin",
-    "disable_fsdp_ram_efficient_loading": ".config.environment",
-    "enable_fsdp_ram_efficient_loading": ".config.environment",
-    "fsdp2_load_full_state_dict": ".weights.full_state_dict",
-    "fsdp2_load_safetensors": ".weights.safetensors_loading",
-    "fsdp2_prepare_auto_wrap_policy": ".config.wrapping",
-    "fsdp2_prepare_model": ".prepare",
-    "fsdp2_switch_optimizer_parameters": ".units.optimizer_parameters",
-    "map_parameters": ".units.optimizer_parameters",
-    "parameters_by_name": ".units.optimizer_parameters",
+    "FullyShardedDataParallelPlugin": ".plugin",
+    "disable_fsdp_ram_efficient_loading": ".settings",
+    "enable_fsdp_ram_efficient_loading": ".settings",
+    "fsdp2_load_full_state_dict": ".weights",
+    "fsdp2_load_safetensors": ".weights",
+    "fsdp2_prepare_auto_wrap_policy": ".settings",
+    "fsdp2_prepare_model": ".fsdp2",
+    "fsdp2_switch_optimizer_parameters": ".sharded_model",
+    "map_parameters": ".sharded_model",
+    "parameters_by_name": ".sharded_model",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -13,13 +13,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..common.gradients import gradients_of, local_tensor, scale_gradients
-from ..common.skipped_steps import SkippedSteps
+from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
 from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
-from .config.settings import PrecisionSettings
-from .engines.base import Engine
-from .units.master_weights import convert_floats, make_masters, one_dtype_in_each_unit
-from .units.sharded_root import recall_form
+from .engine import Engine
+from .settings import PrecisionSettings
+from .sharded_model import recall_form
+from .units import convert_floats, make_masters, one_dtype_in_each_unit
 
 PrecisionFlag = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 _DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}

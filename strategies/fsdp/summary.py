@@ -6,17 +6,24 @@ parameters, or none, and FSDP's wrappers among them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
+from ..common.launch import RunSummary, counted, short_dtype
 from ..upstream.lightning import LayerSummary, LightningModule, ModelSummary, Summary, Trainer
-from .engines.fsdp2_units import own_class
-from .whole_parameters import WholeParameters
+from ..upstream.torch_core import ActivationWrapper
+from .engine import Engine
+from .flat_params import WholeParameter, parameters_by_owner
+from .fsdp2 import own_class
+from .settings import EngineSettings, FSDP2Settings
+from .sharded_model import ShardedForm, ShardedRoot, inside_root
 
 
 def summarise_whole(callbacks: Iterable[object], root: nn.Module) -> None:
@@ -108,3 +115,115 @@ class _WholeSummary(Summary):
     def flop_counts(self) -> dict[str, dict[Any, int]]:
         counts = {clean_name(name): found for name, found in self._flop_counter.get_flop_counts().items()}
         return {name: counts.get(f"{type(self._model).__name__}.{name}", {}) for name in self.layer_names}
+
+
+# ------------------------------------------------------------------------------------------------
+# What a fit with FSDP tells of itself at its start.
+
+
+def summarise_run(strategy: str, engine: Engine[Any], form: ShardedForm, precision: str, saved_by: str) -> RunSummary:
+    """Return what a fit tells.
+
+    Args:
+        strategy: Name of its class.
+        engine: What sharded the module.
+        form: The sharded module, nothing of it gathered.
+        precision: The Trainer's.
+        saved_by: Who writes checkpoints, empty if training does.
+    """
+    settings, root = engine.settings, form.root
+    whole = sum(one.numel for one in WholeParameters(root).of(inside_root(root)))
+    return RunSummary(
+        strategy=strategy,
+        engine=f"FSDP{engine.version}",
+        device=engine.device,
+        world_size=engine.mesh.size(),
+        details=[_mesh(engine), _resharding(root, settings), *_details(settings)],
+        parts=[f"units {counted(_unit_classes(root))}", f"{whole:,} parameters, {_held(root):,} of them on rank 0"],
+        precision=", ".join([precision, *_dtypes(settings)]),
+        checkpoints=f"{settings.state_dict_type}{saved_by}",
+    )
+
+
+def _mesh(engine: Engine[Any]) -> str:
+    mesh = engine.mesh
+    return "mesh " + " x ".join(f"{name}={mesh.size(at)}" for at, name in enumerate(mesh.mesh_dim_names or ("shard",)))
+
+
+def _resharding(root: nn.Module, settings: EngineSettings) -> str:
+    for unit in root.modules():
+        if isinstance(unit, FullyShardedDataParallel):  # torch's own: on one process it does not shard
+            return unit.sharding_strategy.name
+    if isinstance(settings, FSDP2Settings) and not settings.reshard_after_forward:
+        return "resharded after backward"
+    return "resharded after forward"
+
+
+def _details(settings: EngineSettings) -> list[str]:
+    found: list[str] = []
+    if settings.activation_checkpointing or settings.recomputed is not None:
+        found.append("activation checkpointing")
+    if settings.cpu_offload:
+        found.append("CPU offload")
+    if settings.compile_options is not None:
+        found.append("compiled units")
+    if not settings.reshard_during_accumulation:
+        found.append("gathered through accumulation")
+    return found
+
+
+def _unit_classes(root: nn.Module) -> list[type[nn.Module]]:
+    """Return the class of each unit as the user wrote it, children before parents."""
+    units = [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
+    return [own_class(_unwrapped(unit)) for unit in reversed(units)]
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(module, (FullyShardedDataParallel, ShardedRoot)):
+            module = module.module
+        elif isinstance(module, ActivationWrapper):
+            module = module._checkpoint_wrapped_module
+        else:
+            return module
+
+
+def _held(root: nn.Module) -> int:
+    """Return the number of elements that this process holds at rest, with padding."""
+    found = [one.to_local() if isinstance(one, DTensor) else one for one in root.parameters()]
+    return sum(one.numel() for one in found)
+
+
+def _dtypes(settings: EngineSettings) -> list[str]:
+    named = {"gathered": settings.precision.param_dtype, "reduced": settings.precision.reduce_dtype}
+    return [f"{what} in {short_dtype(dtype)}" for what, dtype in named.items() if dtype is not None]
+
+
+# ------------------------------------------------------------------------------------------------
+# The parameters of a sharded module as they were before, with either engine.
+
+
+class WholeParameters:
+    """The parameters of modules as they were before sharding.
+
+    Args:
+        root: Sharded.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._flattened = parameters_by_owner(root)
+        self._hidden = {id(one) for one in root.parameters() if isinstance(one, FlatParameter)}
+        for unit in self._flattened:  # original parameters are this process's part
+            self._hidden.update(id(one) for one in unit.parameters(recurse=False))
+
+    def of(self, module: nn.Module) -> Iterator[WholeParameter]:
+        """Return the parameters inside ``module``, each once."""
+        found: dict[object, WholeParameter] = {}
+        for inner in module.modules():
+            own = [
+                WholeParameter(id(one), one.numel(), one.requires_grad)
+                for one in inner.parameters(recurse=False)
+                if id(one) not in self._hidden
+            ]
+            found.update((one.key, one) for one in (*self._flattened.get(inner, ()), *own))
+        yield from found.values()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.lazy_names import lazy_names
+from ..common.config import lazy_names
 
 if TYPE_CHECKING:
-    from .hollow import CannotPlanError
     from .memory_plan import MemoryPlan
     from .planner import plan_memory
+    from .shape_tensors import CannotPlanError
 
 __all__ = ["CannotPlanError", "MemoryPlan", "plan_memory"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"CannotPlanError": ".hollow", "MemoryPlan": ".memory_plan", "plan_memory": ".planner"}
+    __name__, {"CannotPlanError": ".shape_tensors", "MemoryPlan": ".memory_plan", "plan_memory": ".planner"}
 )

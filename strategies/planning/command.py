@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         clip=arguments.clip,
     )
-    from .hollow import CannotPlanError
+    from .shape_tensors import CannotPlanError
 
     try:
         return _plan(wishes, arguments)
@@ -102,7 +102,7 @@ def _plan(wishes: Wishes, arguments: argparse.Namespace) -> int:
 
 
 def _try(wishes: Wishes, memory_bytes: int, *, as_json: bool) -> int:
-    from .suggestions import advice, table, try_variants
+    from .planner import advice, table, try_variants
 
     variants = try_variants(wishes, memory_bytes, plan_of)
     fits = any(variant.fits(memory_bytes) for variant in variants)

@@ -1,16 +1,37 @@
-"""`plan_memory`: the memory of training, before it is launched."""
+"""`plan_memory`: the memory of training, before it is launched: a run in a fork, its tensors by part, suggestions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import logging
+import multiprocessing
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
 
-from ..upstream.lightning import LightningModule
-from .isolated import in_a_fork
-from .memory_plan import MemoryPlan
-from .running import Order, run_plan
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from ...state.upstream import HashStore
+from ..common.grads import local_tensor
+from ..fsdp.flat_params import units_of
+from ..fsdp.fsdp2 import Units
+from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
+from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
+from .example_model import batch_size_of
+from .memory_plan import MemoryPlan, size
+from .shape_tensors import PARTS, CannotPlanError, HollowTensors, Part, Peak, Phase, Storages
+from .wishes import Wishes
 
 
 def plan_memory(
@@ -67,3 +88,553 @@ def plan_memory(
         raise RuntimeError(f"What is held at the highest, {plan.peak_bytes} bytes, came out otherwise the second time.")
     said = {"precision": precision, "accumulate": accumulate_grad_batches}
     return replace(plan, settings=said)
+
+
+# ------------------------------------------------------------------------------------------------
+# One plan: the Trainer runs some steps with the strategy itself, over tensors without contents.
+
+
+_MOST_MICRO_BATCHES = 3
+"""Of a window: the first, the last and those between, which are alike."""
+_STEPS = 3
+"""The first makes the optimizer's state, the second is like all others, in the third what is held is sorted."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to plan."""
+
+    module: Callable[[], LightningModule]
+    batch: Callable[[LightningModule], Any]
+    strategy: Callable[[], Any]
+    world_size: int
+    precision: Any = "32-true"
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+
+
+class _Steps:
+    """Follows a strategy through its steps, and looks where the most is held.
+
+    Args:
+        strategy: Whose methods are followed.
+        storages: What is held.
+        num_sorted_after: Number of training steps after which what is held at the highest is sorted; None at once.
+        expected: The highest, where it is known already.
+    """
+
+    def __init__(self, strategy: Any, storages: Storages, num_sorted_after: int, expected: int | None) -> None:
+        self._strategy, self._storages = strategy, storages
+        self._num_sorted_after, self._expected = num_sorted_after, expected
+        self.building: Peak | None = None
+        self.resting_bytes = 0
+        self.peaks: list[Peak] = []
+        self.num_steps = 0
+        self.num_parameters = 0
+        self._follow("setup", before=self._count, after="building")
+        self._follow("training_step", before=self._begin_step, after="backward")
+        self._follow("backward", before=None, after="optimizer step")
+        self._follow("optimizer_step", before=None, after="between steps")
+
+    def _follow(self, name: str, before: Callable[[], None] | None, after: Phase) -> None:
+        method = getattr(self._strategy, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
+            result = method(*args, **kwargs)
+            self._storages.phase = after
+            return result
+
+        setattr(self._strategy, name, run)
+
+    def _count(self) -> None:
+        """The module is complete, and not sharded yet, except by ZeRO-3."""
+        parameters = self._strategy.lightning_module.parameters()
+        self.num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+    def _begin_step(self) -> None:
+        _check_optimizers(self._strategy)
+        self.resting_bytes = max(self._storages.num_bytes, self.resting_bytes) if self.peaks else 0
+        peak = self._storages.look()
+        if self.building is None:
+            self.building = peak
+            if self._expected is not None:
+                self._storages.expect(self._expected)
+        else:
+            self.peaks.append(peak)
+        if self._expected is None and self.num_steps == self._num_sorted_after:
+            self._storages.expect(max(each.num_bytes for each in self.peaks))
+        self.num_steps += 1
+        self._storages.phase = "forward"
+
+    def end(self) -> Peak:
+        """Return the highest of all steps."""
+        self.peaks.append(self._storages.look())
+        return max(self.peaks, key=lambda peak: (peak.num_bytes, bool(peak.parts)))
+
+
+def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, bool]:
+    """Make a plan in this process, which is not to be used for anything else afterwards.
+
+    Args:
+        order: What to plan.
+        expected: The highest of all, where an earlier plan of the same order has found it.
+
+    Returns:
+        The plan, and whether what is held at its highest could be sorted into parts.
+
+    Raises:
+        CannotPlanError: If what is to be planned cannot be.
+    """
+    _be_quiet()
+    strategy = order.strategy()
+    _prepare(strategy)
+    classify: list[Callable[[], dict[int, Part]]] = []
+    storages = Storages(lambda: classify[0]() if classify else {})
+    window = min(order.accumulate_grad_batches, _MOST_MICRO_BATCHES)
+    with pretended_group(order.world_size), HollowTensors(storages).running():
+        module = order.module()
+        if not isinstance(module, LightningModule):
+            raise CannotPlanError(f"A plan trains a LightningModule, and got {type(module).__name__}.")
+        batch = order.batch(module)
+        steps = _Steps(strategy, storages, window * (_STEPS - 1), expected)
+        classify.append(lambda: parts_of(strategy.model, strategy.optimizers))
+        trainer = Trainer(
+            strategy=strategy,
+            plugins=[PretendedEnvironment(order.world_size)],
+            accelerator="cpu",
+            devices=order.world_size,
+            precision=order.precision,
+            accumulate_grad_batches=window,
+            gradient_clip_val=order.gradient_clip_val,
+            max_steps=_STEPS,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer._data_connector.prepare_data = lambda: None  # type: ignore[method-assign] # it may download
+        trainer.fit(module, _loader(batch, window * (_STEPS + 1)))
+        highest = steps.end()
+    if steps.building is None or steps.num_steps < window * _STEPS:
+        raise CannotPlanError(
+            f"Training ended after {steps.num_steps} micro-batches of {window * _STEPS}: something in the module or "
+            "its callbacks ends it early, or training_step() returns None."
+        )
+    parts: dict[str, int] = {part: highest.parts.get(part, 0) for part in PARTS}
+    plan = MemoryPlan(
+        peak_bytes=highest.num_bytes,
+        phase=highest.phase,
+        parts=parts,
+        building_bytes=steps.building.num_bytes,
+        resting_bytes=steps.resting_bytes,
+        num_parameters=steps.num_parameters,
+        world_size=order.world_size,
+    )
+    return plan, sum(parts.values()) == highest.num_bytes
+
+
+def _loader(batch: Any, num_batches: int) -> DataLoader[Any]:
+    """Return a loader of one batch, again and again, that knows its size: ZeRO's config asks for it."""
+    size = batch_size_of(batch)
+    return DataLoader(range(size * num_batches), size, collate_fn=lambda _: batch)  # type: ignore[arg-type]
+
+
+def _check_optimizers(strategy: Any) -> None:
+    module = strategy.lightning_module
+    if module is not None and not module.automatic_optimization and len(strategy.optimizers) > 1:
+        raise CannotPlanError(
+            f"{type(module).__name__} optimizes manually with {len(strategy.optimizers)} optimizers: which of them "
+            "steps when, and so what is held, is up to its code. Plan a module with one of them at a time."
+        )
+
+
+def _prepare(strategy: Any) -> None:
+    """Refuse what a plan would be wrong about; let DeepSpeed run without kernels of its own.
+
+    Raises:
+        CannotPlanError: If the strategy compiles, or is none of ours.
+    """
+    from ..deepspeed.strategy import AccelDeepSpeedStrategy
+    from ..fsdp.strategy import AccelFSDPStrategy
+
+    if isinstance(strategy, AccelDeepSpeedStrategy):
+        if "nvme" in str(strategy.deepspeed_config):
+            raise CannotPlanError("What is offloaded to NVMe cannot be planned. Plan with offloading to the CPU.")
+        without_compiled_kernels()
+    elif not isinstance(strategy, AccelFSDPStrategy):
+        raise CannotPlanError(
+            f"Plans are for AccelFSDPStrategy and AccelDeepSpeedStrategy, not for {type(strategy).__name__}."
+        )
+    elif strategy._compile_options is not None:
+        raise CannotPlanError(
+            "compile decides by itself what is kept for backward, and a plan runs nothing compiled. Plan without it: "
+            "as a rule it takes less."
+        )
+
+
+def _be_quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.manual_seed(0)
+
+
+# ------------------------------------------------------------------------------------------------
+# A process group of which this process is rank 0, and of which nobody else is there.
+
+
+class PretendedEnvironment(ClusterEnvironment):
+    """All processes on one node, this one the first.
+
+    Args:
+        world_size: Number of processes.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def pretended_group(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ``world_size`` processes, of which nobody else is there.
+
+    Raises:
+        RuntimeError: If there is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "A plan pretends to be several processes, and this one is in a process group already. Plan in a script of "
+            "its own, before training is launched."
+        )
+    torch.set_num_threads(1)
+    dist.init_process_group(FAKE_BACKEND, rank=0, world_size=world_size, store=HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------
+# What each storage of a strategy in training is for: asked where the most is held.
+
+
+_FLAT_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+_FLAT_GRADIENTS = ("grad", "_saved_grad_shard", "_cpu_grad")
+_ZERO_GATHERED = ("_ipg", "ipg_", "param_gradients_buffer", "_ds_secondary")
+_ZERO_GRADIENTS = ("averaged_gradients", "_accumulated_grad", "grad_partitions", "all_grad_tensors", "param_dict")
+_ZERO_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+_ZERO_PARAMETERS = ("bit16_groups", "fp16_groups", "fp16_partitioned_groups", "parallel_partitioned", "lp_param")
+
+
+def parts_of(model: nn.Module, optimizers: list[Any]) -> dict[int, Part]:
+    """Return of which part storages are, by their addresses; what is not among them is told by when it was made.
+
+    Args:
+        model: What the strategy trains: the sharded root, or DeepSpeed's engine.
+        optimizers: The strategy's.
+    """
+    found: dict[int, Part] = {}
+
+    def tell(part: Part, tensors: Iterator[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                found[local_tensor(tensor).untyped_storage()._cdata] = part
+
+    tell("gathered", _gathered(model))
+    for optimizer in optimizers:
+        tell("optimizer", _states(optimizer))
+        tell("optimizer", _of_zero(optimizer, _ZERO_MASTERS))
+        tell("gathered", _of_zero(optimizer, _ZERO_GATHERED))
+        tell("gradients", _of_zero(optimizer, _ZERO_GRADIENTS))
+        tell("parameters", _of_zero(optimizer, _ZERO_PARAMETERS))
+    tell("gradients", _gradients(model))
+    tell("parameters", _parameters(model))
+    return found
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    parameter: Any
+    for parameter in model.parameters():
+        if not hasattr(parameter, "ds_tensor") or parameter.ds_persist:
+            yield parameter.data
+        yield getattr(parameter, "ds_tensor", None)
+    yield from model.buffers()
+    for unit in units_of(model):
+        yield unit._handle.flat_param._local_shard
+
+
+def _gradients(model: nn.Module) -> Iterator[Any]:
+    for parameter in model.parameters():
+        yield parameter.grad
+        yield getattr(parameter, "grad_accum", None)
+    for unit in units_of(model):
+        yield from (getattr(unit._handle.flat_param, name, None) for name in _FLAT_GRADIENTS)
+    for param in Units(model).params:
+        yield param.unsharded_accumulated_grad
+        unsharded = getattr(param, "_unsharded_param", None)
+        yield None if unsharded is None else unsharded.grad
+
+
+def _gathered(model: nn.Module) -> Iterator[Any]:
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            yield parameter.data
+    for unit in units_of(model):
+        yield from (getattr(unit._handle.flat_param, name, None) for name in _FLAT_GATHERED)
+    for param in Units(model).params:
+        yield from param.all_gather_outputs
+        yield getattr(param, "_unsharded_param", None)
+
+
+def _states(optimizer: Any) -> Iterator[Any]:
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for state in getattr(inner, "state", {}).values():
+        yield from tree_leaves(state if not isinstance(state, Mapping) else dict(state))
+
+
+def _of_zero(optimizer: Any, names: tuple[str, ...]) -> Iterator[Any]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return
+    for name, value in vars(optimizer).items():
+        if any(one in name for one in names):
+            yield from tree_leaves(value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Running in a process of its own: what torch and DeepSpeed remember of pretended processes ends with it.
+
+
+T = TypeVar("T")
+
+
+def in_a_fork(action: Callable[[], T], what: str) -> T:
+    """Run ``action`` in a fork of this process, which has everything that this one has, and return its result.
+
+    Args:
+        action: Anything that can be called; its result is pickled.
+        what: For errors.
+
+    Raises:
+        RuntimeError: If the fork ended without a result.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(action, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        told = ours.recv_bytes()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"{what} ended with status {process.exitcode} and said nothing.") from None
+    finally:
+        ours.close()
+    process.join()
+    error, details, result = pickle.loads(told)
+    if error is not None:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(details)
+        raise error
+    return result
+
+
+def _run(action: Callable[[], T], connection: Connection) -> None:
+    sys.stdout.flush()
+    os.dup2(2, 1)  # what is printed meanwhile is no part of the result
+    try:
+        told = pickle.dumps((None, "", action()))
+    except BaseException as error:  # noqa: BLE001 (raised again in the process that asked)
+        details = traceback.format_exc()
+        try:
+            told = pickle.dumps((error, details, None))
+            pickle.loads(told)
+        except Exception:  # noqa: BLE001 (an exception that does not travel: its text does)
+            told = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), details, None))
+    connection.send_bytes(told)
+    connection.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# DeepSpeed without its compiled operations, which would write memory that a plan does not have.
+
+
+class _NoKernels:
+    """Stands for the compiled Adam on the CPU."""
+
+    def create_adam(self, *_: Any) -> None:
+        """Do nothing: steps read and write nothing."""
+
+    adam_update = adam_rollback = destroy_adam = create_adam
+
+
+def without_compiled_kernels() -> None:
+    """Let DeepSpeed compile and run none of its own kernels, for the rest of this process.
+
+    Raises:
+        RuntimeError: If DeepSpeed computes on an accelerator in this process already.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed.comm.torch as communication
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    if get_accelerator()._name != "cpu":
+        raise RuntimeError(
+            f"DeepSpeed computes on {get_accelerator()._name!r} in this process, and plans are made on the CPU. Set "
+            "DS_ACCELERATOR=cpu in the environment, or plan in a script of its own."
+        )
+    communication.build_shm_op = lambda: None
+    CPUAdamBuilder.load = lambda self, verbose=True: _NoKernels()
+
+
+# ------------------------------------------------------------------------------------------------
+# Which settings fit into the memory that there is: the asked ones, and those that are tried beside them.
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings, and what they take."""
+
+    change: str
+    """What differs from what was asked for; empty for that itself."""
+    wishes: Wishes
+    plan: MemoryPlan | None
+    refused: str = ""
+    """Why there is no plan."""
+
+    def fits(self, memory_bytes: int) -> bool:
+        """Return whether there is a plan, and it fits."""
+        return self.plan is not None and self.plan.fits(memory_bytes)
+
+
+def try_variants(wishes: Wishes, memory_bytes: int, plan: Callable[[Wishes], MemoryPlan]) -> list[Variant]:
+    """Plan what is asked for, and what could be set otherwise while it does not fit, the least intrusive first.
+
+    Args:
+        wishes: What is asked for.
+        memory_bytes: What each process has.
+        plan: Makes a plan.
+
+    Returns:
+        All that were planned; where what is asked for fits, that alone.
+
+    Raises:
+        CannotPlanError: If what is asked for cannot be planned.
+    """
+    found = [Variant("", wishes, plan(wishes))]
+    if found[0].fits(memory_bytes):
+        return found
+    for change, changed in _changes(wishes):
+        try:
+            found.append(Variant(change, changed, plan(changed)))
+        except (CannotPlanError, ValueError) as error:
+            found.append(Variant(change, changed, None, str(error)))
+    return found
+
+
+def _changes(wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
+    """Yield what could be otherwise: what changes neither results nor the number of processes comes first."""
+    sharded = None
+    if (other := wishes.fully_sharded()) is not None:
+        sharded = other
+        yield f"{other.sharding_words}", other
+    base = sharded or wishes
+    recomputed = base.recomputed()
+    if recomputed is not None:
+        yield _joined(sharded and base.sharding_words, "activation checkpointing"), recomputed
+    for factor in (2, 4):
+        smaller = (recomputed or base).in_micro_batches(factor)
+        if smaller is not None:
+            words = _joined(
+                sharded and base.sharding_words,
+                recomputed and "activation checkpointing",
+                f"{factor} times smaller micro-batches, {factor} times as many",
+            )
+            yield words, smaller
+    for factor in (2, 4):
+        more = replace(recomputed or base, world_size=wishes.world_size * factor)
+        words = _joined(
+            sharded and base.sharding_words, recomputed and "activation checkpointing", f"{more.world_size} processes"
+        )
+        yield words, more
+
+
+def _joined(*words: object) -> str:
+    return " and ".join(str(word) for word in words if word)
+
+
+def table(variants: list[Variant], memory_bytes: int) -> str:
+    """Return what was tried, a line each."""
+    names = [variant.change or "as asked for" for variant in variants]
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  {'peak':>10}  fits {size(memory_bytes)}"]
+    for name, variant in zip(names, variants, strict=True):
+        if variant.plan is None:
+            lines.append(f"{name:{width}}  {'-':>10}  cannot be planned: {variant.refused}")
+        else:
+            fits = "yes" if variant.fits(memory_bytes) else "no"
+            lines.append(f"{name:{width}}  {size(variant.plan.peak_bytes):>10}  {fits}")
+    return "\n".join(lines)
+
+
+def advice(variants: list[Variant], memory_bytes: int) -> str:
+    """Return one sentence: what fits with the least change."""
+    there = size(memory_bytes)
+    for variant in variants:
+        if variant.fits(memory_bytes):
+            peak = "" if variant.plan is None else f" ({size(variant.plan.peak_bytes)})"
+            return f"Fits {there} with {variant.change}{peak}." if variant.change else f"Fits {there} as it is{peak}."
+    planned = [variant.plan.peak_bytes for variant in variants if variant.plan is not None]
+    return (
+        f"Nothing that was tried fits {there}: the least is {size(min(planned))}. Use more processes, a shorter "
+        "sequence, or a smaller model."
+    )

@@ -132,7 +132,7 @@ class Wishes:
             ValueError: If there is no such class.
         """
         if self.hf_config is not None:
-            from .causal_lm import HuggingFaceModule
+            from .example_model import HuggingFaceModule
 
             own = self.activation_checkpointing and not self.is_fsdp
             return HuggingFaceModule(self.hf_config, activation_checkpointing=own)
@@ -144,8 +144,7 @@ class Wishes:
         Raises:
             ValueError: If nothing says what it is.
         """
-        from .batches import batch_of
-        from .causal_lm import causal_lm_batch
+        from .example_model import batch_of, causal_lm_batch
 
         if self.batch:
             alone = self.batch[0] if len(self.batch) == 1 else ""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.lazy_names import lazy_names
+from ..common.config import lazy_names
 
 if TYPE_CHECKING:
     from .deepspeed import RayAccelDeepSpeedStrategy
     from .fsdp import RayAccelFSDPStrategy
-    from .reported import reported_checkpoint
+    from .storage import reported_checkpoint
 
 __all__ = ["RayAccelDeepSpeedStrategy", "RayAccelFSDPStrategy", "reported_checkpoint"]
 
 _HOMES = {  # the strategies are subclasses of Ray's, which is imported with them
     "RayAccelDeepSpeedStrategy": ".deepspeed",
     "RayAccelFSDPStrategy": ".fsdp",
-    "reported_checkpoint": ".reported",
+    "reported_checkpoint": ".storage",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

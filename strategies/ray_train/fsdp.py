@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.made_again import made_again
+from ..common.launch import made_again
 from ..fsdp.strategy import AccelFSDPStrategy
 from ..upstream.lightning import FSDPStrategy
 from .worker import InRayWorker, ray_lightning

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..common.loop_following import LoopFollowing
-from .library import ray_train, worker_context
+from ..common.loop import LoopFollowing
+from .storage import ray_train, worker_context
 
 
 def ray_lightning(who: str, base: type) -> Any:

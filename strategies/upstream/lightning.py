@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lightning_package import lightning_package
+from .lightning_package import lightning_package, other_package_hint
 
 if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -224,3 +224,17 @@ ATTRIBUTES = {
     "_trainer": (_MODULE, "the Trainer, or None"),
     "_update_count": (_METRIC, "a padding step does not count"),
 }
+
+
+# ------------------------------------------------------------------------------------------------
+# Refuses the Trainer of the package of Lightning's that accelight does not follow: it would take a callback.
+
+
+def check_trainer(trainer: object) -> None:
+    """Check that a callback was given to a Trainer of the package that it was made for.
+
+    Raises:
+        TypeError: If it is the other package's.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"This Trainer is of {type(trainer).__module__.split('.')[0]}. {other_package_hint()}")

@@ -23,7 +23,7 @@ from torchmetrics.classification import (
 from torchmetrics.retrieval import RetrievalMAP
 
 from accelight.callbacks import ExactEvaluation
-from accelight.callbacks.real_samples import RealSamples
+from accelight.callbacks.exact_evaluation import RealSamples
 from accelight.state import PartialState, gather_for_metrics, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks

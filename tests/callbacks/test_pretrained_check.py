@@ -13,8 +13,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from accelight.callbacks import MergeShardedCheckpoint
-from accelight.callbacks.pretrained_check import check_complete, check_loadable
-from accelight.callbacks.pretrained_files import find_pretrained
+from accelight.callbacks.merge_sharded_checkpoint import check_complete, check_loadable, find_pretrained
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer, rank_loader

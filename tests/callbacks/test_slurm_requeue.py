@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelight.callbacks import TriggerEarlyStopping
-from accelight.callbacks.slurm_requeue import requeue, slurm_job
+from accelight.callbacks.trigger_early_stopping import requeue, slurm_job
 from tests.scripts import run_script
 
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelight.checkpoint.formats.dcp.storage_items import StorageItems
-from accelight.checkpoint.formats.torch_save.pickle_machine import Machine
-from accelight.checkpoint.formats.torch_save.repeats import Repeats
+from accelight.checkpoint.formats.dcp_metadata import StorageItems
+from accelight.checkpoint.formats.safe_unpickler import Machine, Repeats
 
 
 def count_shortcuts(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:

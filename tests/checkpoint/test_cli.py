@@ -163,8 +163,8 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as below nohup and `&`
 if sys.argv.pop() == "hidden name":
     del os.O_TMPFILE
-from accelight.checkpoint import cli, progress
-progress.Progress.add = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+from accelight.checkpoint import cli, merge
+merge.Progress.add = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(cli.main())
 """
 
@@ -234,7 +234,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """On a real terminal stderr shows a bar, and stdout the one line."""
     damage.good(tmp_path / "in", a=torch.zeros(64))
     code = (
-        "import sys, accelight.checkpoint.progress as p; p._DELAY_S = p._INTERVAL_S = 0.0\n"
+        "import sys, accelight.checkpoint.merge as p; p._DELAY_S = p._INTERVAL_S = 0.0\n"
         "from accelight.checkpoint.cli import main\n"
         f"sys.exit(main(['merge-weights', {str(tmp_path / 'in')!r}, {str(tmp_path / 'out')!r}, '--threads', '1']))"
     )

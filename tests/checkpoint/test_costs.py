@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
 from accelight.checkpoint.files import FilePool
-from accelight.checkpoint.formats.dtypes import DTYPES
-from accelight.checkpoint.formats.source import Piece, SourceTensor, check_coverage
-from accelight.checkpoint.writing.gather import TensorReader
+from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor, check_coverage
+from accelight.checkpoint.writing.copy import TensorReader
 from tests.checkpoint import damage
 
 LIMITED = """

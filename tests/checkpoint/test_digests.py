@@ -20,10 +20,10 @@ from accelight.checkpoint import (
     verify_merged,
     write_manifest,
 )
-from accelight.checkpoint.digests import FileDigest
-from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
-from accelight.checkpoint.formats.dcp.records import RecordReader
-from accelight.checkpoint.formats.torch_save.zip_file import directory_digest
+from accelight.checkpoint.formats.dcp import RecordReader
+from accelight.checkpoint.formats.dcp_metadata import read_dcp_metadata
+from accelight.checkpoint.formats.torch_save import directory_digest
+from accelight.checkpoint.manifest import FileDigest
 from tests.checkpoint import damage
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelight.checkpoint.disk_space import telling_full_disk
+from accelight.checkpoint.files import telling_full_disk
 from tests.checkpoint import damage
 from tests.small_disk import fill, small_disk
 

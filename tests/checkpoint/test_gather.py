@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from accelight.checkpoint import CheckpointError
 from accelight.checkpoint.files import FilePool
-from accelight.checkpoint.formats.dtypes import DTYPES
-from accelight.checkpoint.formats.source import Piece, SourceTensor, check_coverage
-from accelight.checkpoint.writing.gather import TensorReader
+from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor, check_coverage
+from accelight.checkpoint.writing.copy import TensorReader
 
 Dims = tuple[int, ...]
 

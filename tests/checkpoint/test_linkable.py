@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from accelight.checkpoint.formats.dtypes import DTYPES
-from accelight.checkpoint.formats.source import Piece, SourceTensor
+from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor
 from accelight.checkpoint.names import Selection
-from accelight.checkpoint.writing.linkable import LINK_BYTES, MIN_LINKED_BYTES, first_element, middle
-from accelight.checkpoint.writing.linking import Linker
-from accelight.checkpoint.writing.plan import Plan, make_plan
+from accelight.checkpoint.writing.copy import Linker
+from accelight.checkpoint.writing.plan import LINK_BYTES, MIN_LINKED_BYTES, Plan, first_element, make_plan, middle
 
 ROWS = 2 * MIN_LINKED_BYTES // LINK_BYTES
 

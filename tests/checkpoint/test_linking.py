@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.checkpoint.cli import main
-from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 from tests.disk_images import mounted, used_bytes
 from tests.small_disk import fill
 

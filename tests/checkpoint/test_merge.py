@@ -402,7 +402,7 @@ def test_progress_that_is_none(tmp_path: Path) -> None:
 def test_a_bar_for_a_long_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import accelight.checkpoint.progress as progress
+    import accelight.checkpoint.merge as progress
 
     monkeypatch.setattr(progress, "_DELAY_S", 0.0)
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
@@ -486,16 +486,16 @@ def test_a_tied_name_that_the_header_uses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
 def test_names_that_a_header_cannot_hold(tmp_path: Path, name: str) -> None:
-    from accelight.checkpoint.formats.dtypes import DTYPES
-    from accelight.checkpoint.formats.safetensors.header import Entry, lay_out
+    from accelight.checkpoint.formats.base import DTYPES
+    from accelight.checkpoint.formats.safetensors import Entry, lay_out
 
     with pytest.raises(CheckpointError, match=r"keeps for itself|not valid text"):
         lay_out([name], lambda name: Entry(name, DTYPES["float32"], (1,), 4), {"format": "pt"})
 
 
 def test_a_header_that_grows_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelight.checkpoint.formats.safetensors.header as header
-    from accelight.checkpoint.formats.dtypes import DTYPES
+    import accelight.checkpoint.formats.safetensors as header
+    from accelight.checkpoint.formats.base import DTYPES
 
     monkeypatch.setattr(header, "MAX_HEADER_BYTES", 50)
     with pytest.raises(CheckpointError, match="Set max_shard_size"):

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import accelight.checkpoint.formats.torch_save.pickle_machine as pickle_machine
+import accelight.checkpoint.formats.safe_unpickler as pickle_machine
 from accelight.checkpoint import CheckpointError
-from accelight.checkpoint.formats.dcp.metadata import DCPMetadata, read_dcp_metadata
-from accelight.checkpoint.formats.dcp.storage_items import StorageItems
-from accelight.checkpoint.formats.torch_save.repeats import Repeats
+from accelight.checkpoint.formats.dcp_metadata import DCPMetadata, StorageItems, read_dcp_metadata
+from accelight.checkpoint.formats.safe_unpickler import Repeats
 from tests.checkpoint.shortcuts import count_shortcuts
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn]

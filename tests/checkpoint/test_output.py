@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import accelight.checkpoint.writing.atomic_folder as writer
+import accelight.checkpoint.atomic_dir as writer
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
 from tests.checkpoint import damage, kills
 from tests.checkpoint.saving import save

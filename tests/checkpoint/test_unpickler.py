@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
-from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
-from accelight.checkpoint.formats.torch_save.allowed_names import SafeCall, Sealed
-from accelight.checkpoint.formats.torch_save.unpickler import load_restricted
+from accelight.checkpoint.formats.dcp_metadata import read_dcp_metadata
+from accelight.checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
 from tests.checkpoint import damage
 from tests.checkpoint.hostile import NAMES, hostile, text
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, merge_fsdp_weights
-from accelight.checkpoint.formats.torch_save.torch_file import read_torch_file
+from accelight.checkpoint.formats.torch_save import read_torch_file
 from tests.checkpoint import zero_damage
 from tests.checkpoint.damage import rebuild
 from tests.checkpoint.hostile import NAMES, call, hostile, stack_global, text

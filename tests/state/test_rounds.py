@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelight.state.rounds import Rounds
+from accelight.state.triggers import Rounds
 from accelight.state.upstream import HashStore, Store
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies
 
 from accelight.state import AcceleratorState, PartialState
-from accelight.state.splitting import split
+from accelight.state.partial_state import split
 from tests.ranks import run_on_ranks
 
 

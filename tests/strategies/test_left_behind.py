@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.launcher import SubprocessScriptLauncher
+from accelight.strategies.common.launch import SubprocessScriptLauncher
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 

@@ -12,8 +12,8 @@ import torch
 
 from accelight.state import InitProcessGroupKwargs, PartialState
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
-from accelight.strategies.common.gradients import norm_of_parts, scale_gradients
-from accelight.strategies.common.live_group import check_offload_backends
+from accelight.strategies.common.grads import norm_of_parts, scale_gradients
+from accelight.strategies.common.launch import check_offload_backends
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from accelight.strategies.common import lost_processes
+from accelight.strategies.common import rendezvous
 from tests.ranks import run_on_ranks
 
 
@@ -16,10 +16,10 @@ def _ask_while_the_group_ends() -> str:
     if dist.get_rank() == 1:
         return ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lost_processes, "ANSWERS_WITHIN_S", 1.0)
+        patch.setattr(rendezvous, "ANSWERS_WITHIN_S", 1.0)
         ending = threading.Timer(0.3, dist.destroy_process_group)
         ending.start()
-        said = lost_processes.lost_processes("accelight/run/0")
+        said = rendezvous.lost_processes("accelight/run/0")
         ending.join()
     return said
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from accelight.checkpoint.newest import find_newest
+from accelight.checkpoint.locate import find_newest
 from accelight.strategies import newest_checkpoint
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader, strategy_named

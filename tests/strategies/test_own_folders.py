@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.own_folders import in_own_folders
+from accelight.strategies.common.checkpoint_files import in_own_folders
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader, strategy_named
 

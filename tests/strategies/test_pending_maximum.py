@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from accelight.strategies.common.pending_maximum import PendingMaximum
+from accelight.strategies.common.rendezvous import PendingMaximum
 from tests.ranks import run_on_ranks
 
 WORLD_SIZE = 3

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from accelight.callbacks import MergeShardedCheckpoint
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
-from accelight.strategies.common.storage_paths import is_remote, local_path
+from accelight.strategies.common.checkpoint_files import is_remote, local_path
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
 

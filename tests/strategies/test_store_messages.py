@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from accelight.state.upstream import PrefixStore, TCPStore
-from accelight.strategies.common import store_messages as store_messages_module
-from accelight.strategies.common.store_messages import StoreMessages, _Watch, store_messages
+from accelight.strategies.common import rendezvous as store_messages_module
+from accelight.strategies.common.rendezvous import StoreMessages, _Watch, store_messages
 from tests.ranks import free_port, run_on_ranks
 
 

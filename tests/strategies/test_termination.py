@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from accelight.strategies.common.termination import mark_terminated, terminated
+from accelight.strategies.common.signals import mark_terminated, terminated
 from accelight.strategies.upstream.lightning import _ChildProcessObserver
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
@@ -141,7 +141,13 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "by_hand"])
-@pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "accel_fsdp2",
+        *(pytest.param(f"accel_{one}", marks=pytest.mark.machines) for one in ("fsdp1", "deepspeed_stage_2")),
+    ],
+)
 def test_a_plain_run_ends_on_all_processes(strategy: str, launcher: Any, tmp_path: Path) -> None:
     """With the status of a process that SIGTERM has ended: 0 would say that the training is complete."""
 

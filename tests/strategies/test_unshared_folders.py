@@ -10,7 +10,7 @@ import pytest
 
 from accelight.state import PartialState
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
-from accelight.strategies.common import shared_folders
+from accelight.strategies.common import checkpoint_files
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
@@ -26,7 +26,7 @@ def _strategy(way: str) -> Any:
 
 def _save(way: str, shared: str) -> str:
     """Save where each process has a folder of its own, as a node has; return the error."""
-    rank, start, patience = PartialState().process_index, Path.cwd(), shared_folders.SEEN_WITHIN_S
+    rank, start, patience = PartialState().process_index, Path.cwd(), checkpoint_files.SEEN_WITHIN_S
     own = Path(shared, f"node{rank}")
     own.mkdir()
     if rank == 1:  # what a killed save has left there
@@ -37,7 +37,7 @@ def _save(way: str, shared: str) -> str:
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
         if way == "fsdp2-later":
             trainer.save_checkpoint(Path(shared, "first.ckpt"))
-        shared_folders.SEEN_WITHIN_S = 0.3
+        checkpoint_files.SEEN_WITHIN_S = 0.3
         os.chdir(own)
         strategy: Any = trainer.strategy
         save = strategy.save_safetensors if way == "fsdp2-safetensors" else trainer.save_checkpoint
@@ -50,7 +50,7 @@ def _save(way: str, shared: str) -> str:
         return str(caught.value)
     finally:
         os.chdir(start)
-        shared_folders.SEEN_WITHIN_S = patience
+        checkpoint_files.SEEN_WITHIN_S = patience
 
 
 @pytest.mark.core("fsdp2-later", "zero2", "fsdp2-safetensors")

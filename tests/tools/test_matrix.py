@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from accelight.strategies.deepspeed.engines.library import OLDEST
-from accelight.strategies.ray_train import library as ray_library
+from accelight.strategies.deepspeed.library import OLDEST
+from accelight.strategies.ray_train import storage as ray_library
 from tools import matrix
 from tools.versions import environments
 from tools.versions.areas import AREAS, INSTALLATION, Cell, read_report, run_area, together

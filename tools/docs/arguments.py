@@ -39,9 +39,9 @@ def _tables() -> Iterator[str]:
         DeepSpeedPlugin,
         FullyShardedDataParallelPlugin,
     )
-    from accelight.strategies.deepspeed.config import environment as for_deepspeed
-    from accelight.strategies.fsdp.config import environment as for_fsdp
-    from accelight.strategies.fsdp.config.plugin_fields import OBSOLETE_IN_FSDP2, PluginFields
+    from accelight.strategies.deepspeed import plugin as for_deepspeed
+    from accelight.strategies.fsdp import settings as for_fsdp
+    from accelight.strategies.fsdp.plugin import OBSOLETE_IN_FSDP2, PluginFields
 
     surroundings = dict(os.environ)
     for variable in (*for_fsdp.VARIABLES.values(), *for_deepspeed.VARIABLES.values()):

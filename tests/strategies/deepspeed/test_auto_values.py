@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 from accelight.strategies.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
-from accelight.strategies.deepspeed.config.auto_values import TrainingFacts, accumulation_steps, resolve
-from accelight.strategies.deepspeed.config.hidden_size import hidden_size_of
-from accelight.strategies.deepspeed.config.optimizer_source import check_optimizer_and_scheduler
+from accelight.strategies.deepspeed.ds_config import (
+    TrainingFacts,
+    accumulation_steps,
+    check_optimizer_and_scheduler,
+    hidden_size_of,
+    resolve,
+)
 from tests.strategies.deepspeed.auto_configs import EVERYTHING_AUTO
 
 WEIGHT = nn.Parameter(torch.zeros(2))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from accelight.strategies.deepspeed import HfDeepSpeedConfig
-from accelight.strategies.deepspeed.config.settings import DeepSpeedSettings
-from accelight.strategies.deepspeed.engines.build_locks import check_build_locks, ops_of_optimizer
+from accelight.strategies.deepspeed.ds_config import DeepSpeedSettings
+from accelight.strategies.deepspeed.library import check_build_locks, ops_of_optimizer
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, trainer_for
 from tests.strategies.oracle import Case, Outcome, TinyModule, rank_loader

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from accelight.state import PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy
-from accelight.strategies.deepspeed.checkpoints import universal
+from accelight.strategies.deepspeed import universal
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, trainer_for, whole_weights
 from tests.strategies.oracle import (

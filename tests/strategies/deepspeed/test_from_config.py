@@ -12,8 +12,8 @@ from torch import Tensor
 from accelight.state import reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accelight.strategies.deepspeed import HfDeepSpeedConfig
-from accelight.strategies.deepspeed.config.settings import DeepSpeedSettings
-from accelight.strategies.deepspeed.engines.optimizers import prefer_torch_adam
+from accelight.strategies.deepspeed.ds_config import DeepSpeedSettings
+from accelight.strategies.deepspeed.optimizers import prefer_torch_adam
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.auto_configs import EVERYTHING_AUTO
 from tests.strategies.deepspeed.training import whole_weights

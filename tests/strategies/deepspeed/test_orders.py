@@ -491,6 +491,12 @@ class AddingGroup(Unfreezing):
         return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
 
 
+class Growing(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.added = nn.Linear(2, 2)
+        self.trainer.optimizers[0].add_param_group({"params": [*self.net.added.parameters()]})
+
+
 class FreezingLater(Module):
     def on_train_start(self) -> None:
         self.net.branch.requires_grad_(False)
@@ -592,6 +598,7 @@ def attempt(kind: type[Module], stage: int) -> str:
     [
         (Unfreezing, "RuntimeError: net.branch.weight, net.branch.bias was frozen when fit() began"),
         (AddingGroup, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
+        (Growing, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
         (ForgettingToZero, "RuntimeError: manual_backward() followed optimizer.step() without zero_grad()"),
         (WholeMatrices, "ValueError: Adafactor cannot train with ZeRO stage"),
         (Closing, "ValueError: OfClosure steps with a closure alone"),
@@ -659,7 +666,7 @@ def test_a_save_replaces_checkpoints_and_nothing_else(tmp_path: Path) -> None:
 def test_two_classes_of_one_name_are_both_leaf_modules() -> None:
     from deepspeed.utils import z3_leaf_module
 
-    from accelight.strategies.deepspeed.config.leaf_modules import set_leaf_modules
+    from accelight.strategies.deepspeed.plugin import set_leaf_modules
 
     def expert_class() -> type[nn.Module]:
         class Experts(nn.Linear):

@@ -21,10 +21,10 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig as AcceleratesConfig
 from torch import nn
 
 from accelight.state import AcceleratorState, DistributedType
-from accelight.strategies.common import spelling
+from accelight.strategies.common import config as spelling
 from accelight.strategies.deepspeed import DeepSpeedPlugin as Plugin
 from accelight.strategies.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
-from accelight.strategies.deepspeed.config.environment import VARIABLES
+from accelight.strategies.deepspeed.plugin import VARIABLES
 
 ASKED_FOR = "ACCELERATE_CONFIG_DS_FIELDS"
 DOCUMENTED = {

@@ -14,8 +14,7 @@ from torch import Tensor
 from accelight.state import AcceleratorState
 from accelight.strategies import DeepSpeedPlugin
 from accelight.strategies.deepspeed import DeepSpeedEngineWrapper
-from accelight.strategies.deepspeed.config.auto_values import TrainingFacts
-from accelight.strategies.deepspeed.config.hidden_size import hidden_size_of
+from accelight.strategies.deepspeed.ds_config import TrainingFacts, hidden_size_of
 from tests.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")

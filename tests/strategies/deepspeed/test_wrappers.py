@@ -11,11 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accelight.strategies.deepspeed import (
-    DeepSpeedEngineWrapper,
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-)
+from accelight.strategies.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from tests.ranks import run_on_ranks
 
 ACCUMULATE = 3

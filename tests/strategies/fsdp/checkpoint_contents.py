@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten
 
 from accelight.checkpoint import merge_fsdp_weights
-from accelight.strategies.fsdp.checkpoints.sharded_checkpoints import METADATA_FILE
+from accelight.strategies.fsdp.checkpoint.writer import METADATA_FILE
 
 
 def everything_in(path: Path) -> Any:

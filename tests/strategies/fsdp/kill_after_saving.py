@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints.saving_process import SavingProcess
+from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
 from tests.ranks import _PRELOAD
 from tests.scripts import wait_for
 from tests.slowness import slowness

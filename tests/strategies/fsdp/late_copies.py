@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from accelight.strategies.fsdp.checkpoints import background_saves, pending_copies
-from accelight.strategies.fsdp.checkpoints.background_saves import BackgroundSaves
-from accelight.strategies.fsdp.checkpoints.pending_copies import PendingCopies
+from accelight.strategies.fsdp.checkpoint import async_save, staging
+from accelight.strategies.fsdp.checkpoint.async_save import BackgroundSaves
+from accelight.strategies.fsdp.checkpoint.staging import PendingCopies
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def late_copies(*, optimizer_waits: bool) -> Iterator[list[PendingCopies]]:
         wait_for_saves(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background_saves, "PendingCopies", Late)
+        patch.setattr(async_save, "PendingCopies", Late)
         patch.setattr(BackgroundSaves, "wait", wait)
-        patch.setattr(pending_copies, "_FROM_BYTES", 1)
+        patch.setattr(staging, "_FROM_BYTES", 1)
         yield made

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelight.strategies.fsdp import (
-    FullyShardedDataParallelPlugin,
-)
+from accelight.strategies.fsdp import FullyShardedDataParallelPlugin
 
 
 @dataclass

@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelight.checkpoint import merge, merge_fsdp_weights
 from accelight.checkpoint.locate import find_checkpoint
-from accelight.checkpoint.writing.linkable import LINK_BYTES
+from accelight.checkpoint.writing.plan import LINK_BYTES
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints.aligned_file import AlignedFile, Place, places
-from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+from accelight.strategies.fsdp.checkpoint.writer import AlignedFile, FolderWriter, Place, places
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer, rank_loader
 

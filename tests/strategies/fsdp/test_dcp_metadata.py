@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from accelight.checkpoint import CheckpointError
-from accelight.strategies.fsdp.checkpoints.safe_dcp import SafeReader
+from accelight.strategies.fsdp.checkpoint.loader import SafeReader
 
 
 def save(folder: Path, dtype: torch.dtype = torch.bfloat16, file: str = "__0_0.distcp") -> None:

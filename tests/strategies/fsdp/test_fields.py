@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
-from accelight.strategies.fsdp.engines.choice import build_engine
-from accelight.strategies.fsdp.units.mesh import build_mesh
-from accelight.strategies.fsdp.units.sharded_root import inside_root
-from accelight.strategies.fsdp.weights.initial_weights import prepare_with_weights
+from accelight.strategies.fsdp.sharded_model import build_mesh, inside_root
+from accelight.strategies.fsdp.strategy import build_engine
+from accelight.strategies.fsdp.weights import prepare_with_weights
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelight.strategies.fsdp import fsdp2_load_full_state_dict
-from accelight.strategies.fsdp.units.named_tensors import named_tensors
-from accelight.strategies.fsdp.weights.full_state_dict import _NUM_IN_BATCH
+from accelight.strategies.fsdp.sharded_model import named_tensors
+from accelight.strategies.fsdp.weights import _NUM_IN_BATCH
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.loading import assert_equals, build, full_dict, process, shard
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelight.strategies.fsdp import FullyShardedDataParallelPlugin
-from accelight.strategies.fsdp.engines.choice import build_engine
-from accelight.strategies.fsdp.units import groups
+from accelight.strategies.fsdp import units as groups
+from accelight.strategies.fsdp.strategy import build_engine
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.grid import (
     KINDS,

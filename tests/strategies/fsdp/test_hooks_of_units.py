@@ -89,7 +89,7 @@ class _Hooked(TinyModule):
 def _order_of_hooks(keep_torchs: bool) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if keep_torchs:
-            patch.setattr("accelight.strategies.fsdp.engines.fsdp2_units.disable_dynamo_once", lambda state: None)
+            patch.setattr("accelight.strategies.fsdp.fsdp2.disable_dynamo_once", lambda state: None)
         module = _Hooked(CASE, Outcome())
         quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **WRAP), 2, max_steps=1).fit(module, rank_loader(2))
     return module.seen
@@ -178,7 +178,7 @@ def _labels(torchs: bool) -> tuple[Counter[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fsdp_param_group, "record_function", profiler.record_function)
         if torchs:
-            patch.setattr("accelight.strategies.fsdp.engines.fsdp2_units.label_quickly", lambda: None)
+            patch.setattr("accelight.strategies.fsdp.fsdp2.label_quickly", lambda: None)
         labels = _Labels(patch)
         trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **WRAP), 2, max_steps=3, callbacks=[labels])
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accelight.checkpoint.formats.dtypes import DTYPES
-from accelight.strategies.fsdp.checkpoints.host_blocks import in_host_memory
+from accelight.checkpoint.formats.base import DTYPES
+from accelight.strategies.fsdp.checkpoint.safetensors import in_host_memory
 from tests.ranks import run_on_ranks
 
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints.checkpointer import Checkpointer
-from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
+from accelight.strategies.fsdp.checkpoint.checkpointer import Checkpointer
+from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.fsdp.steps import AtStep

@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp import fsdp2_prepare_model
-from accelight.strategies.fsdp.units.master_weights import convert_floats
+from accelight.strategies.fsdp.units import convert_floats
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.plain_loop import accelerator
 from tests.strategies.fsdp.quantised import BF16, FP32, Linear4bit

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelight.strategies.fsdp.units.mesh import build_mesh
+from accelight.strategies.fsdp.sharded_model import build_mesh
 from tests.ranks import free_port, run_on_ranks
 from tests.scripts import run_script
 

@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from accelight.checkpoint.formats.dcp.metadata import read_dcp_metadata
-from accelight.checkpoint.formats.dcp.storage_items import StorageItems
-from accelight.checkpoint.formats.torch_save.repeats import Repeats
-from accelight.strategies.fsdp.checkpoints import dcp_writer
-from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-from accelight.strategies.fsdp.checkpoints.metadata_writer import write_metadata
+from accelight.checkpoint.formats.dcp_metadata import StorageItems, read_dcp_metadata
+from accelight.checkpoint.formats.safe_unpickler import Repeats
+from accelight.strategies.fsdp.checkpoint import writer as dcp_writer
+from accelight.strategies.fsdp.checkpoint.planner import pickle_metadata
+from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 from tests.checkpoint.shortcuts import count_shortcuts
 
 NUMBERS = st.sampled_from([0, 1, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**40])
@@ -69,7 +68,7 @@ def saves(draw: st.DrawFn) -> tuple[Metadata, list[list[WriteResult]]]:
 def test_any_description_is_read_as_it_was(save: tuple[Metadata, list[list[WriteResult]]]) -> None:
     metadata, results = save
     stream = io.BytesIO()
-    write_metadata(stream, metadata, results)
+    pickle_metadata(stream, metadata, results)
     found = pickle.loads(stream.getvalue())
     storage = {one.index: one.storage_data for own in results for one in own}
     assert (found.state_dict_metadata, found.planner_data) == (metadata.state_dict_metadata, metadata.planner_data)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.one_start import check_layout, check_values, send_from_rank_zero
+from accelight.strategies.common.broadcast import check_layout, check_values, send_from_rank_zero
 from tests.ranks import run_on_ranks
 from tests.strategies.one_start import Module, assert_alike, fit, plain_weights
 from tests.strategies.oracle import quiet_trainer

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelight.strategies.fsdp import fsdp2_switch_optimizer_parameters
-from accelight.strategies.fsdp.units.optimizer_parameters import map_parameters, parameters_by_name
+from accelight.strategies.fsdp.sharded_model import map_parameters, parameters_by_name
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import TinyModel, build_model
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints import sharded_checkpoints as checkpointing
+from accelight.strategies.fsdp.checkpoint import state_dict as checkpointing
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader

@@ -27,12 +27,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from accelight.strategies.fsdp.checkpoints import dcp_writer
-from accelight.strategies.fsdp.checkpoints.dcp_writer import FolderWriter
-from accelight.strategies.fsdp.checkpoints.kept_plans import KeptPlans, ToldPlan
-from accelight.strategies.fsdp.checkpoints.packed_plans import PackedPlan, in_torchs_form, merge_plans
-from accelight.strategies.fsdp.checkpoints.saving_plan import OwnPart
-from accelight.strategies.fsdp.checkpoints.written_parts import Places, RankResults
+from accelight.strategies.fsdp.checkpoint import writer as dcp_writer
+from accelight.strategies.fsdp.checkpoint.planner import (
+    KeptPlans,
+    OwnPart,
+    PackedPlan,
+    Places,
+    RankResults,
+    ToldPlan,
+    in_torchs_form,
+    merge_plans,
+)
+from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 from tests.ranks import run_on_ranks
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -159,7 +159,7 @@ def test_what_would_be_lost_is_refused(options: dict[str, Any], kind: str, messa
 
 def test_parameters_are_freed_though_somebody_asks() -> None:
     """What the strategy notes about parameters keeps none of them alive."""
-    from accelight.strategies.fsdp.units.references import References
+    from accelight.strategies.fsdp.sharded_model import References
 
     layer = nn.Linear(2, 2)
     references = References(layer, kept=())

@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints.pending_copies import PendingCopies
-from accelight.strategies.fsdp.checkpoints.shared_memory import SharedStager
-from accelight.strategies.fsdp.checkpoints.staging import Stager
+from accelight.strategies.fsdp.checkpoint.staging import PendingCopies, SharedStager, Stager
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.checkpoint_contents import assert_equal, everything_in
 from tests.strategies.fsdp.engines import ENGINES

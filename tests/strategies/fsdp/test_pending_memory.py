@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints import pending_copies
+from accelight.strategies.fsdp.checkpoint import staging
 from tests.ranks import forget_processes, run_on_ranks
 from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.oracle import quiet_trainer
@@ -71,7 +71,7 @@ def _peak(library: str, folder: str, from_bytes: int) -> tuple[int, list[int]]:
     for step in SAVES:
         actions |= {step: save, step + 1: note}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending_copies, "_FROM_BYTES", from_bytes)
+        patch.setattr(staging, "_FROM_BYTES", from_bytes)
         trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[AtStep(actions)])
         trainer.fit(_Wide(), DataLoader(list(torch.randn(2 * NUM_STEPS * 2, WIDTH)), 2))  # type: ignore[arg-type]
     return min(highest), num_copies

@@ -29,16 +29,19 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from accelight.state import AcceleratorState
-from accelight.strategies.common import spelling
-from accelight.strategies.fsdp.config.environment import (
+from accelight.strategies.common import config
+from accelight.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as Plugin
+from accelight.strategies.fsdp.plugin import materialize
+from accelight.strategies.fsdp.settings import (
     VARIABLES,
+    FSDP1Settings,
+    FSDP2Settings,
+    PrecisionSettings,
+    WrapSettings,
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     fields_from_env,
 )
-from accelight.strategies.fsdp.config.plugin import FullyShardedDataParallelPlugin as Plugin
-from accelight.strategies.fsdp.config.plugin_fields import materialize
-from accelight.strategies.fsdp.config.settings import FSDP1Settings, FSDP2Settings, PrecisionSettings, WrapSettings
 
 BF16 = torch.bfloat16
 DOCUMENTED = {
@@ -122,7 +125,7 @@ def initialise(module: nn.Module) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(spelling, "_warned", set())
+    monkeypatch.setattr(config, "_warned", set())
     for variable in (*VARIABLES.values(), "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(variable, raising=False)
     with warnings.catch_warnings():

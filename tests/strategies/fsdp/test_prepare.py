@@ -18,7 +18,7 @@ from accelight.strategies.fsdp import (
     map_parameters,
     parameters_by_name,
 )
-from accelight.strategies.fsdp.engines.choice import build_engine
+from accelight.strategies.fsdp.strategy import build_engine
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.fsdp.plain_loop import accelerator

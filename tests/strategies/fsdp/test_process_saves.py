@@ -18,11 +18,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.new_checkpoints import NewFolder
-from accelight.strategies.fsdp.checkpoints import handed_saves, saving_process, shared_memory
-from accelight.strategies.fsdp.checkpoints.kept_plans import KeptPlans
-from accelight.strategies.fsdp.checkpoints.saving_process import SavingProcess
-from accelight.strategies.fsdp.checkpoints.saving_process_main import _records_of_others
+from accelight.strategies.common.checkpoint_files import NewFolder
+from accelight.strategies.fsdp.checkpoint import process_save, staging
+from accelight.strategies.fsdp.checkpoint.planner import KeptPlans
+from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
+from accelight.strategies.fsdp.checkpoint.saving_process_main import _records_of_others
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
 from tests.strategies.fsdp.engines import ENGINES
@@ -243,13 +243,13 @@ def _fail_early(folder: str) -> list[str]:
     def save_with_little_memory(trainer: Trainer) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(shared_memory, "_available", lambda: 1000)
+                patch.setattr(staging, "_available", lambda: 1000)
             save(trainer)
 
     def save_where_no_plan_can_be_sent(trainer: Trainer) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr(handed_saves, "Part", _no_part)
+                patch.setattr(process_save, "Part", _no_part)
             save(trainer)
 
     def save_without_python(trainer: Trainer) -> None:
@@ -259,7 +259,7 @@ def _fail_early(folder: str) -> list[str]:
 
     def save_without_a_module(trainer: Trainer) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saving_process, "_MAIN", "raise SystemExit('nothing starts here')")
+            patch.setattr(process_save, "_MAIN", "raise SystemExit('nothing starts here')")
             with pytest.raises(RuntimeError) as caught:  # by the save, if the process has ended that soon
                 _save_and_wait(trainer, f"{folder}/failed")
             messages.append(str(caught.value))
@@ -472,7 +472,7 @@ def test_what_the_process_cannot_write_is_refused_before_training(tmp_path: Path
 def test_the_process_has_no_lightning_and_no_accelerator() -> None:
     code = """
 import sys
-import accelight.strategies.fsdp.checkpoints.saving_process_main
+import accelight.strategies.fsdp.checkpoint.saving_process_main
 import torch
 heavy = {"lightning", "pytorch_lightning", "torchmetrics", "transformers", "deepspeed"}
 assert not heavy & {name.split(".")[0] for name in sys.modules}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from accelight.strategies.fsdp.config.settings import PrecisionSettings
-from accelight.strategies.fsdp.units.refused_models import check_modules
+from accelight.strategies.fsdp.settings import PrecisionSettings
+from accelight.strategies.fsdp.units import check_modules
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.quantised import BF16, Linear4bit
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from accelight.state.process_group import group_store
-from accelight.strategies.common import compared_actions
-from accelight.strategies.common.compared_actions import ComparedActions
-from accelight.strategies.fsdp.steps.same_path import SamePath
+from accelight.strategies.common import rendezvous
+from accelight.strategies.common.rendezvous import ComparedActions
+from accelight.strategies.fsdp.step import SamePath
 from tests.ranks import run_on_ranks
 from tests.strategies.orders import Fit, Script, run
 
@@ -86,7 +86,7 @@ def test_the_store_keeps_the_last_verdict_alone() -> None:
 
 def _fail_and_compare() -> str:
     if dist.get_rank() == 1:  # as after an error between making it and making the next
-        next(compared_actions._COUNT)
+        next(rendezvous._COUNT)
     compared = ComparedActions("", timedelta(seconds=5))
     compared.compare("does it")
     return compared._prefix

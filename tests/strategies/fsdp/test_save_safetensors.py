@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoints import safetensors_saving
-from accelight.strategies.fsdp.checkpoints.host_blocks import in_host_memory
-from accelight.strategies.fsdp.checkpoints.safetensors_saving import _Part, _runs
+from accelight.strategies.fsdp.checkpoint import safetensors
+from accelight.strategies.fsdp.checkpoint.safetensors import _Part, _runs, in_host_memory
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import BLOCKS
 from tests.strategies.oracle import WIDTH, Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -61,9 +60,9 @@ def _save_both_ways(options: dict[str, Any], folder: str) -> list[Any]:
     trainer, strategy = _fit(options)
     trainer.save_checkpoint(f"{folder}/sharded")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_saving, "_SHARED_FROM_BYTES", 0)  # so that all have a part in unsharded parameters
+        patch.setattr(safetensors, "_SHARED_FROM_BYTES", 0)  # so that all have a part in unsharded parameters
         through_blocks = partial(in_host_memory, block_bytes=64, copy_all=True)  # as from a device
-        patch.setattr(safetensors_saving, "in_host_memory", through_blocks)
+        patch.setattr(safetensors, "in_host_memory", through_blocks)
         reports = [strategy.save_safetensors(f"{folder}/direct_{name}", **more) for name, more in OPTIONS.items()]
     reports.append(strategy.save_safetensors(f"{folder}/made/for/it/weights.safetensors"))
     return [(report.files, report.num_bytes, report.ties, report.skipped) for report in reports]
@@ -165,7 +164,7 @@ def _failures(folder: str) -> list[str]:
     attempt("has_single", max_shard_size=300)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(safetensors_saving, "_write_parts", _raise)
+            patch.setattr(safetensors, "_write_parts", _raise)
         attempt("new")
     if rank == 0:
         attempt("new")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.units.groups import without_split_ties
+from accelight.strategies.fsdp.units import without_split_ties
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
     WIDTH,

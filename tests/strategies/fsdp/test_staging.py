@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelight.strategies.common.store_messages import store_messages
-from accelight.strategies.fsdp.checkpoints.background_saves import BackgroundSaves
-from accelight.strategies.fsdp.checkpoints.staging import Stager
+from accelight.strategies.common.rendezvous import store_messages
+from accelight.strategies.fsdp.checkpoint.async_save import BackgroundSaves
+from accelight.strategies.fsdp.checkpoint.staging import Stager
 from tests.ranks import run_on_ranks
 
 

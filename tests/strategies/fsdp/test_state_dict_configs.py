@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import fsdp
 
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
-from accelight.strategies.common import spelling
-from accelight.strategies.fsdp.checkpoints.state_dicts import state_dict_options
-from accelight.strategies.fsdp.config.settings import FullState
+from accelight.strategies.common import config as spelling
+from accelight.strategies.fsdp.checkpoint.state_dict import state_dict_options
+from accelight.strategies.fsdp.settings import FullState
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModel, TinyModule, quiet_trainer, rank_loader

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from accelight.strategies.fsdp import fsdp2_prepare_model
-from accelight.strategies.fsdp.engines.fsdp2_units import can_be_unit
+from accelight.strategies.fsdp.fsdp2 import can_be_unit
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
     WIDTH,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.engines.waiting_scalers import WaitingGradScaler, WaitingShardedGradScaler
+from accelight.strategies.fsdp.engine import WaitingGradScaler, WaitingShardedGradScaler
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader

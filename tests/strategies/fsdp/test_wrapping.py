@@ -25,9 +25,9 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from accelight.checkpoint.names import clean_name
-from accelight.strategies.fsdp.config.plugin import FullyShardedDataParallelPlugin
-from accelight.strategies.fsdp.config.settings import WrapSettings
-from accelight.strategies.fsdp.config.wrapping import (
+from accelight.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+from accelight.strategies.fsdp.settings import (
+    WrapSettings,
     fsdp2_prepare_auto_wrap_policy,
     resolve_ignored,
     units_to_wrap,

@@ -100,7 +100,7 @@ def text(batch_size: int, length: int) -> Tensor:
 
 def small_llama(folder: str, activation_checkpointing: bool = False) -> LightningModule:
     """What ``accelight plan --hf-config`` plans."""
-    from accelight.strategies.planning.causal_lm import HuggingFaceModule
+    from accelight.strategies.planning.example_model import HuggingFaceModule
 
     return HuggingFaceModule(folder, activation_checkpointing)
 

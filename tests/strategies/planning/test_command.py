@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accelight.command import main
-from accelight.strategies.planning.batches import batch_of, batch_size_of
+from accelight.strategies.planning.example_model import batch_of, batch_size_of
 from accelight.strategies.planning.memory_plan import MemoryPlan, size
-from accelight.strategies.planning.suggestions import Variant, advice, table, try_variants
+from accelight.strategies.planning.planner import Variant, advice, table, try_variants
 from accelight.strategies.planning.wishes import Wishes, named
 from tests.strategies.planning import models
 

@@ -12,7 +12,7 @@ import pytest
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from accelight.strategies.planning import plan_memory
-from accelight.strategies.planning.causal_lm import causal_lm_batch
+from accelight.strategies.planning.example_model import causal_lm_batch
 from tests.ranks import forget_processes, run_on_ranks
 from tests.strategies.planning.measured import NUM_STEPS, Measured, build_allocator, measure
 from tests.strategies.planning.models import Images, LanguageModel, images, small_llama, text, write_llama_config

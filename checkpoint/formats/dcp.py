@@ -1,0 +1,771 @@
+"""Folders of torch.distributed.checkpoint, with a ``.metadata`` file or as safetensors shards, as formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from ..files import CheckpointError, file_inside, is_regular, open_regular, read_regular
+from ..manifest import HINT, Digests, Manifest, RecordDigests, read_manifest
+from .base import (
+    MAX_BYTES,
+    MODEL_KEYS,
+    CheckpointInfo,
+    DType,
+    Format,
+    Piece,
+    ShardFile,
+    Source,
+    SourceTensor,
+    StoredTensorInfo,
+    TensorFile,
+    TensorInfo,
+    check_coverage,
+    check_expansion,
+    is_contiguous,
+    is_optimizer_key,
+)
+from .dcp_metadata import (
+    METADATA_NAME,
+    DCPMetadata,
+    Layout,
+    StoredRecord,
+    StoredTensor,
+    TensorTable,
+    read_dcp_metadata,
+    same_names,
+)
+from .safe_unpickler import load_restricted
+from .safetensors import read_safetensors
+from .torch_save import (
+    BEGINNING,
+    META_NAME,
+    SMALL,
+    TENSOR_NAMES,
+    DescribedTensor,
+    Fixed,
+    PlacedTensor,
+    TorchArchive,
+    Window,
+    place,
+    read_progress,
+    storage_of,
+)
+
+# ------------------------------------------------------------------------------------------------
+# Folders of DCP's safetensors format: each rank's chunks in a file, and their places in its header.
+#
+# Such a folder has no ``.metadata``. A header says where in its tensor each chunk begins, but not the tensor's
+# full shape: as for torch's own reader, it ends where the last chunk does.
+#
+# Source: torch 2.13 ``distributed/checkpoint/hf_storage.py`` (``HuggingFaceStorageWriter`` with
+# ``save_distributed=True``; ``HuggingFaceStorageReader.read_metadata``), ``filesystem.py``
+# (``_write_files_from_queue``).
+
+
+SHARD_PATTERN = "shard-*-model-*-of-*.safetensors"
+_OFFSETS = "DCP_SHARDING_INFO"
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], StoredRecord]
+
+
+def has_safetensors_shards(folder: Path) -> bool:
+    """Whether a folder holds files with the names that DCP's safetensors writer gives."""
+    return next(folder.glob(SHARD_PATTERN), None) is not None
+
+
+def read_safetensors_shards(folder: Path) -> DCPMetadata:
+    """Read the headers of all shards in a folder.
+
+    Raises:
+        CheckpointError: If one is damaged or does not say where its chunks belong, or two disagree about a tensor.
+    """
+    dtypes: dict[str, tuple[DType, str]] = {}
+    chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]] = {}
+    for name in sorted(path.name for path in folder.glob(SHARD_PATTERN)):
+        file = read_safetensors(file_inside(folder, name, str(folder)))
+        for fqn, dtype, chunk in _chunks(file, name):
+            first, where = dtypes.setdefault(fqn, (dtype, name))
+            known = chunks.setdefault(fqn, {})
+            if dtype is not first:
+                raise CheckpointError(
+                    f"{folder}: tensor {fqn!r} is {first.name} in {where} and {dtype.name} in {name}."
+                )
+            if any(len(sizes) != len(chunk[1]) for _, sizes in known):
+                raise CheckpointError(
+                    f"{folder}: tensor {fqn!r} has another number of dimensions in {where} than in {name}."
+                )
+            known.setdefault(chunk[:2], chunk)  # replicas
+    tensors = (
+        StoredTensor(fqn, dtypes[fqn][0], _full_shape(known), tuple(known.values())) for fqn, known in chunks.items()
+    )
+    return DCPMetadata(TensorTable.of(tensors), (), {})
+
+
+def _full_shape(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tuple[int, ...]:
+    ends = [tuple(map(sum, zip(*chunk, strict=True))) for chunk in chunks]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _chunks(file: TensorFile, name: str) -> Iterator[tuple[str, DType, _Chunk]]:
+    if _OFFSETS not in file.metadata:
+        raise CheckpointError(
+            f"{file.path}: the header has no {_OFFSETS}, which says where the chunks belong. "
+            f"torch.distributed.checkpoint's safetensors writer puts it there."
+        )
+    try:
+        info = json.loads(file.metadata[_OFFSETS])
+        places = {fqn: tuple(info[fqn]["saved_offsets"]) for fqn in file.tensors}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file.path}: {_OFFSETS} does not name every tensor's place ({error!r}).") from error
+    for fqn, tensor in file.tensors.items():
+        offsets = places[fqn]
+        if len(offsets) != len(tensor.shape) or not all(type(one) is int and 0 <= one < MAX_BYTES for one in offsets):
+            raise CheckpointError(
+                f"{file.path}: tensor {fqn!r} of shape {list(tensor.shape)} is said to begin at {list(offsets)}."
+            )
+        record = StoredRecord(name, tensor.start, tensor.num_bytes, (), is_raw=True)
+        yield fqn, tensor.dtype, (offsets, tensor.shape, record)
+
+
+_TORCH_CHECKPOINTING_NAME = "metadata.pkl"
+"""meta-pytorch/torch_checkpointing's description, beside a file for each of the checkpoint's items and processes."""
+
+
+class DCPFormat(Format):
+    """Records in ``.distcp`` files, and ``.metadata``, which says where each lies."""
+
+    signs: tuple[str, ...] = (f"{METADATA_NAME} (torch.distributed.checkpoint; Lightning's and accelight's folders)",)
+    kind = "torch-dcp"
+    """What it is called where nothing tells who saved it."""
+
+    def detect(self, folder: Path) -> bool:
+        """Whether there is a ``.metadata`` file."""
+        return (folder / METADATA_NAME).is_file()
+
+    def open(self, folder: Path) -> tuple[Source, Manifest | None]:
+        """Read the metadata, of which ``accelight.json`` may say where the model is."""
+        manifest = read_manifest(folder)
+        return dcp_source(folder, self.read_metadata(folder, manifest), manifest), manifest
+
+    def describe(self, folder: Path) -> CheckpointInfo:
+        """Describe it from its metadata, ``accelight.json`` and ``meta.pt``."""
+        manifest = read_manifest(folder)
+        return describe_dcp(folder, self.read_metadata(folder, manifest), manifest, self.kind)
+
+    def why_unreadable(self, folder: Path) -> str | None:
+        """Tell of folders with a description for each process, with one that is no file, or with files by rank."""
+        try:
+            is_regular(folder / METADATA_NAME)
+        except CheckpointError as error:
+            return f"cannot be read: {error}"
+        by_rank = sorted(path.name for path in folder.glob("pytorch_model_fsdp*_rank*.bin"))
+        if by_rank:
+            return (
+                f"holds {by_rank[0]}, one of {len(by_rank)} files that Accelerate wrote with use_dcp=False or as "
+                "LOCAL_STATE_DICT: they belong to that number of processes, and do not say where their parts lie in "
+                "the whole. Load them there with load_fsdp_model(), and save with use_dcp=True and SHARDED_STATE_DICT."
+            )
+        of_first_rank = next((path.name for path in sorted(folder.glob("*_0.pt"))), None)
+        if of_first_rank is not None and (folder / _TORCH_CHECKPOINTING_NAME).is_file():
+            return (
+                f"holds {_TORCH_CHECKPOINTING_NAME} and {of_first_rank}: torch_checkpointing's layout, which newer "
+                "versions of torchtitan write. Its description is a pickle that may run any code, and is not read "
+                "here. Load it with torch_checkpointing, and save it with torch.distributed.checkpoint."
+            )
+        if not any(folder.glob(f"__*{METADATA_NAME}")):
+            return None
+        return (
+            f"was saved without coordination (__0_{METADATA_NAME} and so on, one a process). "
+            f"Save it with use_collectives=True to merge it."
+        )
+
+    def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
+        """Read where the tensors of a folder lie."""
+        digest = None if manifest is None else manifest.digests.get(METADATA_NAME)
+        return read_dcp_metadata(folder / METADATA_NAME, digest)
+
+
+class DCPSafetensorsFormat(DCPFormat):
+    """Shards in safetensors files, whose headers say where each lies."""
+
+    signs = (
+        f"{SHARD_PATTERN} (its safetensors format)",
+        f"a folder such as pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)",  # of DCP's, too: said after both
+    )
+    kind = "torch-dcp-safetensors"
+
+    def detect(self, folder: Path) -> bool:
+        """Whether there are files named as its writer names them."""
+        return has_safetensors_shards(folder)
+
+    def why_unreadable(self, folder: Path) -> str | None:
+        """Nothing: `DCPFormat` has told."""
+        return None
+
+    def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
+        """Read the headers of the shards."""
+        return read_safetensors_shards(folder)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a folder of torch.distributed.checkpoint holds, told from its metadata.
+
+
+_MAX_META_BYTES = 2**31
+_KINDS = {
+    "accelight": "accelight (torch.distributed.checkpoint with accelight.json)",
+    "accelerate": "Accelerate, FSDP",
+    "lightning-fsdp": "Lightning, FSDPStrategy",
+    "lightning-model-parallel": "Lightning, ModelParallelStrategy",
+    "lightning": "Lightning Fabric",
+    "torch-dcp": "torch.distributed.checkpoint",
+    "torch-dcp-safetensors": "torch.distributed.checkpoint, safetensors format",
+}
+
+
+def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None, unknown_kind: str) -> CheckpointInfo:
+    """Say what a DCP folder holds.
+
+    Args:
+        folder: The folder.
+        metadata: Where its tensors lie.
+        manifest: What ``accelight.json`` says, if there is one.
+        unknown_kind: The kind where nothing tells who saved the folder.
+    """
+    names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
+    digests = {} if manifest is None else manifest.digests
+    if META_NAME in digests:
+        digests[META_NAME].check(folder / META_NAME, read_regular(folder / META_NAME, _MAX_META_BYTES, META_NAME))
+    notes: tuple[str, ...] = ()
+    epoch = step = None
+    try:
+        epoch, step = read_progress(folder)
+    except CheckpointError as error:
+        notes = (f"epoch and step are not known: {error}",)
+    prefix = _prefix(names)
+    kind = _kind(folder, manifest, prefix, unknown_kind)
+    described = {name: metadata.tensors[fqn] for name, fqn in names.items()}
+    return CheckpointInfo(
+        path=folder,
+        kind=kind,
+        model_prefix=prefix,
+        tensors=tuple(
+            StoredTensorInfo.of(name, tensor.dtype, tensor.shape, len(tensor.chunks))
+            for name, tensor in described.items()
+        ),
+        files=_files(folder, metadata, digests),
+        has_optimizer=_has_optimizer(folder, metadata),
+        ties={} if manifest is None else dict(manifest.ties),
+        module_attribute=None if manifest is None else manifest.module_attribute,
+        epoch=epoch,
+        global_step=step,
+        skipped=skipped | dict.fromkeys(metadata.not_tensors, "not a tensor"),
+        has_digests=bool(digests),
+        notes=notes,
+        kind_in_words=_KINDS[kind],
+    )
+
+
+def _prefix(names: Mapping[str, str]) -> str:
+    """Return what was taken off in front of the model's names."""
+    return next((fqn[: len(fqn) - len(name)].rstrip(".") for name, fqn in names.items()), "")
+
+
+def _kind(folder: Path, manifest: Manifest | None, prefix: str, unknown: str) -> str:
+    if manifest is not None:
+        return "accelight"
+    if folder.name.startswith("pytorch_model_fsdp_"):
+        return "accelerate"
+    if (folder / META_NAME).is_file():
+        return {"model": "lightning-fsdp", "state_dict": "lightning-model-parallel"}.get(prefix, "lightning")
+    return unknown
+
+
+def _has_optimizer(folder: Path, metadata: DCPMetadata) -> bool:
+    entries = (*metadata.tensors, *metadata.not_tensors)
+    if any(is_optimizer_key((metadata.paths.get(fqn) or (fqn,))[0].partition(".")[0]) for fqn in entries):
+        return True
+    beside = folder.resolve().parent.glob(f"*/{METADATA_NAME}") if folder.name.startswith("pytorch_model_fsdp_") else ()
+    return any(is_optimizer_key(path.parent.name) for path in beside)
+
+
+def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[ShardFile, ...]:
+    by_file: dict[str, list[tuple[str, StoredRecord]]] = {}
+    for fqn, tensor in metadata.tensors.items():
+        for _, _, record in tensor.chunks:
+            by_file.setdefault(record.relative_path, []).append((fqn, record))
+    files = []
+    for name in sorted(by_file):
+        fqn, last = max(by_file[name], key=lambda one: one[1].offset + one[1].length)
+        size = file_inside(folder, name, f"{folder / METADATA_NAME}: tensor {fqn!r}").stat().st_size
+        if last.offset + last.length > size:
+            raise CheckpointError(
+                f"{folder / name}: tensor {fqn!r}: the record should end at byte {last.offset + last.length}, the file "
+                f"has {size}. It was cut off, or belongs to another save."
+            )
+        if name in digests:
+            digests[name].check_size(folder / name, size)
+        files.append(ShardFile(name, size, len(by_file[name])))
+    return tuple(files)
+
+
+# ------------------------------------------------------------------------------------------------
+# Folders of torch.distributed.checkpoint as a source of the merge: which tensors are the model's, where they lie.
+
+
+_is_contiguous = lru_cache(maxsize=1000)(is_contiguous)  # a few shapes, of very many tensors
+
+
+def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = None) -> Source:
+    """Return the model of a DCP folder.
+
+    Args:
+        folder: Holds the files.
+        metadata: Says what is in them.
+        manifest: Says under which key of the saved state dict the model is, and how the files were written.
+
+    Raises:
+        CheckpointError: If the model cannot be told, or the records are others than were written.
+    """
+    prefix = None if manifest is None else manifest.model_prefix
+    fqns, depth, skipped = _select(metadata, prefix, str(folder))
+    digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
+    skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
+    table = metadata.tensors
+    table.rename(_named(metadata, fqns, depth), str(folder))
+
+    def locate(wanted: Iterable[str]) -> Mapping[str, SourceTensor]:
+        return locate_tensors(folder, table, wanted, digests)
+
+    def check(wanted: Iterable[str], on_bytes: Callable[[int], object]) -> None:
+        _check_records(folder, table, wanted, digests, on_bytes)
+
+    return Source(folder, TensorInfos(table), skipped, locate, check)
+
+
+def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the model's names with their entries' full names, and what belongs to something else."""
+    fqns, depth, skipped = _select(metadata, prefix, where)
+    names: dict[str, str] = {}
+    for name, fqn in _named(metadata, fqns, depth):
+        if name in names:
+            raise same_names(where, name, names[name], fqn)
+        names[name] = fqn
+    return names, skipped
+
+
+def _named(metadata: DCPMetadata, fqns: list[str], depth: int) -> Iterator[tuple[str, str]]:
+    """Yield each entry's name below a level of its path, and in full. The list is used up: it may be a long one."""
+    fqns.reverse()
+    while fqns:
+        fqn = fqns.pop()
+        name = ".".join((metadata.paths.get(fqn) or (fqn,))[depth:])
+        yield fqn if name == fqn else name, fqn
+
+
+def _select(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[list[str], int, dict[str, str]]:
+    """Return the model's entries, the level of their paths where its names begin, and what is not the model's."""
+    path_of = metadata.paths.get
+    fqns = list(metadata.tensors)
+    longest = max((len(path_of(fqn) or (fqn,)) for fqn in fqns), default=0)
+    skipped: dict[str, str] = {}
+    for depth in range(longest):
+        keys = _keys(metadata, fqns, depth)
+        groups: dict[str, int] = {}
+        for key in keys:
+            if key is not None:
+                groups[key] = groups.get(key, 0) + 1
+        optimizers = {key for key in groups if is_optimizer_key(key)}
+        if len(optimizers) < len(groups) and optimizers:  # a folder of nothing but optimizer state was asked for
+            skipped |= {fqn: "optimizer state" for fqn, key in zip(fqns, keys, strict=True) if key in optimizers}
+            fqns = [fqn for fqn, key in zip(fqns, keys, strict=True) if key not in optimizers]
+            keys = [key for key in keys if key not in optimizers]
+            groups = {key: count for key, count in groups.items() if key not in optimizers}
+        chosen = _choose_group(groups, sum(groups.values()) == len(fqns), prefix if depth == 0 else None, where)
+        if chosen is None:
+            break
+        others = [fqn for fqn, key in zip(fqns, keys, strict=True) if key != chosen]
+        skipped |= dict.fromkeys(others, f"not part of {chosen!r}, the model")
+        fqns = [fqn for fqn, key in zip(fqns, keys, strict=True) if key == chosen]
+        if is_optimizer_key(chosen):  # asked for: its own keys stay in the names
+            depth += 1
+            break
+    else:
+        depth = 0
+    return fqns, depth, skipped
+
+
+def _keys(metadata: DCPMetadata, fqns: Iterable[str], depth: int) -> list[str | None]:
+    """Return the key on a level of each entry's path; None where the path ends there. Equal ones are one object."""
+    known: dict[str, str] = {}
+    found: list[str | None] = []
+    for fqn in fqns:
+        path = metadata.paths.get(fqn) or (fqn,)
+        found.append(known.setdefault(path[depth], path[depth]) if len(path) > depth + 1 else None)
+    return found
+
+
+def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | None, where: str) -> str | None:
+    """Return the key to go down into, or None to stay on this level."""
+    if prefix is not None:
+        if prefix not in groups:
+            raise CheckpointError(f"{where}: the model should be under the key {prefix!r}; found {sorted(groups)}.")
+        return prefix
+    found = [key for key in MODEL_KEYS if key in groups]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where}: weights are under both {found[0]!r} ({groups[found[0]]} tensors) and {found[1]!r} "
+            f"({groups[found[1]]} tensors). A folder of one model has one of them."
+        )
+    if found:
+        return found[0]
+    return next(iter(groups)) if len(groups) == 1 and is_complete else None
+
+
+def locate_tensors(
+    folder: Path, table: TensorTable, wanted: Iterable[str], digests: RecordDigests
+) -> Mapping[str, SourceTensor]:
+    """Find the bytes of tensors: goes through the files one by one, in the order of their records.
+
+    Raises:
+        CheckpointError: If they are not as described.
+    """
+    names = list(wanted)
+    located = LocatedTensors(folder, table, names)
+    for relative, chunks in _by_file(table, names).items():
+        _locate_in_file(folder, relative, chunks, located, digests)
+    checked: set[Layout] = set()
+    for name in names:
+        layout = table.layouts[table.numbers[name]]
+        if layout not in checked:
+            tensor = located[name]
+            check_coverage(tensor.fqn, tensor.shape, tensor.pieces)
+            checked.add(layout)
+    return located
+
+
+def _by_file(table: TensorTable, names: Iterable[str]) -> dict[str, array[int]]:
+    """Return the chunks of tensors by file, in the order of their records."""
+    by_file = [array("q") for _ in table.files]
+    for name in names:
+        for chunk in table.chunks(table.numbers[name]):
+            by_file[table.file_of[chunk]].append(chunk)
+    offsets, lengths = table.offsets, table.lengths
+    for number, chunks in enumerate(by_file):
+        if any(offsets[first] >= offsets[second] for first, second in pairwise(chunks)):
+            by_file[number] = array("q", sorted(chunks, key=lambda one: (offsets[one], lengths[one])))
+    return {name: chunks for name, chunks in zip(table.files, by_file, strict=True) if chunks}
+
+
+def _locate_in_file(
+    folder: Path, relative: str, chunks: array[int], located: LocatedTensors, digests: RecordDigests
+) -> None:
+    table = located.table
+    path = file_inside(folder, relative, f"{folder / METADATA_NAME}: tensor {located.fqn_of(chunks[0])!r}")
+    offsets, lengths = table.offsets, table.lengths
+    end, last = 0, -1
+    for chunk in chunks:
+        start, length = offsets[chunk], lengths[chunk]
+        if end > start and length and (start, length) != (offsets[last], lengths[last]):
+            raise CheckpointError(
+                f"{path}: the records of {located.fqn_of(last)!r} (bytes {offsets[last]} to {end}) and "
+                f"{located.fqn_of(chunk)!r} (from byte {start}) overlap."
+            )
+        if length:
+            end, last = start + length, chunk
+    fd = open_regular(path)
+    try:
+        reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+        for chunk in chunks:
+            _locate_chunk(reader, path, relative, chunk, located, digests)
+    finally:
+        os.close(fd)
+
+
+def _locate_chunk(
+    reader: RecordReader, path: Path, relative: str, chunk: int, located: LocatedTensors, digests: RecordDigests
+) -> None:
+    table = located.table
+    number = table.tensor_of(chunk)
+    layout, start, length = table.layouts[number], table.offsets[chunk], table.lengths[chunk]
+    if table.is_raw or chunk in table.transforms:
+        reader.check_range(located.fqn_of(chunk), start, length)
+        located.starts[chunk] = start
+        return
+    sizes = layout.boxes[chunk - table.first[number]][1]
+    like = reader.locate_known(start, length, digests.of(relative, start))
+    if like is None:
+        fqn = located.fqn_of(chunk)
+        like = reader.locate(fqn, start, length, digests.of(relative, start))
+    if like.dtype is not layout.dtype or like.shape != sizes:
+        _check_as_described(path, located.fqn_of(chunk), layout.dtype, sizes, like)
+    if not _is_contiguous(like.shape, like.strides):
+        fqn = located.fqn_of(chunk)
+        check_expansion(f"{path}: tensor {fqn!r}", sizes, like.strides, layout.dtype.itemsize)
+        located.strides[chunk] = like.strides
+    located.starts[chunk] = like.start
+
+
+def _check_records(
+    folder: Path,
+    table: TensorTable,
+    wanted: Iterable[str],
+    digests: RecordDigests,
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Compare the bytes of tensors with the checksums in their records; raw and transformed ones have none."""
+    if table.is_raw:
+        return
+    located = LocatedTensors(folder, table, [])
+    for relative, chunks in _by_file(table, wanted).items():
+        path = file_inside(folder, relative, str(folder))
+        fd = open_regular(path)
+        try:
+            reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+            before = (-1, -1)
+            for chunk in chunks:
+                record = (table.offsets[chunk], table.lengths[chunk])
+                if chunk not in table.transforms and record != before:  # one may serve two names
+                    digest = digests.of(relative, record[0])
+                    on_bytes(reader.check(located.fqn_of(chunk), *record, digest))
+                before = record
+        finally:
+            os.close(fd)
+
+
+def _check_as_described(path: Path, fqn: str, dtype: DType, sizes: tuple[int, ...], found: PlacedTensor) -> None:
+    if found.dtype != dtype:
+        raise CheckpointError(
+            f"{path}: tensor {fqn!r} is stored as {found.dtype.name}, {METADATA_NAME} says {dtype.name}."
+        )
+    if found.shape != sizes:
+        raise CheckpointError(
+            f"{path}: tensor {fqn!r} is stored with shape {list(found.shape)}, {METADATA_NAME} says {list(sizes)}."
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# One record of a ``.distcp`` file: a tensor written by ``torch.save``, located without torch and without copying.
+#
+# A record is a small zip whose members are stored uncompressed: ``data.pkl`` says what the tensor is, ``data/0`` holds
+# its bytes. Only the record's two ends are read.
+
+
+_MAX_PICKLE = 64 * 1024
+_MAX_DIRECTORY = 64 * 2**20  # of a record that is no tensor, too
+_MAX_KNOWN = 1000
+_AHEAD = 64 * 1024
+
+
+class RecordReader:
+    """Locates records in one open file."""
+
+    def __init__(self, fd: int, name: str, file_bytes: int):
+        self._fd = fd
+        self._name = name
+        self._file_bytes = file_bytes
+        self._known: dict[tuple[int, bytes], tuple[Fixed, PlacedTensor, int]] = {}
+        self._ahead, self._ahead_from = b"", 0
+
+    def locate(self, fqn: str, offset: int, length: int, digest: int | None = None) -> PlacedTensor:
+        """Return the tensor in the record at ``offset``.
+
+        Args:
+            fqn: For errors.
+            offset: Of the record.
+            length: Of the record.
+            digest: Of the record when it was written, where that is known.
+
+        Raises:
+            CheckpointError: If the file is shorter, or the record is not one tensor stored as torch does, or another.
+        """
+        what = f"{self._name}: tensor {fqn!r}"
+        self.check_range(fqn, offset, length)
+        window = Window(self._fd, offset, length)
+        key, data = (length, window.beginning), window.all_bytes
+        try:
+            archive = TorchArchive(window, _MAX_PICKLE, what)
+            if digest is not None:
+                check_digest(what, archive.digest, digest)
+            described = _describe(archive.pickle(), what)
+            found = place(archive, described, what)
+            if data and len(self._known) < _MAX_KNOWN:
+                relative = PlacedTensor(found.dtype, found.shape, found.strides, found.start - offset)
+                self._known[key] = archive.fixed(described.storage.key), relative, archive.directory_start
+            return found
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
+            ) from error
+
+    def locate_known(self, offset: int, length: int, digest: int | None = None) -> PlacedTensor | None:
+        """Return the tensor in a record that is as one before it but for its values; None where that is not so.
+
+        Args:
+            offset: Of the record.
+            length: Of the record.
+            digest: Of the record when it was written, where that is known.
+        """
+        if length > SMALL or offset + length > self._file_bytes:
+            return None
+        data = self._bytes(offset, length)
+        found = self._known.get((length, data[:BEGINNING]))
+        if found is None:
+            return None
+        fixed, like, directory = found
+        for where, expected in fixed:
+            if data[where] != expected:
+                return None
+        if digest is not None and zlib.crc32(data[directory:]) != digest:
+            return None
+        return PlacedTensor(like.dtype, like.shape, like.strides, offset + like.start)
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        """Return the bytes of a small record; those that follow it are likely to be asked for next."""
+        start = offset - self._ahead_from
+        if start < 0 or start + length > len(self._ahead):
+            self._ahead, self._ahead_from, start = os.pread(self._fd, _AHEAD, offset), offset, 0
+        return self._ahead[start : start + length]
+
+    def check_range(self, fqn: str, offset: int, length: int) -> None:
+        """Check that the file is long enough for a record."""
+        if offset + length > self._file_bytes:
+            raise CheckpointError(
+                f"{self._name}: tensor {fqn!r}: the record should end at byte {offset + length}, the file has "
+                f"{self._file_bytes}. It was cut off, or belongs to another save."
+            )
+
+    def check(self, fqn: str, offset: int, length: int, digest: int | None = None, *, bytes_too: bool = True) -> int:
+        """Compare the bytes of a record with the checksums in it, and return how many there were.
+
+        Args:
+            fqn: For errors.
+            offset: Of the record.
+            length: Of the record.
+            digest: Of the record when it was written, where that is known.
+            bytes_too: Whether to look at more than the digest.
+
+        Raises:
+            CheckpointError: If they are not as they were written.
+        """
+        what = f"{self._name}: tensor {fqn!r}"
+        self.check_range(fqn, offset, length)
+        try:
+            archive = TorchArchive(Window(self._fd, offset, length), _MAX_DIRECTORY, what)
+            check_digest(what, archive.digest, digest)
+            return archive.check() if bytes_too else 0
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
+            ) from error
+
+
+def check_digest(what: str, found: int, expected: int | None) -> None:
+    """Check that a record is the one that was written.
+
+    Raises:
+        CheckpointError: If it is another one; nothing where it is not known which was written.
+    """
+    if expected is not None and found != expected:
+        raise CheckpointError(
+            f"{what}: the record is not the one that was written: its digest is {found:08x}, accelight.json says "
+            f"{expected:08x}. The file was damaged, or belongs to another save. {HINT}"
+        )
+
+
+_known_pickles: dict[bytes, DescribedTensor] = {}  # thousands of layers repeat a few shapes
+
+
+def _describe(data: bytes, what: str) -> DescribedTensor:
+    known = _known_pickles.get(data)
+    if known is not None:
+        return known
+    described = load_restricted(data, TENSOR_NAMES, what, storage_of)
+    if not isinstance(described, DescribedTensor):
+        raise CheckpointError(f"{what}: the record holds {type(described).__name__}, not one tensor.")
+    if len(_known_pickles) > 10_000:
+        _known_pickles.clear()
+    _known_pickles[data] = described
+    return described
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors of a DCP folder as the merge sees them: made of a table when they are asked for.
+
+
+class TensorInfos(Mapping[str, TensorInfo]):
+    """What is known of a table's tensors before their bytes are looked for."""
+
+    def __init__(self, table: TensorTable):
+        self._table = table
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        """Return what is known of a tensor."""
+        return self._table.info(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in order."""
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self._table)
+
+
+class LocatedTensors(Mapping[str, SourceTensor]):
+    """Tensors with the places of their pieces' bytes.
+
+    Args:
+        folder: Of the files.
+        table: Says how the tensors are cut, and in which files they lie.
+        names: Of the tensors.
+    """
+
+    def __init__(self, folder: Path, table: TensorTable, names: Sequence[str]):
+        self.table = table
+        self.starts = array("q", bytes(8 * table.first[-1]))
+        """Where in its file each chunk's bytes begin; its record, where that is transformed."""
+        self.strides: dict[int, tuple[int, ...]] = {}
+        """Of the chunks that are not contiguous."""
+        self._names = names
+        self._names_by_number: list[str] = []
+        self._paths = [folder / name for name in table.files]
+
+    def fqn_of(self, chunk: int) -> str:
+        """Return the full name of the tensor that a chunk is part of."""
+        if not self._names_by_number:
+            self._names_by_number = [""] * len(self.table.layouts)
+            for name, number in self.table.numbers.items():
+                self._names_by_number[number] = name
+        number = self.table.tensor_of(chunk)
+        return self.table.fqn(self._names_by_number[number], number)
+
+    def __getitem__(self, name: str) -> SourceTensor:
+        """Return a tensor."""
+        table = self.table
+        number = table.numbers[name]
+        layout, first = table.layouts[number], table.first[number]
+        pieces = tuple([self._piece(first + place, *box) for place, box in enumerate(layout.boxes)])
+        return SourceTensor(table.fqn(name, number), layout.dtype, layout.shape, pieces)
+
+    def _piece(self, chunk: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
+        table = self.table
+        path, start = self._paths[table.file_of[chunk]], self.starts[chunk]
+        if table.transforms and chunk in table.transforms:
+            return Piece(path, start, offsets, sizes, None, table.transforms[chunk], table.lengths[chunk])
+        return Piece(path, start, offsets, sizes, self.strides.get(chunk) if self.strides else None)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in order."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self._names)

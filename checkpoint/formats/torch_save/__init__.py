@@ -1,1 +1,0 @@
-"""Files of ``torch.save``, and the pickles inside them."""

@@ -1,0 +1,795 @@
+"""Copies the planned bytes from file to file: plain ranges, shared extents, gathered pieces and converted dtypes.
+
+Measured on ext4 (1 GB from two files, fsync included): ``pread`` and ``pwrite`` through 512 KB into a reserved file
+0.30 to 0.40 s, ``copy_file_range`` 0.48 to 0.80 s, ``sendfile`` 0.48 to 0.96 s, ``cat`` 0.44 s. Where two files can
+share blocks, ranges of an output that is laid out for it are linked instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from ..files import BLOCK_BYTES, CheckpointError, FilePool, open_regular, read_exactly, write_exactly
+from ..formats.base import DType, Piece, SourceTensor
+from .plan import MIN_LINKED_BYTES, PlannedFile, PlannedTensor, middle
+
+if TYPE_CHECKING:
+    import torch
+
+
+# ------------------------------------------------------------------------------------------------
+# Reads a tensor's bytes in the order of the full tensor, from wherever its pieces lie.
+#
+# A tensor is seen as rows. The last dimension that any piece is cut along and those after it make up a row, the
+# dimensions before it count the rows. In each row it touches, a piece is one run of bytes, and the piece's own rows lie
+# one after the other in its file. A tensor cut along dimension 0 is a single row, and each piece a single run.
+
+
+_LONG_RUN = 64 * 1024  # from here on, copying run by run beats putting rows together in a buffer
+_SHORT_RUN = 64
+_MAX_VECTORS = 1024  # IOV_MAX on Linux and macOS
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that lie together in the file and in the tensor."""
+
+    path: Path
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A piece as rows."""
+
+    piece: Piece
+    segments: _Segments
+    run_start: int
+    run_bytes: int
+
+
+class TensorReader:
+    """Reads one tensor."""
+
+    def __init__(self, tensor: SourceTensor, files: FilePool):
+        self._tensor = tensor
+        self._files = files
+        self._decoded: dict[Piece, memoryview] = {}
+        shape, itemsize = tensor.cut_shape, tensor.dtype.itemsize
+        cut = max(
+            (dim for piece in tensor.pieces for dim in range(len(shape)) if piece.sizes[dim] != shape[dim]), default=0
+        )
+        self._row_bytes = prod(shape[cut:]) * itemsize
+        self._num_rows = prod(shape[:cut])
+        inner = prod(shape[cut + 1 :]) * itemsize
+        self._rows = [
+            _Rows(
+                piece,
+                _Segments(shape[:cut], piece.offsets[:cut], piece.sizes[:cut]),
+                piece.offsets[cut] * inner if shape else 0,
+                piece.sizes[cut] * inner if shape else itemsize,
+            )
+            for piece in tensor.pieces
+            if all(piece.sizes)
+        ]
+
+    def runs(self) -> Iterator[Run] | None:
+        """Return the tensor as long runs to copy from file to file; None if its bytes must be put together first."""
+        if not all(rows.piece.is_plain for rows in self._rows):
+            return None
+        if self._num_rows > 1 and any(rows.run_bytes < min(_LONG_RUN, self._row_bytes) for rows in self._rows):
+            return None
+        return self._iter_runs()
+
+    def _iter_runs(self) -> Iterator[Run]:
+        for rows in self._rows:
+            piece, size = rows.piece, rows.run_bytes
+            for first, own in rows.segments:
+                count = rows.segments.num_rows
+                if size == self._row_bytes:
+                    yield Run(piece.path, piece.start + own * size, first * size, count * size)
+                    continue
+                for row in range(count):
+                    target = (first + row) * self._row_bytes + rows.run_start
+                    yield Run(piece.path, piece.start + (own + row) * size, target, size)
+
+    def blocks(self, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yield (position in the tensor, bytes) from start to end; the bytes are overwritten by the next block."""
+        unit = self._row_bytes if self._row_bytes <= len(buffer) else self._tensor.dtype.itemsize
+        step = len(buffer) // unit * unit if unit else len(buffer)
+        for start in range(0, self._tensor.num_bytes, step):
+            view = buffer[: min(step, self._tensor.num_bytes - start)]
+            self.read_into(start, view)
+            yield start, view
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the tensor's bytes from ``start`` on: rest of a row, complete rows, start of a row."""
+        width = self._row_bytes
+        while len(view):
+            row, inside = divmod(start, width)
+            count = len(view) // width if not inside else 0
+            size = count * width or min(width - inside, len(view))
+            self._fill(row, inside, count, view[:size])
+            start, view = start + size, view[size:]
+
+    def _fill(self, first: int, inside: int, count: int, view: memoryview) -> None:
+        """Fill ``count`` complete rows from row ``first`` on; for 0, a part of that row from byte ``inside`` on."""
+        last = first + max(count, 1)
+        for rows in self._rows:
+            num_rows = rows.segments.num_rows
+            for row, step, num, own in rows.segments.touching(first, last):
+                if count and num > 2 and num_rows * rows.run_bytes < _SHORT_RUN:
+                    self._fill_apart(rows, row - first, step, num, own, view)
+                    continue
+                for number in range(num):
+                    start = row + number * step
+                    begin, end = max(start, first), min(start + num_rows, last)
+                    if begin >= end:
+                        continue
+                    mine = own + number * num_rows + begin - start
+                    if count:
+                        self._fill_rows(rows, mine, end - begin, view[(begin - first) * self._row_bytes :])
+                    else:
+                        self._fill_part(rows, mine, inside, view)
+
+    def _fill_part(self, rows: _Rows, own: int, start: int, view: memoryview) -> None:
+        begin = max(start, rows.run_start)
+        end = min(start + len(view), rows.run_start + rows.run_bytes)
+        if begin < end:
+            position = own * rows.run_bytes + begin - rows.run_start
+            self._read(rows.piece, position, [view[begin - start : end - start]], end - begin)
+
+    def _fill_rows(self, rows: _Rows, own: int, count: int, view: memoryview) -> None:
+        """Fill the piece's part of ``count`` rows."""
+        size, width, position = rows.run_bytes, self._row_bytes, own * rows.run_bytes
+        if size == width:
+            self._read(rows.piece, position, [view[: count * size]], count * size)
+        elif size < _SHORT_RUN and count > size:
+            self._scatter(rows, position, count, view)
+        else:
+            for row in range(0, count, _MAX_VECTORS):
+                begins = range(row * width + rows.run_start, min(count, row + _MAX_VECTORS) * width, width)
+                vectors = [view[begin : begin + size] for begin in begins]
+                self._read(rows.piece, position + row * size, vectors, size * len(vectors))
+
+    def _fill_apart(self, rows: _Rows, row: int, step: int, num: int, own: int, view: memoryview) -> None:
+        """Fill many short segments, one every ``step`` rows: read at once, one strided copy for each element."""
+        num_rows, itemsize = rows.segments.num_rows, min(self._tensor.dtype.itemsize, 8)
+        together = memoryview(bytearray(num * num_rows * rows.run_bytes))
+        self._read(rows.piece, own * rows.run_bytes, [together], len(together))
+        source, target = together.cast(_FORMATS[itemsize]), view.cast(_FORMATS[itemsize])
+        width, run, start = self._row_bytes // itemsize, rows.run_bytes // itemsize, rows.run_start // itemsize
+        begin, end = row * width, (row + (num - 1) * step + num_rows) * width
+        for index in range(num_rows * run):
+            place = begin + index // run * width + start + index % run
+            target[place : end : step * width] = source[index :: num_rows * run]
+
+    def _scatter(self, rows: _Rows, position: int, count: int, view: memoryview) -> None:
+        """Fill many short runs, one strided copy for each of their elements."""
+        itemsize = min(self._tensor.dtype.itemsize, 8)
+        together = memoryview(bytearray(count * rows.run_bytes))
+        self._read(rows.piece, position, [together], len(together))
+        source = together.cast(_FORMATS[itemsize])
+        target = view[: count * self._row_bytes].cast(_FORMATS[itemsize])
+        step, width, start = rows.run_bytes // itemsize, self._row_bytes // itemsize, rows.run_start // itemsize
+        for element in range(step):
+            target[start + element :: width] = source[element::step]
+
+    def _read(self, piece: Piece, position: int, vectors: list[memoryview], num_bytes: int) -> None:
+        if not piece.is_plain:
+            data = self._decode(piece)
+            for vector in vectors:
+                vector[:] = data[position : position + len(vector)]
+                position += len(vector)
+            return
+        read_exactly(self._files.fd(piece.path), piece.path, vectors, piece.start + position, num_bytes)
+
+    def _decode(self, piece: Piece) -> memoryview:
+        data = self._decoded.get(piece)
+        if data is None:
+            data = decode_piece(self._tensor, piece)
+            self._decoded[piece] = data
+        return data
+
+
+class _Segments:
+    """The rows that a box of the leading dimensions touches: as many consecutive ones again and again.
+
+    There can be a million; none is kept.
+    """
+
+    def __init__(self, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]):
+        if not shape:
+            shape, offsets, sizes = (1,), (0,), (1,)
+        while len(shape) > 1 and sizes[-1] == shape[-1]:  # an uncut last dimension: merged with the one before it
+            last = shape[-1]
+            shape = (*shape[:-2], shape[-2] * last)
+            offsets = (*offsets[:-2], offsets[-2] * last)
+            sizes = (*sizes[:-2], sizes[-2] * last)
+        self.num_rows = sizes[-1]
+        """In each segment."""
+        self._offset = offsets[-1]
+        self._outer = tuple(
+            zip(offsets[:-1], sizes[:-1], (prod(shape[dim + 1 :]) for dim in range(len(shape) - 1)), strict=True)
+        )
+        self._count = prod(sizes[:-1])
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield each segment's first row, and the first of the piece's own rows, in order."""
+        for number, index in enumerate(product(*(range(size) for _, size, _ in self._outer))):
+            row = sum((offset + one) * stride for (offset, _, stride), one in zip(self._outer, index, strict=True))
+            yield row + self._offset, number * self.num_rows
+
+    def touching(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (first row, rows from one to the next, how many, first own row) of segments that may touch some rows.
+
+        Those that are yielded together and are more than two lie within the rows.
+        """
+        number = self._find(first)
+        inner, step = (self._outer[-1][1], self._outer[-1][2]) if self._outer else (1, 1)
+        while number < self._count and (row := self._row(number)) < last:
+            num = min(inner - number % inner, -(-(last - row) // step))
+            if num > 2 and (row < first or row + (num - 1) * step + self.num_rows > last):
+                num = 1 if row < first else num - 1
+            yield row, step, num, number * self.num_rows
+            number += num
+
+    def _row(self, number: int) -> int:
+        row = self._offset
+        for offset, size, stride in reversed(self._outer):
+            number, index = divmod(number, size)
+            row += (offset + index) * stride
+        return row
+
+    def _find(self, row: int) -> int:
+        """Return the number of the last segment that does not begin behind a row; 0 if all do."""
+        number, below = 0, self._count
+        for offset, size, stride in self._outer:
+            below //= size
+            index, row = divmod(row, stride)
+            if index < offset:
+                return max(number * below * size - 1, 0)
+            if index >= offset + size:
+                return (number + 1) * below * size - 1
+            number = number * size + index - offset
+        return max(number - (row < self._offset), 0)
+
+
+_PART_BYTES = 16 * 2**20  # what a thread takes at once
+_WAIT_S = 0.1
+
+OnBytes = Callable[[int], None]
+"""Told the number of bytes written since the last call; always in the calling thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Link(Run):
+    """A run that can be linked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A unit of work for a thread: adjacent runs of the output, one run to link, or a tensor to be put together."""
+
+    fd: int
+    start: int
+    """Position in the output."""
+    runs: list[Run]
+    tensor: PlannedTensor | None = None
+
+
+def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (position in the output tensor, its bytes) in order, as they belong into the output."""
+    if tensor.dtype is tensor.source.dtype:
+        return TensorReader(tensor.source, files).blocks(buffer)
+
+    return converted_blocks(tensor.source, tensor.dtype, tensor.name, files, buffer)
+
+
+def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool, *, link: bool) -> Iterator[_Work]:
+    """Yield the work in the output's order; short runs are put together up to one block."""
+    for file, fd in planned:
+        runs: list[Run] = []
+        start = stop = 0
+        for tensor in file.tensors:
+            for run in _runs(tensor, files, link=link):
+                if run is None:
+                    yield _Work(fd, tensor.start, [], tensor)
+                    continue
+                position = tensor.start + run.target
+                if isinstance(run, _Link):
+                    yield _Work(fd, position, [run])
+                    continue
+                if position != stop or stop + run.num_bytes - start > BLOCK_BYTES:
+                    if runs:
+                        yield _Work(fd, start, runs)
+                    runs, start = [], position
+                runs.append(run)
+                stop = position + run.num_bytes
+        if runs:
+            yield _Work(fd, start, runs)
+
+
+def _runs(tensor: PlannedTensor, files: FilePool, *, link: bool) -> Iterator[Run | None]:
+    """Yield a tensor's runs, long ones in parts; None alone if its bytes must be put together first."""
+    source = tensor.source
+    if tensor.dtype is not source.dtype:
+        yield None
+        return
+    runs: Iterable[Run] | None = _rows(source)
+    if runs is None:
+        runs = TensorReader(source, files).runs()
+    if runs is None:
+        yield None
+        return
+    for run in runs:
+        if run.num_bytes < (MIN_LINKED_BYTES if link else _PART_BYTES):  # the most common one
+            yield run
+            continue
+        skipped, linked = middle(run.source, tensor.start + run.target, run.num_bytes) if link else (0, 0)
+        yield from _parts(run, 0, skipped)
+        if linked:
+            yield _Link(run.path, run.source + skipped, run.target + skipped, linked)
+        yield from _parts(run, skipped + linked, run.num_bytes)
+
+
+def _parts(run: Run, begin: int, end: int) -> Iterator[Run]:
+    for start in range(begin, end, _PART_BYTES):
+        yield Run(run.path, run.source + start, run.target + start, min(_PART_BYTES, end - start))
+
+
+def _rows(source: SourceTensor) -> list[Run] | None:
+    """Return the runs of a tensor that is cut along dimension 0 alone, if at all: the most common one."""
+    shape = source.cut_shape
+    rest = shape[1:]
+    row = prod(rest) * source.dtype.itemsize
+    runs = []
+    for piece in source.pieces:
+        if piece.sizes[1:] != rest or not piece.is_plain:
+            return None
+        first, count = (piece.offsets[0], piece.sizes[0]) if shape else (0, 1)
+        if count * row:
+            runs.append(Run(piece.path, piece.start, first * row, count * row))
+    return runs
+
+
+class _Copier:
+    """Threads that take work until there is none, or one of them failed."""
+
+    def __init__(self, work: Iterator[_Work], linker: Linker | None):
+        self._work = work
+        self._linker = linker
+        self._lock = threading.Lock()
+        self._stop = False
+        self._num_bytes = 0
+        self.error: BaseException | None = None
+
+    def run(self, on_bytes: OnBytes | None = None) -> None:
+        files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+        try:
+            while (work := self._next()) is not None:
+                for count in self._do(work, files, buffer):
+                    if on_bytes is not None:
+                        on_bytes(count)
+                    else:
+                        with self._lock:
+                            self._num_bytes += count
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            with self._lock:
+                self.error = self.error or error
+            self.stop()
+        finally:
+            files.close()
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def take_bytes(self) -> int:
+        with self._lock:
+            count, self._num_bytes = self._num_bytes, 0
+            return count
+
+    def _next(self) -> _Work | None:
+        with self._lock:
+            return None if self._stop else next(self._work, None)
+
+    def _do(self, work: _Work, files: FilePool, buffer: memoryview) -> Iterator[int]:
+        if work.tensor is not None:
+            for position, block in blocks_of(work.tensor, files, buffer):
+                write_exactly(work.fd, block, work.start + position)
+                yield len(block)
+        elif len(work.runs) > 1:
+            size = 0
+            for run in work.runs:
+                view = buffer[size : size + run.num_bytes]
+                read_exactly(files.fd(run.path), run.path, [view], run.source, run.num_bytes)
+                size += run.num_bytes
+            write_exactly(work.fd, buffer[:size], work.start)
+            yield size
+        elif self._linker is not None and _linked(work, files, self._linker):
+            yield work.runs[0].num_bytes
+        else:
+            yield from self._copy(work.runs[0], work, files, buffer)
+
+    def _copy(self, run: Run, work: _Work, files: FilePool, buffer: memoryview) -> Iterator[int]:
+        fd = files.fd(run.path)
+        for position in range(0, run.num_bytes, BLOCK_BYTES):
+            view = buffer[: min(BLOCK_BYTES, run.num_bytes - position)]
+            read_exactly(fd, run.path, [view], run.source + position, len(view))
+            write_exactly(work.fd, view, work.start + position)
+            yield len(view)
+
+
+def _is_link(work: _Work) -> bool:
+    return bool(work.runs) and isinstance(work.runs[0], _Link)
+
+
+def _linked(work: _Work, files: FilePool, linker: Linker) -> bool:
+    """Link what can be linked; False for everything else."""
+    run = work.runs[0]
+    if not _is_link(work):
+        return False
+    return linker.link(run.path, files.fd(run.path), run.source, work.fd, work.start, run.num_bytes)
+
+
+def can_link(planned: Sequence[PlannedFile], folder: Path) -> bool:
+    """Return whether files under ``folder``, which need not exist, can link to the sources: tried with one range."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        trial = TemporaryFile(dir=folder)  # noqa: SIM115 (closed below)
+    except OSError:  # told when the output is to be made there
+        return False
+    files = FilePool()
+    try:
+        all_work = _all_work([(file, trial.fileno()) for file in planned], files, link=True)
+        work = next((one for one in all_work if _is_link(one)), None)
+        return work is not None and _linked(work, files, Linker())
+    finally:
+        files.close()
+        trial.close()
+
+
+def copy_tensors(
+    planned: list[tuple[PlannedFile, int]], threads: int, on_bytes: OnBytes, linker: Linker | None = None
+) -> None:
+    """Write the headers and tensors of planned files into their open descriptors.
+
+    Args:
+        planned: The files.
+        threads: How many copy.
+        on_bytes: Is told the progress.
+        linker: Links what can be linked; None copies everything.
+
+    Raises:
+        CheckpointError: If a source becomes shorter meanwhile, or a value does not fit the target dtype.
+        OSError: If a file cannot be read or written.
+    """
+    for file, fd in planned:
+        position = 0
+        for block in file.header:
+            write_exactly(fd, memoryview(block), position)
+            position += len(block)
+        on_bytes(position)
+    files = FilePool()
+    copier = _Copier(_all_work(planned, files, link=linker is not None), linker)
+    if threads == 1:
+        copier.run(on_bytes)
+    else:
+        _run_threads(copier, threads, on_bytes)
+    files.close()
+    if copier.error is not None:
+        raise copier.error
+
+
+def _run_threads(copier: _Copier, threads: int, on_bytes: OnBytes) -> None:
+    workers = [threading.Thread(target=copier.run, name=f"accelight-copy-{n}") for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(_WAIT_S)
+                on_bytes(copier.take_bytes())
+    finally:  # an interrupt, or an error of on_bytes: no thread may write into the file any more
+        copier.stop()
+        for worker in workers:
+            worker.join()
+    on_bytes(copier.take_bytes())
+
+
+def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
+    """Compare what a written file holds with its sources, byte for byte.
+
+    Raises:
+        CheckpointError: If a tensor or the header differs.
+    """
+    position = 0
+    for block in file.header:
+        if os.pread(fd, len(block), position) != block:
+            raise CheckpointError(f"{file.name}: the header read back is not the one written. The disk may be failing.")
+        position += len(block)
+    files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for tensor in file.tensors:
+            different = first_difference(tensor, fd, files, buffer, on_bytes)
+            if different is not None:
+                raise CheckpointError(
+                    f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
+                    f"from byte {different} on. The disk may be failing."
+                )
+    finally:
+        files.close()
+
+
+def first_difference(
+    tensor: PlannedTensor, fd: int, files: FilePool, buffer: memoryview, on_bytes: OnBytes
+) -> int | None:
+    """Return the first byte of a tensor in which a written file differs from the source; None if they are equal."""
+    for position, block in blocks_of(tensor, files, buffer):
+        expected, found = bytes(block), os.pread(fd, len(block), tensor.start + position)  # bytes: a memcmp
+        if found != expected:
+            same = (one == other for one, other in zip(found, expected, strict=False))
+            return position + next((index for index, equal in enumerate(same) if not equal), len(found))
+        on_bytes(len(block))
+    return None
+
+
+def same_bytes(first: SourceTensor, second: SourceTensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes; they may be cut differently."""
+    files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
+    one, two = TensorReader(first, files), TensorReader(second, files)
+    try:
+        for start in range(0, first.num_bytes, BLOCK_BYTES):
+            view = buffer[: min(BLOCK_BYTES, first.num_bytes - start)]
+            one.read_into(start, view)
+            expected = bytes(view)
+            two.read_into(start, view)
+            if expected != bytes(view):
+                return False
+        return True
+    finally:
+        files.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Links instead of copies: the file system is asked to let two files share the same blocks (``FICLONERANGE``).
+#
+# XFS and btrfs can, and some network file systems. Nothing is written but the output's list of blocks. Each file keeps
+# its content whatever becomes of the other: a block that is written to is copied first, and one is freed when no file
+# has it any more.
+
+
+with contextlib.suppress(ImportError):  # Windows
+    import fcntl
+
+_RANGE = struct.Struct("=qQQQ")  # struct file_clone_range: source descriptor, source offset, length, target offset
+_FICLONERANGE = 0x4020940D  # linux/fs.h; MIPS, POWER, SPARC and Alpha number it otherwise, and refuse this one
+_REFUSED = {
+    errno.EOPNOTSUPP,  # this file system cannot, as ext4 and tmpfs
+    errno.ENOTTY,
+    errno.ENOSYS,
+    errno.EXDEV,  # two file systems
+    errno.EINVAL,  # larger blocks, or files of different kinds (btrfs without checksums)
+    errno.EPERM,
+    errno.EBADF,
+    errno.ETXTBSY,  # a swap file
+    errno.EAGAIN,  # ZFS, before the source is on the disk
+    errno.ENOSPC,  # no room for the list of blocks: the copy tells it better
+    errno.EDQUOT,
+}
+
+
+class Linker:
+    """Links ranges of files, from any thread; a pair of files that was refused once is not asked about again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: set[tuple[Path, int]] = set()
+        self.num_bytes = 0
+        """Bytes that were linked."""
+
+    def link(self, path: Path, source_fd: int, source: int, fd: int, target: int, num_bytes: int) -> bool:
+        """Let a file share a range with another; False if the range must be copied.
+
+        Args:
+            path: Of the source.
+            source_fd: Of the source, too.
+            source: Where the range is there: whole blocks, as the others.
+            fd: Of the target.
+            target: Where the range will be there.
+            num_bytes: Of the range.
+
+        Raises:
+            OSError: If the disk fails.
+        """
+        if sys.platform != "linux" or (path, fd) in self._refused:
+            return False
+        try:
+            fcntl.ioctl(fd, _FICLONERANGE, _RANGE.pack(source_fd, source, num_bytes, target))
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
+            with self._lock:
+                self._refused.add((path, fd))
+            return False
+        with self._lock:
+            self.num_bytes += num_bytes
+        return True
+
+
+# ------------------------------------------------------------------------------------------------
+# Other dtypes and ``.bin`` files. Needs torch, imported only here, for all but widening bfloat16.
+
+
+def convert_block(view: memoryview, source: DType, target: DType, what: str) -> memoryview:
+    """Return the values of a block in another dtype.
+
+    Raises:
+        CheckpointError: If a finite value is too large for the target: the file would hold an infinity instead.
+    """
+    if (source.name, target.name) == ("bfloat16", "float32"):
+        return _widen(view)
+    import torch
+
+    values = torch.frombuffer(view, dtype=getattr(torch, source.name))
+    converted = values.to(getattr(torch, target.name))
+    if target.name == "float16" or source.name == "float64":
+        overflow = converted.isinf() & values.isfinite()
+        if overflow.any():
+            worst = values[overflow].abs().max().item()
+            raise CheckpointError(
+                f"{what}: the value {worst:g} does not fit into {target.name}. Use bfloat16 or float32."
+            )
+    out = bytearray(converted.numel() * target.itemsize)
+    if out:
+        torch.frombuffer(out, dtype=converted.dtype).copy_(converted)
+    return memoryview(out)
+
+
+def _widen(view: memoryview) -> memoryview:
+    """Return bfloat16 values as float32, without torch: the same bits, and 16 zero bits below them."""
+    out = memoryview(bytearray(2 * len(view)))
+    out.cast("H")[1::2] = view.cast("H")  # files are little endian, whatever the machine is
+    return out
+
+
+def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a planned file, in its order, each fully in memory."""
+    import torch
+
+    files = FilePool()
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for planned in file.tensors:
+            data = bytearray(planned.num_bytes)
+            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+                data[start : start + len(block)] = block
+            dtype = getattr(torch, planned.dtype.name)
+            shape = planned.source.shape
+            yield (
+                planned.name,
+                torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype),
+            )
+    finally:
+        files.close()
+
+
+def converted_blocks(
+    tensor: SourceTensor, target: DType, name: str, files: FilePool, buffer: memoryview
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield (position in the output tensor, bytes) in the target dtype."""
+    for start, view in TensorReader(tensor, files).blocks(buffer):
+        if target is tensor.dtype:
+            yield start, view
+        else:
+            position = start // tensor.dtype.itemsize * target.itemsize
+            yield position, convert_block(view, tensor.dtype, target, f"Tensor {name!r}")
+
+
+def save_bin(file: PlannedFile, stream: IO[bytes]) -> dict[str, Any]:
+    """Write a planned file as ``torch.save`` does, tied names sharing one storage; returns the state dict."""
+    import torch
+
+    state_dict: dict[str, Any] = dict(load_tensors(file))
+    for alias, name in file.ties.items():
+        state_dict[alias] = state_dict[name]
+    torch.save(state_dict, stream)
+    return state_dict
+
+
+def compare_bin(file: PlannedFile, stream: IO[bytes]) -> None:
+    """Load a written ``.bin`` file and compare every tensor with its source, byte for byte.
+
+    Raises:
+        CheckpointError: If one is missing or differs.
+    """
+    import torch
+
+    state_dict = torch.load(stream, map_location="cpu", weights_only=True)
+    files = FilePool()
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    try:
+        for planned in file.tensors:
+            flat = state_dict[planned.name].reshape(-1).view(torch.uint8) if planned.num_bytes else None
+            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+                if flat is None or not torch.equal(
+                    flat[start : start + len(block)], torch.frombuffer(block, dtype=torch.uint8)
+                ):
+                    raise CheckpointError(f"{file.name}: tensor {planned.name!r} read back differs from its source.")
+    finally:
+        files.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Pieces whose stored bytes are not the tensor's: strided or compressed ones. Torch is imported only for them.
+
+
+_RECORD_BYTES = 64 * 1024  # around a tensor
+
+
+def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
+    """Return the bytes of a piece in row-major order; all of the piece is in memory."""
+    import torch
+
+    dtype = getattr(torch, tensor.dtype.name)
+    fd = open_regular(piece.path)
+    try:
+        if piece.encoding:
+            values = _decode_record(tensor, piece, fd)
+        else:
+            strides = piece.strides or ()
+            last = sum((size - 1) * stride for size, stride in zip(piece.sizes, strides, strict=True))
+            stored = bytearray((last + 1) * tensor.dtype.itemsize)
+            read_exactly(fd, piece.path, [memoryview(stored)], piece.start, len(stored))
+            values = torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
+    finally:
+        os.close(fd)
+    out = bytearray(prod(piece.sizes) * tensor.dtype.itemsize)
+    if out:
+        torch.frombuffer(out, dtype=dtype).view(piece.sizes).copy_(values)
+    return memoryview(out)
+
+
+def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
+    """Undo DCP's stream transforms (compression) of one record."""
+    import torch
+
+    from ..formats.upstream import ExtensionRegistry, StreamTransformExtension
+
+    what = f"{piece.path}: tensor {tensor.fqn!r}"
+    raw = bytearray(piece.length)
+    read_exactly(fd, piece.path, [memoryview(raw)], piece.start, piece.length)
+    stream: IO[bytes] = io.BytesIO(bytes(raw))
+    try:
+        for extension in ExtensionRegistry().from_descriptor_list(piece.encoding):
+            if not isinstance(extension, StreamTransformExtension):
+                raise ValueError(f"{extension} does not transform streams")
+            stream = extension.transform_from(stream)
+        most = prod(piece.sizes) * tensor.dtype.itemsize + _RECORD_BYTES
+        if len(content := stream.read(most + 1)) > most:
+            raise ValueError(f"it has more than the {most} bytes that a record of this tensor may have")
+        values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{what}: the record is transformed by {list(piece.encoding)}: {error}") from error
+    expected = (tensor.dtype.name, piece.sizes)
+    found = (str(getattr(values, "dtype", "")).removeprefix("torch."), tuple(getattr(values, "shape", ())))
+    if found != expected:
+        raise CheckpointError(f"{what}: the record holds {found}, the metadata says {expected}.")
+    return values

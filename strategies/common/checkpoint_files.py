@@ -1,0 +1,656 @@
+"""Files and folders of checkpoints: they get their names when complete, and replace older checkpoints only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsspec.core import strip_protocol
+from fsspec.utils import get_protocol
+from typing_extensions import override
+
+from ...checkpoint.files import is_regular, telling_full_disk
+from ...checkpoint.formats.torch_save import check_bytes
+from ...checkpoint.manifest import MANIFEST_NAME
+from ...checkpoint.writing.plan import RESULT_NAMES
+from ...state.utils import flag_from_env
+from ..upstream.torch_core import tree_leaves
+from .rendezvous import failing_together, run_on_rank_zero
+
+
+class NewFolder:
+    """A folder that takes its name when it is complete. One rank calls this, wherever the others write from.
+
+    Args:
+        path: The name; a checkpoint that is there already is replaced, last of all. What it holds of others stays.
+        number: Hexadecimal digits, for one that may still be written when another run begins to save under this name:
+            the two must not write into each other's folder.
+    """
+
+    def __init__(self, path: Path, number: str = "") -> None:
+        self.path = path
+        self.unfinished = unfinished_name(path, number)
+        """Where to write until then."""
+        self._mark: str | None = None
+
+    def begin(self) -> str:
+        """Make the folder, with nothing in it but what `check_shared` looks for, whose name is returned.
+
+        What a killed run has left of a save under this name is removed, and so is what its processes still write:
+        from now on they can neither write nor finish it.
+
+        Raises:
+            IsADirectoryError: If ``path`` is a folder that is no checkpoint; nothing is written then.
+        """
+        check_replaceable(self.path)
+        remove_unfinished(self.path)
+        self.unfinished.mkdir(parents=True)
+        self._mark = mark(self.unfinished)
+        return self._mark
+
+    def check_shared(self, name: str) -> None:
+        """Check that this is the folder that another process has made.
+
+        Args:
+            name: Result of its `begin`.
+
+        Raises:
+            RuntimeError: If it is not: the nodes share no disk here.
+        """
+        check_mark(self.unfinished, name)
+
+    def finish(self, complete: Callable[[Path], None]) -> None:
+        """Let ``complete`` write what is missing into the folder that it is told, and give it its name."""
+        with telling_full_disk(self.unfinished):
+            if self._mark is not None:
+                (self.unfinished / self._mark).unlink()
+            complete(self.unfinished)
+            keep_files_of_others(self.path, self.unfinished)
+            replace(self.path, self.unfinished)
+
+    def finish_own(self) -> None:
+        """Do on the other processes what is left when `finish` has named it on one: nothing, but for `OwnFolder`."""
+
+    def drop(self) -> None:
+        """Remove what was written, also while others still write: a full disk would stay full."""
+        drop_written_folder(self.unfinished, self.path)
+
+    def drop_own(self) -> None:
+        """Do so on the process that has made it, whichever calls this."""
+        if dist.get_rank() == 0:
+            self.drop()
+
+
+class OwnFolder(NewFolder):
+    """A folder of this process alone, see `in_own_folders`."""
+
+    @override
+    def check_shared(self, name: str) -> None:
+        if dist.get_rank() != 0:
+            self.begin()
+
+    @override
+    def finish_own(self) -> None:
+        if dist.get_rank() != 0:
+            self.finish(lambda _: None)  # what tells of all parts is in process 0's
+
+    @override
+    def drop_own(self) -> None:
+        self.drop()
+
+
+def folder_named(path: Path) -> NewFolder:
+    """Return the folder to write a checkpoint into, as the caller's surroundings ask for it.
+
+    Args:
+        path: The name; with `in_own_folders`, of this process's.
+    """
+    return OwnFolder(path) if writes_own_folders() else NewFolder(path)
+
+
+@contextmanager
+def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+    """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
+
+    The body must fail on every rank if it fails on one.
+
+    Args:
+        path: As for `NewFolder`.
+        complete: Called with the folder on rank 0, in the end.
+        group: Through which the ranks agree; the default group by default.
+
+    Raises:
+        RuntimeError: On every rank, if rank 0 failed outside of the body.
+        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
+    """
+    folder = folder_named(path)
+    made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
+    try:
+        with failing_together(f"saving {path}", group):
+            folder.check_shared(made)
+        yield folder.unfinished
+        run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
+        folder.finish_own()
+    except BaseException:
+        folder.drop_own()
+        raise
+
+
+def new_file(
+    path: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None, *, beside: bool = True
+) -> None:
+    """Let rank 0 ``write`` one file that gets the name ``path``, where a sharded checkpoint may be in the way.
+
+    Args:
+        path: The file.
+        write: Told where to write.
+        group: Through which the ranks agree; the default group by default.
+        beside: Whether that is beside ``path``, whose name the file gets when it is complete.
+
+    Raises:
+        RuntimeError: On every rank, if rank 0 failed.
+        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint, or holds more than one.
+    """
+
+    def save_one() -> None:
+        check_replaceable(path, by_file=True)
+        if beside:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(path)
+            _write_beside(path, write)
+            return
+        if path.is_dir():
+            shutil.rmtree(path)
+        write(path)
+
+    run_on_rank_zero(save_one, f"saving {path}", group)
+
+
+def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with telling_full_disk(unfinished):
+            write(unfinished)
+            replace(path, unfinished)
+    except BaseException:
+        drop_unfinished(unfinished)
+        raise
+
+
+# ------------------------------------------------------------------------------------------------
+# Giving a finished checkpoint the name of an older one, with no moment at which the name means half of one.
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2  # Linux, renameat2
+_RENAME_SWAP = 2  # macOS, renamex_np
+_LEFT = re.compile(r"(unfinished|removed)(-[0-9a-f]+)?")
+
+
+def replace(path: Path, finished: Path) -> None:
+    """Rename ``finished``, a folder or a file, to ``path`` and remove what stood there.
+
+    Where the system can exchange two names in one step (Linux and macOS on their usual file systems), ``path`` is at
+    every moment either the old one or the new one. Elsewhere there is an instant between two renames in which an old
+    folder is called ``.NAME.old``; a file replaces a file in one step everywhere.
+    """
+    _sync(finished)
+    if not os.path.lexists(path):
+        finished.rename(path)
+    elif finished.is_file() and (path.is_symlink() or not path.is_dir()):
+        os.replace(finished, path)
+    elif _exchange(path, finished):
+        _remove(finished)  # the old one, by now
+    else:
+        old = path.with_name(f".{path.name}.old")
+        _remove(old)
+        path.rename(old)
+        try:
+            finished.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        _remove(old)
+    _sync_entry(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint's folder so that its name never means a part of it; what others put into it stays."""
+    if is_checkpoint(path) and files_of_others(path):
+        remove_own(path)
+        return
+    hidden = path.with_name(f".{path.name}.removed")
+    _remove(hidden)  # left by a killed run
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def unfinished_name(path: Path, number: str = "") -> Path:
+    """Return where a checkpoint is written until it is complete.
+
+    Args:
+        path: The name that it gets.
+        number: Hexadecimal digits that tell it from others of this name.
+    """
+    return path.with_name(f".{path.name}.unfinished{number and f'-{number}'}")
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove whatever is there of checkpoints that were to get this name, by whichever run.
+
+    Other processes may be writing there: each folder gets another name first, in one step. Whoever knows it by its old
+    one can create nothing in it any more, and cannot give it the checkpoint's name.
+    """
+    if not path.parent.is_dir():
+        return
+    prefix = f".{path.name}."
+    for entry in os.listdir(path.parent):
+        if entry.startswith(prefix) and _LEFT.fullmatch(entry.removeprefix(prefix)):
+            _remove_at_once(path.with_name(entry), path)
+
+
+def drop_written_folder(left: Path, path: Path) -> None:
+    """Remove what a failed save of ``path`` has written into ``left``, as `drop_unfinished`; others may still write."""
+    with suppress(OSError):
+        _remove_at_once(left, path)
+
+
+def _remove_at_once(left: Path, path: Path) -> None:
+    hidden = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
+    try:
+        left.rename(hidden)
+    except FileNotFoundError:  # somebody else was faster, or it is finished
+        return
+    with suppress(OSError):  # NFS keeps what is open somewhere; the next save tries again
+        _remove(hidden)
+
+
+def drop_unfinished(path: Path) -> None:
+    """Remove what a failed save has written, as far as possible: the error that it failed with is told, not another."""
+    with suppress(OSError):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            _sync_entry(file)
+    _sync_entry(folder)
+
+
+def _sync_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot.
+
+    Raises:
+        OSError: If it can, and fails.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    a, b = os.fsencode(first), os.fsencode(second)
+    if sys.platform == "darwin" and hasattr(library, "renamex_np"):
+        failed = library.renamex_np(a, b, _RENAME_SWAP)
+    elif hasattr(library, "renameat2"):
+        failed = library.renameat2(_AT_FDCWD, a, _AT_FDCWD, b, _RENAME_EXCHANGE)
+    else:
+        return False
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # an old kernel, or a file system without it
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+# ------------------------------------------------------------------------------------------------
+# Whose files stand where a checkpoint is to be written: a checkpoint replaces checkpoints, and nothing else.
+#
+# [Note: files of others] A folder may hold a checkpoint and, beside it, what somebody else has put there. A new
+# checkpoint of that name takes over what is not the old one's: as links to the same bytes, made before the names are
+# exchanged, so that there is no moment at which they could be lost.
+
+
+_NUM_NAMES = 3
+_DCP = (re.compile(r"\.metadata(\.tmp)?"), re.compile(r".*\.distcp"), re.compile(r"meta\.pt"))
+_LOCAL = (re.compile(r"rank_\d+_of_\d+\.pt"), re.compile(r"meta\.pt"))
+_OURS = re.compile(re.escape(MANIFEST_NAME))
+_TAG, _CONVERTED = "checkpoint", "checkpoint_universal"
+"""DeepSpeed's folders inside a checkpoint of Lightning's or ours, which have the same names in both."""
+_DEEPSPEED = (
+    *map(re.compile, ("latest", "latest_universal", r"zero_to_\w+\.py")),
+    *(re.compile(re.escape(name)) for name in RESULT_NAMES),
+)
+_IN_TAG = re.compile(r".*_states\.pt")
+
+
+def check_replaceable(path: Path, *, by_file: bool = False) -> None:
+    """Check that nothing is lost when a checkpoint takes this name.
+
+    A folder that is replaced by a folder keeps what is not the checkpoint's, see `keep_files_of_others`.
+
+    Args:
+        path: Nothing, an empty folder (not ``by_file``), a checkpoint of torch's, Lightning's, DeepSpeed's or ours, or
+            a link to one.
+        by_file: Whether a file takes the name. A file replaces any file, as ``torch.save`` does.
+
+    Raises:
+        IsADirectoryError: If it is another folder, or (``by_file``) one that holds files beside the checkpoint's.
+        FileExistsError: If it is a file that is no checkpoint, and a folder takes the name.
+    """
+    if path.is_dir():
+        names = os.listdir(path)
+        if (names or by_file) and not is_checkpoint(path):
+            raise IsADirectoryError(
+                f"{path} is a folder and no checkpoint: it is not overwritten. It holds {_listed(names) or 'nothing'}. "
+                f"Give another name, such as {path / 'last.ckpt'}."
+            )
+        if by_file and (foreign := files_of_others(path)):
+            raise IsADirectoryError(
+                f"{path} is a folder with a checkpoint and {_listed(foreign)}: it is not overwritten by a file. Give "
+                "another name, or move these away."
+            )
+    elif path.is_file() and not by_file and not _is_saved_file(path):
+        raise FileExistsError(f"{path} is a file and no checkpoint: it is not overwritten. Give another name.")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder holds a sharded checkpoint: of DCP's, of ``local_state_dict``, or of DeepSpeed's."""
+    return bool(_patterns(folder))
+
+
+def files_of_others(folder: Path) -> list[str]:
+    """Return what a checkpoint's folder holds that no checkpoint has, as relative paths."""
+    patterns, foreign = _patterns(folder), []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if is_folder and entry.name == _TAG and _is_tag_folder(folder):
+            foreign += [f"{_TAG}/{name}" for name in sorted(os.listdir(entry.path)) if not _IN_TAG.fullmatch(name)]
+        elif is_folder and entry.name in (_CONVERTED, f".{_CONVERTED}.unfinished") and _is_tag_folder(folder):
+            continue
+        elif is_folder or not any(pattern.fullmatch(entry.name) for pattern in patterns):
+            foreign.append(entry.name)
+    return foreign
+
+
+def keep_files_of_others(old: Path, new: Path) -> None:
+    """Put what ``old`` holds beside its checkpoint into ``new``, too: see [Note: files of others]."""
+    if not old.is_dir() or old.is_symlink() or not is_checkpoint(old):  # of a link, only the link is replaced
+        return
+    for name in files_of_others(old):
+        source, target = old / name, new / name
+        if os.path.lexists(target) or not target.parent.is_dir():
+            target = new / f"{name.replace('/', '.')}.kept"
+        if source.is_dir() and not source.is_symlink():
+            shutil.copytree(source, target, symlinks=True, copy_function=_link)
+        else:
+            _link(str(source), str(target))
+
+
+def remove_own(folder: Path) -> None:
+    """Remove a checkpoint's own files from a folder that holds others; first those without which it is none."""
+    foreign = set(files_of_others(folder))
+    own = [name for name in os.listdir(folder) if name not in foreign]
+    for name in sorted(own, key=lambda name: (name not in (".metadata", "meta.pt", "latest"), name)):
+        path = folder / name
+        if not path.is_dir() or path.is_symlink():
+            path.unlink()
+            continue
+        kept = {one.removeprefix(f"{name}/") for one in foreign if one.startswith(f"{name}/")}
+        if not kept:
+            shutil.rmtree(path)
+            continue
+        for inner in path.iterdir():
+            if inner.name not in kept:
+                inner.unlink()
+
+
+def _patterns(folder: Path) -> tuple[re.Pattern[str], ...]:
+    """Return what the names of a checkpoint's files look like; nothing if it is none."""
+    patterns: tuple[re.Pattern[str], ...] = ()
+    if (folder / ".metadata").is_file():
+        patterns += _DCP
+    if any(_LOCAL[0].fullmatch(name) for name in os.listdir(folder)):
+        patterns += _LOCAL
+    if _is_tag_folder(folder):
+        patterns += _DEEPSPEED
+    return (*patterns, _OURS) if patterns else ()
+
+
+def _is_tag_folder(folder: Path) -> bool:
+    tag = folder / _TAG
+    return tag.is_dir() and any(_IN_TAG.fullmatch(name) for name in os.listdir(tag))
+
+
+def _is_saved_file(path: Path) -> bool:
+    return path.stat().st_size == 0 or path.suffix == ".ckpt" or zipfile.is_zipfile(path)  # torch.save writes a zip
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+    return target
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:_NUM_NAMES])
+    return shown + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints for nodes that share no disk: each process writes its part into a folder of its own.
+#
+# Whoever asks for that puts the folders together, into one that a run is gone on from: no two hold a file of one name.
+
+
+_is_asked_for: ContextVar[bool] = ContextVar("accelight_own_folders", default=False)
+
+
+@contextmanager
+def in_own_folders() -> Iterator[None]:
+    """Let checkpoints that are begun inside be written so; all processes must enter it, each saves to its own path.
+
+    A checkpoint of one file is written to the path of process 0 alone, as always.
+    """
+    before = _is_asked_for.set(True)
+    try:
+        yield
+    finally:
+        _is_asked_for.reset(before)
+
+
+def writes_own_folders() -> bool:
+    """Return whether this thread is inside of `in_own_folders`."""
+    return _is_asked_for.get()
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether all nodes see the folder into which each process writes its part of a checkpoint.
+
+
+_PREFIX = ".accelight-shared-"
+SEEN_WITHIN_S = 60.0
+"""How long a node may go on without what another has made: NFS clients keep what they know of a folder for so long."""
+_PAUSE_S = 0.2
+
+
+def mark(folder: Path) -> str:
+    """Leave a file in ``folder`` for the other processes to look for; return its name, which no file had before."""
+    name = f"{_PREFIX}{uuid.uuid4().hex}-{socket.gethostname()}"
+    (folder / name).touch()
+    return name
+
+
+def check_mark(folder: Path, name: str) -> None:
+    """Return when this process sees what another one has left with `mark`.
+
+    Args:
+        folder: Of the same path on all nodes.
+        name: Result of `mark`.
+
+    Raises:
+        RuntimeError: If it does not see it for a minute: ``folder`` lies on a disk of the other node's own.
+    """
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            made_by = name.removeprefix(_PREFIX).partition("-")[2]
+            raise RuntimeError(
+                f"{folder}, made on {made_by}, is not there on {socket.gethostname()}: each process writes its part of "
+                "a checkpoint, into one folder. Save to a file system that all nodes share (NFS, Lustre), under the "
+                "same absolute path; or save in one file, with state_dict_type='full_state_dict'."
+            )
+        with contextlib.suppress(OSError):
+            os.listdir(folder)  # lets an NFS client ask its server again
+        time.sleep(_PAUSE_S)
+
+
+# ------------------------------------------------------------------------------------------------
+# Where checkpoints lie: on a file system, or in a storage that a URL names.
+
+
+def is_remote(path: str) -> bool:
+    """Return whether ``path`` is a URL of something else than the file system (``s3://...``)."""
+    return get_protocol(path) not in ("file", "local")
+
+
+def local_path(path: str, what: str, instead: str = "") -> Path:
+    """Return ``path`` on the file system; ``file://`` may stand before it.
+
+    Args:
+        path: A path or URL.
+        what: What lies there, for the error.
+        instead: What else to do, for the error; a sentence.
+
+    Raises:
+        ValueError: If it is a URL of something else. As a path, it would be a folder ``s3:`` right here.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"{path}: {what} have to be on a file system that all processes see, not behind "
+            f"{get_protocol(path)}://. Give a path{f', or {instead}' if instead else ''}."
+        )
+    return Path(strip_protocol(path) if "://" in path else path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Files of ``torch.save``: written so that a full disk is told as one, read without a copy, each byte compared once.
+
+
+def save_torch(content: Any, path: Path) -> None:
+    """Write what ``torch.save`` makes of ``content``.
+
+    Raises:
+        OSError: If it cannot be written, with the path.
+    """
+    # To a stream: where torch opens the file itself, the system's error is lost.
+    with telling_full_disk(path, num_bytes_of(content)), path.open("wb") as stream:
+        torch.save(content, stream)
+
+
+def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return what a single-file checkpoint holds, mapped into memory and not read; every rank must call it.
+
+    Args:
+        path: The file.
+        weights_only: As in ``torch.load``.
+
+    Raises:
+        FileNotFoundError: If there is nothing.
+        ValueError: If it is a folder, no regular file, or not what torch writes.
+        RuntimeError: On every rank, if it is damaged.
+    """
+    if not path.exists():
+        # As Lightning begins it: scripts look for these words.
+        raise FileNotFoundError(f"Checkpoint file not found: {path}. Give what trainer.save_checkpoint() wrote.")
+    if path.is_dir():
+        raise ValueError(
+            f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either. "
+            "Give ckpt_path what trainer.save_checkpoint() wrote."
+        )
+    is_regular(path)  # else an error
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path} is no checkpoint: what torch.save() writes is a zip file. Give ckpt_path what "
+            "trainer.save_checkpoint() wrote; a file of torch before 1.6 becomes one by torch.save(torch.load(file))."
+        )
+    with failing_together(f"loading {path}"):
+        if bytes_are_checked():
+            check_bytes(path, (dist.get_rank(), dist.get_world_size()))
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+
+
+def check_full(checkpoint: Mapping[str, Any], path: Path | str) -> None:
+    """Check that a single-file checkpoint is one of Lightning's.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        held = sorted(checkpoint) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
+        raise ValueError(
+            f"{path}: no 'state_dict' in it, only {held}. Is it a Lightning checkpoint? Weights alone belong into the "
+            "module before fit()."
+        )
+
+
+_RECORD_BYTES = 300  # what torch writes beside a tensor, about
+
+
+def num_bytes_of(content: Any) -> int:
+    """Return the size of a file with these nested containers, about; tensors that share memory count once."""
+    storages: dict[object, int] = {}
+    for leaf in tree_leaves(content):
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided:
+            storages[leaf.untyped_storage().data_ptr()] = leaf.untyped_storage().nbytes()
+        elif isinstance(leaf, torch.Tensor):
+            storages[id(leaf)] = leaf.numel() * leaf.element_size()
+    return sum(storages.values()) + _RECORD_BYTES * len(storages)
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether a resume compares what it reads with the checksums beside it.
+
+
+_VARIABLE = "ACCELIGHT_CHECK"
+
+
+def bytes_are_checked() -> bool:
+    """Return False where ``ACCELIGHT_CHECK=0`` says that a resume shall not read every byte for its checksum.
+
+    Raises:
+        ValueError: If it is no truth value.
+    """
+    return flag_from_env({_VARIABLE: os.environ.get(_VARIABLE) or "1"}, _VARIABLE)

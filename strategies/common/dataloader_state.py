@@ -1,0 +1,269 @@
+"""What a resume needs besides weights: the positions of stateful data loaders, and random generators, of each process.
+
+Lightning 2.6 saves process 0's states and gives them to all processes; reads loaders without a length one batch ahead,
+which the states count then; loads no states into loaders that were set up before the checkpoint was read; takes the
+state of a loader at an epoch's end for a place in the next one; and lets samplers draw their order before they know the
+epoch. Each of these leaves samples out of training, or repeats them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import sys
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sampler_epoch, _Stateful, _update_dataloader
+
+LOADERS_KEY = "accelight_loader_states"
+"""Where a checkpoint holds the states of each process's loaders, in rank order."""
+_LIGHTNINGS_KEY = "combined_loader"
+_TORCHDATA = "torchdata.stateful_dataloader"
+
+
+class LoaderPlaces:
+    """Follows the training loaders of one fit after the other."""
+
+    def __init__(self) -> None:
+        self._saved: list[list[Any]] | None = None
+        self._states: list[Any] = []
+        """What this process's loaders are to load."""
+        self._num_others = 0
+        """How many processes have saved, if that is another number."""
+        self._before_fetch: list[Any] = []
+        """The loaders' states before the last batch was read."""
+
+    # ------------------------------------------------------------------ saving
+    def follow(self, trainer: Trainer) -> None:
+        """Begin a fit, whose data is set up: loaders go to where the checkpoint says.
+
+        Args:
+            trainer: Its callbacks have seen the start of training; no epoch has begun.
+
+        Raises:
+            ValueError: If another number of processes has saved, and a loader's place means nothing for this one.
+        """
+        loop: Any = trainer.fit_loop
+        self.take(trainer)
+        self._check_number(loop)
+        if self._states:
+            _go_to(loop, self._states)
+        self._states, self._before_fetch = [], []
+        if any(isinstance(one, _Stateful) for one in loop._combined_loader.flattened):
+            vars(loop.epoch_loop)["_on_before_fetch"] = partial(self._note, loop)
+
+    def let_go(self, trainer: Trainer) -> None:
+        """End the fit."""
+        loop: Any = trainer.fit_loop.epoch_loop
+        vars(loop).pop("_on_before_fetch", None)
+        self._before_fetch = []
+
+    def _note(self, loop: Any) -> None:
+        type(loop.epoch_loop)._on_before_fetch(loop.epoch_loop)
+        if _reads_ahead(loop):
+            self._before_fetch = copy.deepcopy(loop._combined_loader._state_dicts())
+
+    def own(self, trainer: Trainer | None, checkpoint: MutableMapping[str, Any]) -> list[Any]:
+        """Return the states of this process's loaders, empty where none has one.
+
+        Args:
+            trainer: That saves.
+            checkpoint: Its checkpoint, which gets the same states in Lightning's place.
+        """
+        loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if _LIGHTNINGS_KEY not in loops:
+            return []
+        loop: Any = None if trainer is None else trainer.fit_loop
+        if loop is not None and self._before_fetch and getattr(loop._data_fetcher, "batches", None):
+            loops[_LIGHTNINGS_KEY] = self._before_fetch
+        found: list[Any] = loops[_LIGHTNINGS_KEY]
+        return found
+
+    # ------------------------------------------------------------------ loading
+    def load(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Take all processes' states out of a checkpoint; Lightning's place keeps process 0's until `take`."""
+        self._saved, self._states, self._num_others = checkpoint.pop(LOADERS_KEY, None), [], 0
+
+    def take(self, trainer: Trainer) -> None:
+        """Take the states that Lightning is about to load: `follow` loads those of this process.
+
+        Args:
+            trainer: Callbacks have changed of the checkpoint what they change.
+        """
+        loop: Any = trainer.fit_loop
+        theirs, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        if not theirs:
+            return
+        saved, self._saved = self._saved, None
+        if saved is None:  # by a strategy of Lightning's
+            self._states = theirs
+        elif len(saved) == dist.get_world_size():
+            self._states = saved[dist.get_rank()]
+        else:
+            self._num_others = len(saved)
+
+    def _check_number(self, loop: Any) -> None:
+        """Check that loaders may begin anew, if another number of processes has saved where they were."""
+        saved, self._num_others, now = self._num_others, 0, dist.get_world_size()
+        # Elsewhere Lightning compares counts of batches.
+        within = not (loop.restarted_on_epoch_end or loop.resumed_on_epoch_end)
+        if not saved or (not within and _begin_anew(loop)):
+            return
+        instead = "from a checkpoint of on_train_epoch_end" if within else "take a loader over a map-style dataset"
+        raise ValueError(
+            f"The checkpoint was saved {'before' if within else 'at'} the end of an epoch, and says where the "
+            f"training loaders of {saved} processes were; {now} {'resumes' if now == 1 else 'resume'}. Resume on "
+            f"{saved}, or {instead}, or train with ElasticTraining, which counts samples over all processes."
+        )
+
+
+def _go_to(loop: Any, states: list[Any]) -> None:
+    """Begin to read where ``states`` say, or the next epoch.
+
+    torchdata's samplers draw an epoch's order when the loader is iterated over, and not with its first batch.
+    """
+    at_end, loaders = _is_at_end(loop), loop._combined_loader.flattened
+    epochs = loop.epoch_progress.current
+    for loader in loaders:
+        _set_sampler_epoch(loader, epochs.ready if at_end else epochs.processed)
+    if not (at_end and _begin_anew(loop)):
+        loop._combined_loader._load_state_dicts(states)
+        for loader in loaders if at_end else []:
+            if _is_torchdatas(loader):
+                iter(loader)  # its data knows its place then; the epoch itself begins with another iterator
+    ends_first = at_end and loop.restarted_mid_epoch and not loop.epoch_loop.restarted_on_train_batch_end
+    if not ends_first:  # else Lightning ends that epoch, and iterates over the loaders for the next one
+        iter(loop._data_fetcher)
+
+
+def _is_at_end(loop: Any) -> bool:
+    """Return whether the checkpoint is of an epoch's end, or of the next one's begin."""
+    return bool(loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _begin_anew(loop: Any) -> bool:
+    """Return whether each epoch of the loaders begins at their data's begin, so that they have no place to go to."""
+    stateful = [loader for loader in loop._combined_loader.flattened if isinstance(loader, _Stateful)]
+    return all(
+        _is_torchdatas(loader) and not isinstance(getattr(loader, "dataset", None), (IterableDataset, _Stateful))
+        for loader in stateful
+    )
+
+
+def _is_torchdatas(loader: object) -> bool:
+    return any(one.__module__.startswith(_TORCHDATA) for one in type(loader).__mro__)
+
+
+def keep(states: list[list[Any]], checkpoint: MutableMapping[str, Any]) -> None:
+    """Put the states of each process's loaders, in rank order, into a checkpoint, if there are any."""
+    if any(states):
+        checkpoint[LOADERS_KEY] = states
+
+
+def _reads_ahead(loop: Any) -> bool:
+    fetcher = loop._data_fetcher
+    return fetcher is not None and fetcher.length is None and bool(getattr(fetcher, "prefetch_batches", 0))
+
+
+def with_shared_order(loader: object, kwargs: dict[str, Any]) -> object:
+    """Return a shuffling `StatefulDataLoader` whose processes deal one order of samples among them.
+
+    Lightning 2.6 does not take torchdata's sampler for one that shuffles: each process would draw an order of its own,
+    and another one after a resume.
+
+    Args:
+        loader: A training loader as Lightning has prepared it.
+        kwargs: How samples are dealt, for `DistributedSampler`.
+    """
+    if not isinstance(loader, DataLoader) or not _is_torchdatas(loader):
+        return loader
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if not isinstance(sampler, DistributedSamplerWrapper):
+        return loader
+    order: Any = sampler.dataset
+    drawn = order._sampler
+    if type(drawn).__name__ != "RandomSampler" or drawn.replacement or len(drawn) != len(loader.dataset):  # type: ignore[arg-type]
+        return loader
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    shared: Any = DistributedSampler(loader.dataset, shuffle=True, seed=seed, **kwargs)
+    return _update_dataloader(loader, shared)
+
+
+# ------------------------------------------------------------------------------------------------
+# The random generators of each process in a checkpoint, so that dropout goes on after a resume as it would have.
+
+
+_log = logging.getLogger(__name__)
+
+RANDOM_STATES_KEY = "accelight_random_states"
+"""Where a checkpoint holds one state for each process, in rank order."""
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return this process's state, of nothing but what ``torch.load(weights_only=True)`` reads."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(words), gauss),
+    }
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:  # who has not imported it draws no numbers from it
+        name, words, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, torch.tensor(words.tolist()), *rest)
+    return state
+
+
+def _restore(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        name, words, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, words.tolist(), *rest))
+
+
+class ResumedRandomState:
+    """Puts a loaded state back at the moment at which uninterrupted training had it.
+
+    What Lightning does between loading and training draws numbers, too: a checkpoint of an epoch's end goes on with
+    the iterator over the next epoch's data, one from the middle of an epoch with a batch.
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] | None = None
+        self._device = torch.device("cpu")
+
+    def load(self, states: list[dict[str, Any]], device: torch.device) -> None:
+        """Take this rank's state out of a checkpoint, unless that was saved on another number of processes."""
+        self._state, self._device = None, device
+        if len(states) == dist.get_world_size():
+            self._state = states[dist.get_rank()]
+        elif dist.get_rank() == 0:
+            _log.warning(
+                "The checkpoint holds the random states of %d processes, %d resume: they start from new ones. Its "
+                "counts of batches stay; ElasticTraining counts samples.",
+                len(states),
+                dist.get_world_size(),
+            )
+
+    def before_iterating(self) -> None:
+        """Put the state back before training's data is iterated over."""
+        if self._state is not None:
+            _restore(self._state, self._device)
+
+    def before_batch(self, *, in_epoch: bool) -> None:
+        """Put the state back before the first batch, if that is one ``in_epoch`` and not an epoch's first."""
+        if self._state is not None and in_epoch:
+            _restore(self._state, self._device)
+        self._state = None

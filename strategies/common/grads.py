@@ -1,0 +1,312 @@
+"""Gradients: norms and scaling over sharded and unsharded parameters, clipping by users' code, and skipped steps."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CellType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+
+from ..upstream.lightning import LightningModule, LRSchedulerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
+    """A mesh, and the dimensions of it that something is sharded over."""
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor (sharing memory), any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that exist."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm over all elements of all gradients, each counted once whatever its sharding.
+
+    One reduction for each set of mesh dimensions that gradients are sharded over, whatever their number; plain FSDP2
+    has one such set.
+
+    Args:
+        gradients: DTensors (sharded or replicated, no partial sums) and plain tensors that are equal on all ranks.
+        norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+
+    Returns:
+        Scalar float32 tensor on the gradients' device, the same on every rank.
+    """
+    parts: dict[Sharding, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        mesh: DeviceMesh | None = None
+        dims: tuple[int, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            dims = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+        parts[mesh if dims else None, dims].append(local_tensor(gradient))
+    devices = {sharding: tensors[0].device for sharding, tensors in parts.items()}
+    return norm_of_parts(parts, norm_type, devices)
+
+
+def norm_of_parts(
+    parts: Mapping[Sharding, Sequence[torch.Tensor]], norm_type: float, devices: Mapping[Sharding, torch.device]
+) -> torch.Tensor:
+    """Return the `global_norm` of what this rank holds of each kind of gradient.
+
+    Args:
+        parts: Local tensors by the mesh and its dimensions that they are sharded over. Every rank gives the same keys
+            in the same order, also where it has no tensor.
+        norm_type: p of the p-norm.
+        devices: Of each part, also where this rank has no tensor or an empty one: where the others reduce theirs. The
+            first is the result's.
+    """
+    if not parts:
+        return torch.tensor(0.0)
+    powers = [_power_over_mesh(tensors, *sharding, norm_type, devices[sharding]) for sharding, tensors in parts.items()]
+    device = devices[next(iter(parts))]
+    stacked = torch.stack([power.to(device) for power in powers])
+    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+
+
+def _power_over_mesh(
+    tensors: Sequence[torch.Tensor],
+    mesh: DeviceMesh | None,
+    dims: tuple[int, ...],
+    norm_type: float,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return norm**p (the norm itself for inf) of ``tensors`` taken together over the mesh dimensions ``dims``."""
+    tensors = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest value
+    power = torch.zeros((), device=device)
+    if tensors:
+        powers = norm_powers(tensors, norm_type)
+        power = powers.max() if math.isinf(norm_type) else powers.sum()
+    reduce_powers(power, [] if mesh is None else [mesh.get_group(dim) for dim in dims], norm_type)
+    return power
+
+
+def norm_powers(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return norm**p (the norm itself for inf) of each tensor, none of them empty.
+
+    In float32 whatever the tensors' dtype: a bfloat16 sum of squares loses the small ones.
+    """
+    norms = torch.stack(list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32)))
+    return norms if math.isinf(norm_type) else norms**norm_type
+
+
+def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], norm_type: float) -> None:
+    """Make norm**p of what lies on all ranks of the groups out of each rank's own, in place."""
+    for group in groups:
+        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+
+
+def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
+    """Replace the gradients of unsharded parameters by their mean over all ranks, as sharded ones have been already.
+
+    One reduction for each dtype. A parameter without a gradient counts as zero, so that ranks cannot disagree on what
+    is sent.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype[parameter.dtype].append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        means = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def refuse_second_derivatives(unit: str | None) -> None:
+    """Refuse a backward that is to be differentiated itself, when it comes to a unit of FSDP.
+
+    Args:
+        unit: Its name.
+
+    Raises:
+        RuntimeError: If ``create_graph=True``: its graph would hold gathered parameters that are freed by then.
+    """
+    if torch.is_grad_enabled():  # what autograd sets from create_graph while a backward runs
+        raise RuntimeError(
+            f"A gradient through {unit or 'the model'!r} was asked for with create_graph=True (a gradient penalty). "
+            "FSDP frees what a unit gathered, so that gradients of gradients are not possible through it. Compute the "
+            "penalty without them (finite differences), leave the network to ignored_modules, or use strategy='ddp'."
+        )
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply every gradient by ``factor``, in place."""
+    tensors = [local_tensor(gradient) for gradient in gradients]
+    if not tensors:
+        return
+    if isinstance(factor, torch.Tensor):
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            alike[tensor.device, tensor.dtype].append(tensor)
+        for (device, dtype), group in alike.items():
+            torch._foreach_mul_(group, factor.to(device, dtype))
+    else:
+        torch._foreach_mul_(tensors, factor)
+
+
+def clip_to_norm(gradients: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale gradients whose `global_norm` is ``total`` so that it is at most ``max_norm``; return ``total``.
+
+    Source: ``torch.nn.utils.clip_grad_norm_`` (same 1e-6 in the divisor, no host synchronisation).
+    """
+    scale_gradients(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+# ------------------------------------------------------------------------------------------------
+# torch's functions that clip gradients and take their norm, called by the user, over gradients that are cut up.
+#
+# FSDP1's gradients are plain tensors: torch would take this rank's part for the whole, without a word. Those of FSDP2
+# are DTensors, which torch does not take together with the plain ones of ignored modules.
+
+
+class TotalNorms:
+    """Puts norms and scaling of ours into torch's functions, wherever they were imported.
+
+    Args:
+        norm: Given gradients and the norm's type, returns their norm; None leaves it to torch.
+        check: Given a function's name and parameters whose gradients it is to change, raises if it cannot see them.
+    """
+
+    def __init__(
+        self,
+        norm: Callable[[list[Tensor], float], Tensor | None],
+        check: Callable[[str, list[Tensor]], None] = lambda *_: None,
+    ) -> None:
+        self._norm, self._check = norm, check
+        self._torchs: list[tuple[CellType, Any]] = []
+
+    def follow(self) -> None:
+        """Begin; what was followed before is let go."""
+        self.let_go()
+        self._replace(clip_grad._get_total_norm, self._total_norm)
+        self._replace(clip_grad._clip_grads_with_norm_, self._scale)
+        self._replace(clip_grad.clip_grad_value_, self._clip_values)
+
+    def let_go(self) -> None:
+        """Undo `follow`."""
+        for cell, torchs in self._torchs:
+            cell.cell_contents = torchs
+        self._torchs = []
+
+    def _replace(self, function: Any, replacement: Callable[..., Any]) -> None:
+        # Everybody who imported it holds the function that torch's `_no_grad` made; that keeps the real one in a cell.
+        cell = function.__closure__[function.__code__.co_freevars.index("func")]
+        torchs = cell.cell_contents
+        self._torchs.append((cell, torchs))
+        cell.cell_contents = partial(replacement, torchs)
+
+    def _total_norm(
+        self,
+        torchs: Callable[..., Tensor],
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        norm = self._norm(gradients, float(norm_type))
+        if norm is None:
+            return torchs(gradients, norm_type, error_if_nonfinite, foreach)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"The total norm of order {norm_type} is {norm.item()}: it cannot be clipped.")
+        return norm
+
+    def _scale(
+        self,
+        torchs: Callable[..., None],
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        total_norm: Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check("clip_grads_with_norm_", parameters)
+        gradients = gradients_of(parameters)
+        if len({isinstance(gradient, DTensor) for gradient in gradients}) == 2:  # of ignored modules, too
+            clip_to_norm(gradients, local_tensor(total_norm), max_norm)
+        else:
+            torchs(parameters, max_norm, total_norm, foreach)
+
+    def _clip_values(
+        self,
+        torchs: Callable[..., None],
+        parameters: Tensor | Iterable[Tensor],
+        clip_value: float,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._check("clip_grad_value_", parameters)
+        sharded = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor)]
+        others = [parameter for parameter in parameters if not isinstance(parameter.grad, DTensor)]  # ignored modules'
+        for alike in filter(None, (sharded, others)):
+            torchs(alike, clip_value, foreach)
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizer steps that a gradient scaler leaves out, and the schedules that must not run ahead of them.
+
+
+_HOOK = "lr_scheduler_step"
+
+
+class SkippedSteps:
+    """Knows whether the last optimizer step was skipped, and holds schedulers back then."""
+
+    def __init__(self) -> None:
+        self.last: bool = False
+        """Whether the last step was left out for gradients that overflowed."""
+
+    @contextmanager
+    def watch(self, optimizer: Optimizer) -> Iterator[None]:
+        """Find out whether ``optimizer`` really steps inside this context."""
+        stepped: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        try:
+            yield
+        finally:
+            handle.remove()
+        self.last = not stepped
+
+    def hold_back(self, module: LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
+        """Let schedulers that count steps stand still at a skipped one.
+
+        Source: accelerate 1.15 ``scheduler.py`` (``AcceleratedScheduler``).
+        """
+        self.let_go(module)
+        by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
+        advance = module.lr_scheduler_step
+
+        def advance_if_stepped(scheduler: Any, metric: Any) -> None:
+            if not (self.last and id(scheduler) in by_step):
+                advance(scheduler, metric)
+
+        # On the instance: the Trainer looks the hook up there, and the class is the user's.
+        module.__dict__[_HOOK] = advance_if_stepped
+
+    @staticmethod
+    def let_go(module: LightningModule) -> None:
+        """Undo `hold_back`."""
+        module.__dict__.pop(_HOOK, None)

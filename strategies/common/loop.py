@@ -1,0 +1,422 @@
+"""Follows the Trainer's loop for every strategy: accumulation windows, the position in the data, deferred weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...state import GradientAccumulationPlugin, GradientState
+from ...state.gradient_state import ShortWindows
+from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, rank_zero_info, sized_len
+from ..upstream.lightning_package import other_package_hint, other_package_is_imported
+from .broadcast import BufferSync
+from .dataloader_state import LoaderPlaces, with_shared_order
+from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
+from .rendezvous import tell_lost_processes
+from .signals import Termination, mark_terminated
+
+
+class LoopFollowing(ParallelStrategy):
+    """Comes before Lightning's strategy among the bases; `GradientState` is right in every hook then."""
+
+    _tracker: LoopTracker
+    _termination: Termination
+    _process_group_backend: str | None
+    _held_weights: HeldWeights
+    _loader_places: LoaderPlaces
+    _buffers: BufferSync
+    where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
+    """What may have started the process group before the strategy does, for messages."""
+
+    @override
+    def __repr__(self) -> str:
+        # A Trainer of the other package says no more about a strategy than this.
+        return f"<{type(self).__name__}: {other_package_hint()}>" if other_package_is_imported() else super().__repr__()
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
+        """Where the training loaders are that know it."""
+        return self._loader_places
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.root_device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.is_global_zero
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return False  # see `held_weights`
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            num_nodes = getattr(self, "num_nodes", 1)
+            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return 0 if self.parallel_devices is None else len(self.parallel_devices)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _get_process_group_backend(self) -> str:
+        if self._process_group_backend is not None:
+            return self._process_group_backend
+        device = self.root_device
+        if device.type == "cpu":
+            return "gloo"
+        return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+    def _follow_buffers(self, root: torch.nn.Module) -> None:
+        """Begin a fit of ``root``, sharded by now, with rank 0's buffers."""
+        self._buffers.follow(root, self.root_device)
+        self._termination.message, self._termination.receive = self._buffers.message, self._buffers.receive
+
+    def _running_trainer(self) -> Trainer | None:
+        """Return the Trainer if it is inside a loop over batches."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer if trainer is not None and trainer.state.stage is not None else None
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self._running_trainer()
+        if trainer is not None:
+            if trainer.training:
+                self._tracker.note_train_batch(trainer, counted=False)
+            else:
+                self._tracker.note_evaluation_batch(trainer, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer = self._running_trainer()
+        if trainer is not None:  # again, for training_step(dataloader_iter), whose batches pass nowhere else
+            self._tracker.note_train_batch(trainer, counted=True)
+        if batch_idx == 0:
+            self._buffers.expect_changes()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self._running_trainer()
+        if trainer is not None and trainer.training:
+            self._loader_places.take(trainer)
+            dataloader = with_shared_order(dataloader, self.distributed_sampler_kwargs)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if (trainer := self._running_trainer()) is not None:
+            self._loader_places.follow(trainer)
+
+    def _end_training_loop(self) -> None:
+        self._tracker.close()
+        if (trainer := self._running_trainer()) is not None:
+            self._loader_places.let_go(trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        self._end_training_loop()
+        super().on_train_end()
+        self._termination.agree()  # for what came during the last batch
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        with self._buffers.forward(is_trained=module is not None and module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        with self._buffers.forward(is_trained=False):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        with self._buffers.forward(is_trained=False):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._termination.before_evaluation_batch()
+        with self._buffers.forward(is_trained=False):
+            return super().predict_step(*args, **kwargs)
+
+    def _end_evaluation(self) -> None:
+        self._tracker.end_evaluation()
+        self._termination.end_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and not exception.code:  # raised by Lightning's own loops
+            mark_terminated(exception)
+        self._end_training_loop()
+        super().on_exception(exception)
+        tell_lost_processes(exception, self._termination.run)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tells `GradientState` what the Trainer's loops do; strategies, callbacks and user code read it there.
+
+
+class LoopTracker:
+    """Follows the Trainer batch by batch.
+
+    Args:
+        gradient_accumulation: What the user gave the strategy, or None to follow ``accumulate_grad_batches`` alone.
+    """
+
+    def __init__(self, gradient_accumulation: GradientAccumulationPlugin | int | None = None) -> None:
+        if isinstance(gradient_accumulation, int):
+            gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
+        self.plugin = gradient_accumulation or GradientAccumulationPlugin()
+        self.window_position = 1
+        """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress tells it."""
+        self._first_batch: int | None = None
+        """The Trainer's total count at the first batch of this fit; a resumed one may begin within a window."""
+        self._said_short = False
+        self._short_windows: ShortWindows = "full"
+        self._changes = ExitStack()
+        self._loaders: list[Any] = []
+        self._num_training_loaders = 0
+        self._evaluated = (-1, 0)
+        """Index of the evaluation's present loader, and how many batches it has given. Lightning counts over all."""
+
+    def start_fit(self, trainer: Trainer, *, config: str | None = None) -> None:
+        """Make the Trainer and the plugin agree on the number of accumulation steps.
+
+        Where nobody gives one, ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` does; else a warning says that it does not. 1
+        of the Trainer, its default, is not given.
+
+        Args:
+            trainer: About to fit.
+            config: What a config that gives the number is called; the Trainer has it already.
+
+        Raises:
+            ValueError: If two give a number and they differ.
+        """
+        wanted, given = self.plugin.num_steps, trainer.accumulate_grad_batches
+        other = where = f"{config}={given}" if config else f"Trainer(accumulate_grad_batches={given})"
+        if wanted is not None:
+            where = f"gradient_accumulation={wanted}"
+        elif given == 1 and config is None:
+            GradientState()._set_plugin(self.plugin)
+            wanted = GradientState().num_steps  # from the environment
+        if wanted is not None and wanted != given:
+            if given != 1 or config is not None:
+                raise ValueError(f"{where} and {other} differ. Give one of them, or the same number.")
+            trainer.accumulate_grad_batches = wanted
+        warn_if_overruled(ACCUMULATION, trainer.accumulate_grad_batches, where)
+        self._set_num_steps(trainer.accumulate_grad_batches)
+        self.window_position, self._first_batch, self._said_short = 1, None, False
+        self._short_windows = self.plugin.resolve_short_windows()
+        if not self.plugin.sync_with_dataloader:
+            self._changes.enter_context(carried_windows(trainer, lambda: self.window_position == 1))
+
+    def _set_num_steps(self, num_steps: int) -> None:
+        GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
+
+    def note_train_batch(self, trainer: Trainer, *, counted: bool) -> None:
+        """Take note of the batch that training is about to use.
+
+        Args:
+            trainer: The Trainer, inside its training loop.
+            counted: Whether the loop's progress counts this batch as ready already.
+        """
+        progress, ahead = trainer.fit_loop.epoch_loop.batch_progress, 0 if counted else 1
+        batch, total = progress.current.ready + ahead, progress.total.ready + ahead  # from 1: of the epoch, of all
+        num_steps = trainer.accumulate_grad_batches
+        state = GradientState()
+        if state.num_steps != num_steps:  # a GradientAccumulationScheduler changes it from epoch to epoch
+            self._set_num_steps(num_steps)
+        self._follow(trainer.train_dataloader, above=0)
+        self._num_training_loaders = 1
+        is_last = progress.is_last_batch or batch == trainer.num_training_batches
+        if self._first_batch is None:
+            self._first_batch = total
+        carried = not self.plugin.sync_with_dataloader
+        position = ((total if carried else batch) - 1) % num_steps + 1
+        self.window_position = min(position, total - self._first_batch + 1)
+        window_ends = position == num_steps or (is_last and not carried)  # Lightning's rule
+        self._tell_end(batch, is_last)
+        state._set_sync_gradients(window_ends)
+        if (
+            counted
+            and window_ends
+            and self.window_position < num_steps
+            and trainer.lightning_module.automatic_optimization
+        ):
+            self._say_short(num_steps)
+
+    def _say_short(self, num_steps: int) -> None:
+        if self._said_short:
+            return
+        self._said_short = True
+        divisor, other = (
+            (self.window_position, '"full" divides by the full number, as Lightning and Accelerate do')
+            if self._short_windows == "mean"
+            else (num_steps, '"mean" divides by what the window has')
+        )
+        rank_zero_info(
+            f"An accumulation window ended after {self.window_position} of {num_steps} micro-batches; its gradients "
+            f"are divided by {divisor}. GradientAccumulationPlugin(short_windows=...): {other}."
+        )
+
+    def note_evaluation_batch(self, trainer: Trainer, dataloader_idx: int) -> None:
+        """Take note of the batch that validation, testing or prediction is about to use."""
+        loop: Any = trainer._active_loop
+        loaders = loop._combined_loader.flattened
+        loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else loop._combined_loader
+        self._follow(loader, above=self._num_training_loaders)
+        limits = loop.max_batches
+        limit = limits[dataloader_idx] if isinstance(limits, list) and dataloader_idx < len(limits) else math.inf
+        previous, batch = self._evaluated
+        batch = batch + 1 if previous == dataloader_idx else 1
+        self._evaluated = dataloader_idx, batch
+        self._tell_end(batch, loop.batch_progress.is_last_batch or batch == limit)
+
+    def _tell_end(self, batch: int, is_last: bool) -> None:
+        """Say whether the loop uses no other batch than this; a limit may end it before the loader's padding."""
+        loader = self._loaders[-1]
+        length = sized_len(loader) if is_last else None
+        cut_short = length is not None and batch < length
+        GradientState()._set_end_of_dataloader(loader, is_last, cut_short=cut_short)
+
+    def _follow(self, loader: Any, *, above: int) -> None:
+        """Make ``loader`` the active one; the lowest ``above`` of the stack stay open under it."""
+        while len(self._loaders) > above and self._loaders[-1] is not loader:
+            self._close_last()
+        if len(self._loaders) == above:
+            self._loaders.append(loader)
+            GradientState()._add_dataloader(loader)
+
+    def _close_last(self) -> None:
+        GradientState()._remove_dataloader(self._loaders.pop())
+
+    def end_evaluation(self) -> None:
+        """Forget the evaluation's loaders; a training loop that it interrupted goes on."""
+        self._evaluated = (-1, 0)
+        while len(self._loaders) > self._num_training_loaders:
+            self._close_last()
+
+    def close(self) -> None:
+        """Forget every loader; outside of loops gradients are always synchronised."""
+        self._num_training_loaders = 0
+        self.end_evaluation()
+        GradientState()._set_sync_gradients(True)
+        self._changes.close()
+
+    @property
+    def short_window_factor(self) -> float:
+        """What the present window's gradients have to be multiplied by when it ends; 1 unless it is short.
+
+        Lightning divides each loss by the full number of steps before it can know that the window will be cut short
+        (Lightning-AI/pytorch-lightning#19987).
+        """
+        return GradientState().num_steps / self.window_position if self._short_windows == "mean" else 1.0
+
+
+# ------------------------------------------------------------------------------------------------
+# Accumulation windows that go on over the end of an epoch, which Lightning's loop does not know.
+
+
+@contextmanager
+def carried_windows(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[None]:
+    """Let the Trainer's loop step, and clear gradients, where `GradientState` says, instead of counting within epochs.
+
+    Args:
+        trainer: Changed inside this context.
+        is_first: Whether the present micro-batch begins a window.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    make_zero_grad = loop.automatic_optimization._make_zero_grad_fn
+
+    def should_accumulate() -> bool:
+        return not GradientState().sync_gradients
+
+    def make_zero_grad_fn(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        # Lightning 2.6 clears gradients where this index is a multiple of the accumulation; 1 never is.
+        return make_zero_grad(0 if is_first() else 1, optimizer)
+
+    loop._should_accumulate = should_accumulate
+    loop.automatic_optimization._make_zero_grad_fn = make_zero_grad_fn
+    try:
+        yield
+    finally:
+        del loop._should_accumulate
+        del loop.automatic_optimization._make_zero_grad_fn
+
+
+# ------------------------------------------------------------------------------------------------
+# A resume in plain Lightning's order, though sharded weights can be loaded only once the model is sharded.
+#
+# The Trainer reads a checkpoint, shows it to the hooks and restores callbacks before the strategy sets up the model. So
+# what callbacks do in ``on_fit_start`` (a `Timer` that has run out, the parameter groups of `BaseFinetuning`) follows
+# the checkpoint, and optimizers are restored after that. A strategy that had all of this done after its setup, as
+# Lightning's sharded ones have, would restore callbacks when ``on_fit_start`` is over.
+#
+# Source of the order: lightning 2.6 ``Trainer._run``.
+
+
+STORED_WEIGHTS = "sharded_state_dict"
+"""Key in the Trainer's checkpoint, while it is restored, of what loads weights that only shards can take."""
+
+
+class HeldWeights:
+    """Holds the loading of weights back until the strategy has set up their model."""
+
+    def __init__(self) -> None:
+        self._load: Callable[[], None] | None = None
+        self._has_model = False
+
+    def begin(self) -> None:
+        """Begin a run: its model is yet to be set up."""
+        self._load, self._has_model = None, False
+
+    def load(self, load: Callable[[], None]) -> None:
+        """Call ``load`` now, or at the run's `model_is_set_up`."""
+        if self._has_model:
+            load()
+        else:
+            self._load = load
+
+    def model_is_set_up(self) -> None:
+        """Load what was held back."""
+        self._has_model = True
+        load, self._load = self._load, None
+        if load is not None:
+            load()

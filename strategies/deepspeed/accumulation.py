@@ -1,0 +1,826 @@
+"""Gradient accumulation in DeepSpeed's engine: complete, the same on all ranks, discarded when the window ends.
+
+[Note: one window]
+Left to itself, DeepSpeed 0.19 gets some windows wrong:
+
+- It reduces gradients in the order in which backward makes them. Ranks that use different parameters would add up the
+  gradients of different ones.
+- It keeps the gradients of a window that was dropped; stage 3 also keeps that of a parameter which the next window does
+  not use. Its optimizers step on all gradients that they have.
+
+So the engine never decides what a window is (``managed_gradient_accumulation`` is false): each backward adds to it,
+`Window.complete` ends it, and `Window.forget` drops it.
+
+Ranks agree on the parameters that have a gradient on any of them: before each backward at stages 2 and 3, at the end of
+a window at stages 0 and 1. Where they differ, the gradients of this backward are held back and reduced after it, in one
+order, with zeros for those that are missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..common.rendezvous import ComparedActions
+from ..common.user_code import library_code, running_as_library
+from ..upstream.torch_fake import is_planned
+from . import zero_optimizer
+from .library import is_gathered_by_user
+from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node
+from .zero_optimizer import ChangedWeights, PiecewiseSteps, let_go, step_on_all_values, tell_window
+
+_NAME = "accelight_window"
+_BACKWARD_OF_ITS_OWN = (
+    "A backward reached weights past DeepSpeed's engine, which would lose their gradients. Return the loss of "
+    "training_step(), or call self.manual_backward(loss) in manual optimization; in the module's own backward() call "
+    "loss.backward(). For the gradient of an input use torch.autograd.grad(loss, input)."
+)
+
+
+@running_as_library("zero_grad", "forget")  # to users' code, p.grad is the reduced one alone
+class Window:
+    """Follows one engine.
+
+    Args:
+        engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
+        optimized: The parameters that its optimizer trains.
+        device: Where this rank computes.
+        holds_parameters: Whether stage 3 has been told to hold parameters (`same_path.hold_parameters`).
+    """
+
+    def __init__(
+        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, holds_parameters: bool = False
+    ) -> None:
+        self.engine, self.device, self._holds_parameters = engine, device, holds_parameters
+        self.stage = int(engine.zero_optimization_stage())
+        zero = self._zero = engine.optimizer
+        self._is_partitioned = zero_optimizer.is_partitioned_optimizer(zero)
+        self.names: Mapping[nn.Parameter, str] = dict(engine.param_names)
+        optimized = list(optimized)
+        self._frozen = [each for each in optimized if not each.requires_grad]
+        if self._is_partitioned:
+            self._parameters = [each for group in zero_optimizer.parameter_groups(zero) for each in group]
+        else:
+            self._parameters = [each for each in optimized if each.requires_grad]
+        self._places = {parameter: place for place, parameter in enumerate(self._parameters)}
+        self.is_plain = isinstance(zero, torch.optim.Optimizer)
+        """Whether the optimizer is torch's own, with the parameters as they are."""
+        self.given: tuple[torch.optim.Optimizer, list[list[nn.Parameter]]] | None = None
+        """The optimizer of the user's code, and the parameters of its groups; see `EarlierStates`."""
+        self.used: set[nn.Parameter] = set()
+        """Parameters that have a gradient in this window, on any rank."""
+        self._leaves: set[nn.Parameter] = set()
+        self._order = 0
+        self._is_held = self._is_complete = self._in_backward = False
+        self._is_dirty = True
+        self.has_begun = False
+        """Whether a backward has run in this window."""
+        self._clip_norm: float | None = None
+        self.is_stale = self._adds_to_stale = False
+        """Whether the optimizer has stepped and gradients have not been zeroed since."""
+        self.hooks_before_step = False
+        """Whether the user's code runs between the end of a window and the step."""
+        self.has_stepped = False
+        """Whether the last `step` had gradients to step on."""
+        self.steps: PiecewiseSteps | None = None
+        self.changes: ChangedWeights | None = None
+        """Of a ZeRO optimizer: the weights that it steps on beside those that the model computes with."""
+        if self._is_partitioned:
+            self._follow_zero()
+        self.gathered_changes: GatheredChanges | None = None
+        """Of stage 3."""
+        if self.stage == 3:
+            self.gathered_changes = GatheredChanges(engine.module, self.names, engine.device)
+        self._clear, self._is_stepping = zero.zero_grad, False
+        tell_window(zero, self)
+        engine.__dict__[_NAME] = self  # not as a submodule
+
+    @contextmanager
+    def on_module(self, module: nn.Module) -> Iterator[None]:
+        """Let the module's own ``zero_grad()`` drop these gradients as well, in this context.
+
+        Lightning calls it before validation, and users do in manual optimization.
+        """
+        zero_grad = module.zero_grad
+
+        def zero_all(set_to_none: bool = True) -> None:
+            self.zero_grad()
+            zero_grad(set_to_none)
+
+        module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
+        try:
+            yield
+        finally:
+            module.__dict__.pop("zero_grad", None)
+            if self.is_plain:
+                let_go(self._zero)  # the user's own, which may train elsewhere
+
+    def _follow_zero(self) -> None:
+        zero = self._zero
+        self.steps = PiecewiseSteps(zero, self.names)
+        step_on_all_values(zero)
+        self.changes = ChangedWeights(zero, self._parameters, self.names)
+        self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
+        self._reduce = zero.reduce_ready_partitions_and_remove_grads
+        zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
+        if self.stage <= 2:
+            process = zero.process_gradients
+
+            def process_gradients(*args: Any) -> None:
+                self._check_in_backward()
+                process(*args)
+
+            zero.process_gradients = process_gradients
+        self._finalize = zero.finalize_gradient_accumulation_boundary
+        zero.finalize_gradient_accumulation_boundary = lambda: None  # complete() has done it
+        if self.stage == 3:
+            self._collect = zero.independent_gradient_partition_epilogue
+            zero.independent_gradient_partition_epilogue = self._collect_all
+
+    def _collect_all(self) -> None:
+        """Let stage 3 take what it has reduced; of parameters that are frozen by now it would take zeros."""
+        frozen = [each for each in self.used if not each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            self._collect()
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def _reduce_noting(self, parameter: nn.Parameter, *args: Any) -> None:
+        if not parameter.requires_grad:  # frozen since the forward
+            kept = getattr(parameter, zero_optimizer.gradient_attribute(self._zero), None) if self.stage <= 1 else None
+            if kept is None:
+                return  # with no gradient from an earlier micro-batch
+        if self.stage == 3:
+            self._check_in_backward()
+        if not getattr(self._zero, "_coalesce_grad_reduction", False):
+            if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
+                self.used.add(parameter)
+            self._order = hash((self._order, self._places.get(parameter, -1)))
+        self._reduce(parameter, *args)
+
+    def _check_in_backward(self) -> None:
+        if not self._in_backward:
+            raise RuntimeError(_BACKWARD_OF_ITS_OWN)
+
+    # ------------------------------------------------------------------ what it knows
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients are reduced, and the optimizer has not stepped on them."""
+        return self._is_complete
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients are multiplied by until the step."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return 1.0 if scaler is None else float(scaler.cur_scale)
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a parameter is in a partition, and not where torch has it."""
+        return self._is_partitioned and parameter in self._places
+
+    # ------------------------------------------------------------------ backward
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the engine's backward, as one more micro-batch of this window.
+
+        Raises:
+            RuntimeError: On every rank, before anything is reduced, if ranks use different parameters and this stage
+                cannot handle that.
+        """
+        if self._is_complete:
+            raise RuntimeError(
+                "A backward followed gradients that were complete, and neither stepped on nor zeroed: DeepSpeed cannot "
+                "add to those. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more batches, "
+                "use Trainer(accumulate_grad_batches=...)."
+            )
+        self._adds_to_stale |= self.is_stale
+        self._check_frozen()
+        self._is_dirty = self.has_begun = True
+        zero = self._zero
+        if self._is_partitioned:
+            zero.set_gradient_accumulation_boundary(False)
+        if self._holds_parameters:
+            gather(self.engine)
+        if self.stage == 3:  # its buffers are zero at the start of a window: always add, also twice in one batch
+            zero.micro_step_id = 1
+        agrees = self._is_partitioned and self.stage >= 2 and loss.requires_grad
+        hook = loss.register_hook(self._agree_before_backward) if agrees else None  # type: ignore[no-untyped-call]
+        self._in_backward = True
+        try:
+            with _backward_again(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
+                self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            if self._is_held:
+                self._reduce_held_back()
+        finally:
+            self._in_backward = False
+            self._let_go()
+            if hook is not None:
+                hook.remove()
+
+    def _check_frozen(self) -> None:
+        if self.is_plain:  # torch's own, which holds what it was given
+            optimizer: torch.optim.Optimizer = self._zero
+            self._parameters = [
+                each for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+            ]
+            return
+        unfrozen = [self.names[each] for each in self._frozen if each.requires_grad]
+        if unfrozen:
+            raise RuntimeError(
+                f"{', '.join(unfrozen)} was frozen when fit() began, and is not any more: DeepSpeed's optimizer has no "
+                "place for it and would never train it. Begin fit() with it unfrozen and freeze it in on_train_start() "
+                "until it is to train, or unfreeze it between two calls of fit(), or use stage 0 in fp32."
+            )
+
+    def _agree_before_backward(self, _: Tensor) -> None:
+        agreed = agree(will_get_gradients(self._parameters), self.device, self._order)
+        self._order = 0
+        if not agreed.same_order:
+            raise RuntimeError(
+                "Ranks used the same parameters in different orders in the backward before this one, so that DeepSpeed "
+                "has added up gradients of different ones. Let every rank use its layers in one order, or use stage 1."
+            )
+        pairs = list(zip(self._parameters, agreed.some, agreed.mixed, strict=True))
+        self.used.update(each for each, some, _ in pairs if some and each in self._leaves)
+        if self.stage == 2 and not any(agreed.some):
+            self._zero.setup_buckets()  # which the first gradient would have done: it reduces them all the same
+        mixed = [each for each, _, differs in pairs if differs and each not in self._leaves]
+        if not mixed:
+            return
+        if self.stage == 3 and not self._holds_parameters:
+            self._refuse_mixed(mixed)
+        self._is_held = True
+        self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
+
+    def _refuse_mixed(self, mixed: list[nn.Parameter]) -> None:
+        first = mixed[0]
+        lacking = ranks_without(will_get_gradients([first])[0], self.device)
+        raise RuntimeError(
+            f"{', '.join(self.names[each] for each in mixed)}: only some ranks use it in this batch (rank "
+            f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {WAY_OUT}"
+        )
+
+    def _let_go(self) -> None:
+        if self._is_held:
+            self._is_held = self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = False
+
+    def _reduce_held_back(self) -> None:
+        self._let_go()
+        self._add_missing_zeros()
+        flush = self.engine._flush_coalesced_reduction_zero3 if self.stage == 3 else None
+        (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
+        self._order = 0
+
+    def _add_missing_zeros(self) -> None:
+        """Make the ranks have gradients of the same parameters."""
+        attribute = zero_optimizer.gradient_attribute(self._zero)
+        have = [getattr(each, attribute, None) is not None for each in self._parameters]
+        for parameter, here, some in zip(self._parameters, have, agree(have, self.device).some, strict=True):
+            if some and not here:
+                dtype = self._zero.gradient_accumulation_dtype if attribute == "grad_accum" else parameter.dtype
+                setattr(parameter, attribute, torch.zeros_like(parameter, dtype=dtype))
+
+    # ------------------------------------------------------------------ the end of a window
+    def complete(self) -> None:
+        """Make the gradients complete: what other ranks have is in them, and DeepSpeed's optimizer has them ready."""
+        if self._is_complete or not self._is_dirty:
+            return
+        self._is_complete = True
+        if self.hooks_before_step:
+            self.follow_changed_weights()  # they may change what the optimizer steps on
+        if self.stage >= 2 and self._is_partitioned:
+            if self.used:
+                self._finalize()
+        else:
+            self._reduce_now()
+
+    def _reduce_now(self) -> None:
+        engine, zero = self.engine, self._zero
+        if self._is_partitioned:  # stage 1
+            zero.setup_buckets()
+            self._add_missing_zeros()
+        else:
+            have = agree([self._has_gradient(each) for each in self._parameters], self.device).some
+            self.used = {each for each, some in zip(self._parameters, have, strict=True) if some}
+            self._check_plain()
+        engine._running_engine_step = True  # as its own step() says
+        try:
+            engine.allreduce_gradients()
+        finally:
+            engine._running_engine_step = False
+        if not self._is_partitioned:  # DeepSpeed has filled in zeros for every parameter
+            for parameter in engine.module.parameters():
+                if parameter not in self.used:
+                    parameter.grad = None
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        flags = getattr(self._zero, "fp32_groups_has_gradients", None)
+        if flags is None:
+            return parameter.grad is not None
+        for group, has in zip(self._zero.bf16_groups, flags, strict=True):
+            for each, one in zip(group, has, strict=True):
+                if each is parameter:
+                    return bool(one)
+        return False
+
+    def _check_plain(self) -> None:
+        unused = [self.names[each] for each in self._parameters if each not in self.used]
+        if unused and self.used and not self.is_plain:
+            raise RuntimeError(
+                f"{', '.join(unused)} had no gradient on any rank in this window: {type(self._zero).__name__} of "
+                "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
+            )
+
+    def follow_changed_weights(self) -> None:
+        """Let the weights that the optimizer steps on follow those that users' code has changed."""
+        if self.gathered_changes is not None:
+            self.gathered_changes.take_over()
+        if self.changes is not None:
+            self.changes.follow()
+
+    def accept_weights(self) -> None:
+        """Accept the weights that there are now: they come from a checkpoint."""
+        for changes in (self.gathered_changes, self.changes):
+            if changes is not None:
+                changes.accept()
+
+    def step(self, **kwargs: Any) -> None:
+        """Let the engine's optimizer step on what has a gradient; without any, nothing happens."""
+        if self._adds_to_stale:
+            raise RuntimeError(
+                "manual_backward() followed optimizer.step() without zero_grad(): torch would add to the gradients "
+                "that were stepped on, and DeepSpeed has dropped them. Call optimizer.zero_grad() after each step, or "
+                "before the first backward of the next."
+            )
+        self.complete()
+        self._is_complete, self.has_stepped = False, bool(self.used)
+        if not self.used:
+            return
+        self.follow_changed_weights()
+        if self.gathered_changes is not None:
+            self.gathered_changes.end_probing()
+        if self.steps is not None:
+            self.steps.used = self.used
+        reduces = self.engine.enable_backward_allreduce
+        self.engine.enable_backward_allreduce = False  # complete() has done it
+        self._is_stepping = True
+        try:
+            with self._clipping():
+                self.engine.step(**kwargs)
+        finally:
+            self._is_stepping = False
+            self.engine.enable_backward_allreduce = reduces
+        if self.changes is not None:
+            self.changes.accept()
+        self.forget()
+        self.is_stale = True
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of this window by their norm when the optimizer steps."""
+        if not getattr(self._zero, "compute_grad_norm", True):
+            raise RuntimeError(
+                "clip_gradients() needs the norm: set compute_grad_norm to true in the DeepSpeed config."
+            )
+        self._clip_norm = float(max_norm)
+
+    def set_mode(self, name: str) -> None:
+        """Call ``train()`` or ``eval()`` of the optimizer, which change weights (schedule-free), on every rank."""
+        if self.changes is None:
+            getattr(self._zero.optimizer, name)()
+        else:
+            self.changes.switch_mode(name)
+
+    @contextmanager
+    def _clipping(self) -> Iterator[None]:
+        if self._clip_norm is None:
+            yield
+            return
+        max_norm, self._clip_norm = self._clip_norm, None
+        if self.is_plain:
+            nn.utils.clip_grad_norm_(self.used, max_norm)
+            yield
+            return
+        before, self._zero.clip_grad = self._zero.clip_grad, max_norm
+        try:
+            yield
+        finally:
+            self._zero.clip_grad = before
+
+    # ------------------------------------------------------------------ nothing left
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the window, as the optimizer's and the module's ``zero_grad()`` are to do."""
+        if self._is_stepping:  # stage 3 asks for it in the middle of its step
+            self._clear(*args, **kwargs)
+            return
+        self.is_stale = self._adds_to_stale = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop every gradient, wherever DeepSpeed keeps it, and what a backward that failed has left."""
+        if not self._is_dirty:
+            return
+        self._is_dirty = self._is_complete = self.has_begun = False
+        self._let_go()
+        self._clip_norm = None
+        self.used = set()
+        self._order = 0
+        for parameter in self._parameters:
+            parameter.grad = None
+        drop_gradients(self.engine)
+
+
+def window_of(engine: Any) -> Window | None:
+    """Return what follows an engine, if it trains under the Trainer."""
+    window: Window | None = engine.__dict__.get(_NAME)
+    return window
+
+
+class EngineBackwards(TorchFunctionMode):
+    """Makes each ``loss.backward()`` of the user's code the engine's.
+
+    Args:
+        backward: Of a `Window`.
+    """
+
+    def __init__(self, backward: Callable[..., None]) -> None:
+        super().__init__()
+        self._backward = backward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation; the mode itself is off inside."""
+        return (self._run if func is Tensor.backward else func)(*args, **(kwargs or {}))
+
+    def _run(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if gradient is not None or create_graph or inputs is not None:
+            raise RuntimeError(
+                "backward(gradient=..., create_graph=..., inputs=...) in the module's backward(): DeepSpeed's engine "
+                "takes a loss and retain_graph alone. Call loss.backward(), or train with AccelFSDPStrategy."
+            )
+        with library_code():
+            self._backward(loss, retain_graph=bool(retain_graph))
+
+
+@contextmanager
+def _backward_again(engine: Any) -> Iterator[None]:
+    """Let another backward through the same graph gather parameters again, which stage 3 counts down to zero."""
+    counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    layers = list(engine.module.modules())
+    before = [{name: vars(layer)[name] for name in counts if name in vars(layer)} for layer in layers]
+    yield
+    for layer, each in zip(layers, before, strict=True):
+        vars(layer).update(each)
+
+
+# ------------------------------------------------------------------------------------------------
+# Dropping all gradients of an engine, wherever DeepSpeed keeps them, so that the next window starts from nothing.
+#
+# The attributes are those of DeepSpeed 0.19.
+
+
+def drop_gradients(engine: Any) -> None:
+    """Drop the gradients in DeepSpeed's optimizer, and what a backward that failed has left in the engine."""
+    zero = engine.optimizer
+    if zero_optimizer.is_stage_3(zero):
+        _drop_stage_3(zero)
+    elif zero_optimizer.is_partitioned_optimizer(zero):
+        _drop_stages_1_2(zero)
+    elif hasattr(zero, "clear_hp_grads"):
+        zero.clear_hp_grads()
+        zero.clear_lp_grads()
+    state = getattr(zero, "_backward_hook_state", None)
+    if state is not None:
+        state.backward_active_depth = 0
+        state.reset_for_new_step()
+    engine._unmanaged_backward_count = 0
+
+
+def _drop_stages_1_2(zero: Any) -> None:
+    for parameter in (each for group in zero.bit16_groups for each in group):
+        parameter.grad_accum = None
+    for group in range(len(zero.bit16_groups)):
+        zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+    for bucket in zero.ipg_buckets.values():
+        bucket.clear()
+    zero.extra_large_param_to_reduce.clear()
+    zero.previous_reduced_grads.clear()
+    zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+    zero._release_ipg_buffers()
+    zero.micro_step_id = -1
+    if zero.cpu_offload:
+        zero._wait_for_offload_copies()
+        for gradient in zero.accumulated_grads_in_cpu.values():
+            gradient.zero_()
+        for master in zero.single_partition_of_fp32_groups:
+            master.grad.zero_()
+        zero.norm_for_param_grads = {}
+        zero._offload_accumulated_param_ids = set()
+        zero.local_overflow = False
+
+
+def _drop_stage_3(zero: Any) -> None:
+    zero.grad_partitions_flat_buffer.zero_()
+    zero.averaged_gradients = {}
+    for bucket in zero.ipg_buckets.values():
+        bucket.clear_params()
+    for parameter_id in zero.params_already_reduced:
+        zero.params_already_reduced[parameter_id] = False
+    zero._offload_boundary_param_ids = set()
+    if zero.offload_optimizer:
+        zero.norm_for_param_grads = {}
+        zero.inf_or_nan_tracker.zero_()
+        for master in zero.fp32_partitioned_groups_flat:
+            if master.grad is not None:
+                master.grad.zero_()
+
+
+# ------------------------------------------------------------------------------------------------
+# Which parameters get a gradient, and on which ranks: all have to know before they reduce gradients.
+
+
+_LARGEST = 2**40
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Of each parameter, in the order given."""
+
+    some: list[bool]
+    """Whether some rank has a gradient."""
+    mixed: list[bool]
+    """Whether some have one and others have none."""
+    same_order: bool
+    """Whether every rank gave the same ``order``."""
+
+
+def agree(have: Sequence[bool], device: torch.device, order: int = 0) -> Agreed:
+    """Exchange with the other ranks, in one small reduction, which parameters have a gradient here.
+
+    Args:
+        have: For each parameter, in the same order on each rank.
+        device: Where this rank computes; the CPU is used if the process group has a backend for it.
+        order: A number that has to be the same on every rank.
+    """
+    here = torch.tensor([[*have], [not each for each in have]], dtype=torch.int64)
+    check = order % _LARGEST
+    vector = torch.cat([here.flatten(), torch.tensor([check, -check])]).to(_device(device))
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    reduced = vector.tolist()
+    some, lacking = reduced[: len(have)], reduced[len(have) : 2 * len(have)]
+    mixed = [bool(one and other) for one, other in zip(some, lacking, strict=True)]
+    return Agreed([bool(each) for each in some], mixed, reduced[-2] == -reduced[-1])
+
+
+def _device(device: torch.device) -> torch.device:
+    cpu = torch.device("cpu")
+    return cpu if cpu in _get_default_group()._device_types else device
+
+
+def will_get_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return which parameters the running backward will give a gradient; call it in a hook, before any has one.
+
+    What a reentrant checkpoint is still to recompute is not in the graph yet, and counts as unused.
+    """
+    with torch.enable_grad():  # older torch needs it for leaves
+        nodes = [_get_grad_fn_or_grad_acc(each) if each.requires_grad else None for each in parameters]
+    return [node is not None and _will_engine_execute_node(node) for node in nodes]
+
+
+def ranks_without(have: bool, device: torch.device) -> list[int]:
+    """Return the ranks that call this with False."""
+    mine = torch.tensor([int(have)], device=_device(device))
+    answers: list[Tensor] = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(answers, mine)
+    return [rank for rank, each in enumerate(answers) if not int(each)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Changes that users' code makes in stage 3's parameters while they are gathered.
+
+
+class GatheredChanges:
+    """Keeps what users' code changes in stage 3's parameters while they are gathered.
+
+    DeepSpeed drops gathered values when it partitions a parameter anew; under ``ddp`` a change stays. So each rank
+    takes its part over first. Version counters show changes in place, and `GlobalTensors` those that training steps
+    make through ``parameter.data``. Of forwards and their hooks it sees none: until the first optimizer step, each
+    rank compares the values with its partition, and a parameter that differs is taken over from then on.
+
+    Args:
+        module: The model, partitioned.
+        names: The parameters' names.
+        device: Of the ranks' collectives.
+    """
+
+    def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device) -> None:
+        self._names, self._device = names, device
+        self._versions: dict[nn.Parameter, int] = {}
+        self._changed: set[nn.Parameter] = set()
+        self._always: set[nn.Parameter] = set()
+        self._probes = not is_planned()
+        for parameter in module.parameters():
+            self._watch(parameter)
+
+    def _watch(self, parameter: Any) -> None:
+        partition = inspect.unwrap(parameter.partition)  # not an earlier engine's watch
+
+        @functools.wraps(partition)
+        def partition_with_changes(
+            param_list: list[nn.Parameter] | None = None, *args: Any, has_been_updated: bool = False, **kwargs: Any
+        ) -> None:
+            both: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+            for each in param_list or [parameter]:
+                both[has_been_updated or self._is_changed(each)].append(each)
+            for is_changed, some in both.items():
+                if some:
+                    partition(some, *args, has_been_updated=is_changed, **kwargs)
+            self._accept(both[True])
+
+        parameter.partition = partition_with_changes
+        self._versions[parameter] = parameter._version
+
+    def _is_changed(self, parameter: Any) -> bool:
+        if parameter.ds_status.name != "AVAILABLE":
+            return False
+        if parameter in self._changed or parameter in self._always or self._has_new_version(parameter):
+            return True
+        if self._probes and _differs_from_partition(parameter):
+            self._always.add(parameter)
+            return True
+        return False
+
+    def _has_new_version(self, parameter: nn.Parameter) -> bool:
+        return self._versions[parameter] != parameter._version
+
+    def _accept(self, parameters: Iterable[nn.Parameter]) -> None:
+        for each in parameters:
+            self._versions[each] = each._version
+            self._changed.discard(each)
+
+    def accept(self) -> None:
+        """Accept the values that parameters have now: they come from a checkpoint."""
+        self._accept(self._versions)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Take note that users' code changes a parameter, which is gathered."""
+        self._changed.add(parameter)
+
+    def take_over(self) -> None:
+        """Give partitions all changes that this rank has seen.
+
+        Raises:
+            RuntimeError: If a parameter was changed in place while it was partitioned, where it has no values.
+        """
+        for each in self._versions:
+            parameter: Any = each
+            if self._is_changed(parameter) and not is_gathered_by_user(parameter):
+                parameter.ds_active_sub_modules.clear()  # as DeepSpeed does when it steps
+                parameter.partition()
+        lost = [self._names[each] for each in self._versions if self._has_new_version(each)]
+        if lost:
+            self.accept()
+            were, them = ("were", "them") if lost[1:] else ("was", "it")
+            raise RuntimeError(
+                f"{', '.join(lost)} {were} changed in place while stage 3 had {them} partitioned, so that the change "
+                "is lost. Change weights in a hook, such as on_train_batch_start() or on_train_batch_end(), or inside "
+                "'with strategy.full_parameters(module):', on every rank."
+            )
+
+    def end_probing(self) -> None:
+        """Stop comparing values, once the optimizer steps for the first time; every rank must call it."""
+        if self._probes and dist.get_world_size() > 1:
+            found = agree([each in self._always for each in self._versions], self._device).some
+            self._always = {each for each, is_found in zip(self._versions, found, strict=True) if is_found}
+        self._probes = False
+
+
+def _differs_from_partition(parameter: Any) -> bool:
+    held: Tensor = parameter.ds_tensor
+    if held.dtype != parameter.dtype or hasattr(held, "ds_quant_scale") or held.numel() < parameter.partition_numel():
+        return False  # quantized, or on NVMe
+    start, count = zero_optimizer.range_in_partition(parameter, held.numel())
+    own = parameter.detach().reshape(-1).narrow(0, start if count else 0, count)
+    return not torch.equal(own.to(held.device), held.narrow(0, 0, count))
+
+
+# ------------------------------------------------------------------------------------------------
+# Keeping ranks on one path through the layers of a model that stage 3 has partitioned, or letting them differ.
+#
+# Stage 3 gathers a layer's parameters where the layer is used, on all ranks at once. A rank on a path of its own would
+# gather other parameters than its peers, which crashes, hangs, or mixes up values.
+
+
+WAY_OUT = (
+    "Stage 3 gathers parameters where they are used, on every rank at once. Use stage 0, 1 or 2, or "
+    "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters gathered, or let each rank use the "
+    "same layers, for example by adding 0 * layer(x).sum() to its loss."
+)
+
+
+def hold_parameters(engine: Any) -> None:
+    """Let stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
+    coordinator = _coordinator(engine)
+    coordinator.reset_step = lambda: None  # its trace of layers has to be alike on every rank
+    gather(engine)
+    engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
+
+
+def gather(engine: Any) -> None:
+    """Gather every parameter of an engine that `hold_parameters` has prepared."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    parameters = list(engine.module.parameters())
+    partitioned = [each for each in parameters if each.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if partitioned:
+        partitioned[0].all_gather(param_list=partitioned)
+    for parameter in parameters:
+        parameter.is_external_param = True  # no layer releases it; the step does
+
+
+def hold_parameters_in_forward(engine: Any) -> None:
+    """Let an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
+    _coordinator(engine).reset_step = lambda: None
+    engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
+    engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
+
+
+def _release(engine: Any) -> None:
+    parameters = list(engine.module.parameters())
+    parameters[0].partition(param_list=parameters)
+
+
+def finish_gather(engine: Any, parameter: nn.Parameter) -> None:
+    """Wait for a parameter that DeepSpeed has begun to gather ahead of the forward that needs it."""
+    from deepspeed.accelerator import get_accelerator
+
+    coordinator, device = _coordinator(engine), get_accelerator()
+    coordinator._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter).wait()
+    if not device.resolves_data_dependency():
+        device.current_stream().wait_stream(coordinator._PartitionedParameterCoordinator__allgather_stream)
+
+
+class SamePath:
+    """Refuses, by name, to gather the parameters of another layer than the other ranks.
+
+    While DeepSpeed records in which order layers are used, ranks compare each of them. From then on nothing is
+    compared, until a rank leaves the recorded order: the others have to say the same.
+
+    Args:
+        engine: DeepSpeed's engine, of stage 3.
+        timeout: How long ranks wait for each other where they compare.
+    """
+
+    def __init__(self, engine: Any, timeout: timedelta) -> None:
+        self._compared = ComparedActions(WAY_OUT, timeout)
+        # By identity: a metric's hash is another one after each update, on each rank at its own time.
+        self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary(
+            {layer: name for name, layer in engine.module.named_modules()}
+        )
+        coordinator = self._coordinator = _coordinator(engine)
+        self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
+        coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
+
+    def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
+        if not all(each is None or hasattr(each, "ds_id") for each in layer._parameters.values()):
+            raise RuntimeError(
+                f"{self._name(layer)} was called with other parameters than those that are partitioned "
+                "(torch.func.functional_call, vmap, parameters replaced by hand), which stage 3 cannot gather. Use "
+                "stage 2, or call a copy of the module that was made in __init__(), with the values of "
+                "'strategy.full_state_dict()'."
+            )
+        if not self._coordinator.is_complete_trace():
+            self._compared.compare(f"{'goes' if forward else 'goes back'} through {self._name(layer)!r}")
+        with torch.inference_mode(False):  # what is gathered in the user's stays, and would not train
+            self._fetch(layer, forward)
+
+    def _depart_together(self, layer: nn.Module) -> None:
+        was_complete = self._coordinator.is_complete_trace()
+        self._check_trace(layer)
+        if was_complete and not self._coordinator.is_complete_trace():
+            self._compared.compare(f"leaves the recorded order at {self._name(layer)!r}")
+
+    def _name(self, layer: nn.Module) -> str:
+        return self._names.get(layer) or type(layer).__name__
+
+
+def _coordinator(engine: Any) -> Any:
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()

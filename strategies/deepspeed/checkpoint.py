@@ -1,0 +1,786 @@
+"""Checkpoints of DeepSpeed: the engine's sharded folders, full files, checks of what is read, and 16-bit weights."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
+from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
+from ...checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from ...state import gather_object
+from ...state.collectives import meet
+from ..common import dataloader_state
+from ..common.checkpoint_files import (
+    bytes_are_checked,
+    check_full,
+    local_path,
+    new_folder,
+    num_bytes_of,
+    read_torch,
+    save_torch,
+    writes_own_folders,
+)
+from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
+from ..common.loop import STORED_WEIGHTS
+from ..common.modules import Traces, find_ties, is_extra_state, load_extra_states, plain_modules
+from ..common.rendezvous import failing_together, run_on_rank_zero, store_messages
+from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
+from . import universal, zero_optimizer
+from .accumulation import window_of
+from .ds_config import DeepSpeedSettings
+from .library import deepspeed_library, quietly
+from .plugin import DeepSpeedPlugin
+from .universal import reading_safely
+from .zero_optimizer import take_changed_weights
+
+_WHAT = "sharded checkpoints"
+
+
+class Saved(Protocol):
+    """What a checkpointer asks of the strategy that has it."""
+
+    load_universal: bool
+    weights_only: bool
+    exclude_frozen_parameters: bool
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """DeepSpeed's engine."""
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin:
+        """The plugin that trains the Trainer's module."""
+
+    @property
+    def settings(self) -> DeepSpeedSettings:
+        """Of the engine."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this rank computes."""
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
+        """Of the running fit."""
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """Connected to the Trainer, or None."""
+
+    def broadcast(self, obj: str, src: int = 0) -> str:
+        """Return what the rank ``src`` has."""
+
+
+class Checkpointer:
+    """Saves and loads the engine of a strategy; every rank must call it.
+
+    Args:
+        strategy: Whose engine.
+    """
+
+    def __init__(self, strategy: Saved) -> None:
+        self._strategy = strategy
+        self._random_state = ResumedRandomState()
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        """Write one folder.
+
+        Args:
+            checkpoint: The Trainer's; the engine itself knows the weights and the optimizer's state.
+            path: The folder, on a file system.
+            storage_options: Must be None.
+
+        Raises:
+            TypeError: If there are storage options.
+            ValueError: If the path is a URL, the checkpoint has a key that DeepSpeed uses itself, or a module in it
+                has parameters that ZeRO-3 has partitioned.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
+        engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
+        meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
+        places, module = self._strategy.loader_places, self._strategy.lightning_module
+        own = places.own(None if module is None else module._trainer, checkpoint)
+        random = random_state(self._strategy.root_device)
+        of_all: list[Any] = [None] * dist.get_world_size()  # rank 0's file has them; stage 3 writes one for each rank
+        of_all[dist.get_rank()] = random
+
+        def on_rank_zero(told: list[tuple[Any, Any]]) -> tuple[str, list[Any]]:
+            of_all[:] = [each for each, _ in told]
+            return str(path), [places for _, places in told]
+
+        common, states = store_messages().through_rank_zero((random, own), on_rank_zero, f"saving {path}")
+        if "optimizer_states" in checkpoint:  # not one of weights alone
+            checkpoint[RANDOM_STATES_KEY] = of_all
+        dataloader_state.keep(states, checkpoint)
+        folder = local_path(str(path) if writes_own_folders() else common, _WHAT)
+        state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        plugin = self._strategy.deepspeed_plugin
+        write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
+        with plain_modules(state, TRACES):
+            save(
+                engine,
+                folder,
+                state,
+                write_16bit=write_16bit,
+                exclude_frozen=self._strategy.exclude_frozen_parameters,
+            )
+
+    def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Return the Trainer's checkpoint; what the engine takes of it is loaded later.
+
+        Args:
+            path: The folder, or the file of a full checkpoint.
+            weights_only: Whether it may hold tensors and plain values only; None takes the strategy's.
+
+        Raises:
+            RuntimeError: If no module is connected.
+        """
+        module = self._strategy.lightning_module
+        if module is None:
+            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+        place = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        weights_only = self._strategy.weights_only if weights_only is None else weights_only
+        if is_full(place):
+            checkpoint = read_full(place, weights_only=weights_only, fitting=fitting)
+        else:
+            checkpoint = read(
+                place,
+                with_optimizer=fitting,
+                stage=int(self._strategy.deepspeed_plugin.zero_stage or 0),
+                any_number=self._strategy.load_universal,
+                weights_only=weights_only,
+            )
+        self._strategy.loader_places.load(checkpoint)
+        random_states = checkpoint.pop(RANDOM_STATES_KEY, None)
+        if fitting and random_states:
+            self._random_state.load(random_states, self._strategy.root_device)
+        return checkpoint
+
+    def before_iterating(self) -> None:
+        """Restore random states where an epoch of training begins."""
+        module = self._strategy.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
+            self._random_state.before_iterating()
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Restore random states before a batch of training."""
+        self._random_state.before_batch(in_epoch=batch_idx > 0)
+
+    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load what `read` has returned into the engine, with the optimizer's state when fitting.
+
+        Args:
+            checkpoint: The Trainer's.
+            strict: Whether every weight has to be there, and no other.
+        """
+        if STORED_WEIGHTS not in checkpoint:
+            load_full(self._strategy.deepspeed_engine, checkpoint["state_dict"], strict=strict)
+            return
+        load(
+            self._strategy.deepspeed_engine,
+            checkpoint[STORED_WEIGHTS],
+            strict=strict,
+            load_universal=self._strategy.load_universal,
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# DeepSpeed's own sharded checkpoints, with the Trainer's state in them.
+
+
+_OPTIMIZER_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+_MODEL_FILE = re.compile(r"^zero_pp_rank_\d+_mp_rank_00_model_states\.pt$")
+_COUNTS = "accelight_optimizer_counts"
+"""Key in a checkpoint of what an optimizer counts for each parameter, if some have stepped less often than others."""
+_OF_DEEPSPEED = {
+    "module", "optimizer", "lr_scheduler", "buffer_names", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
+    "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+}  # fmt: skip
+
+
+def save(
+    engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit: bool, exclude_frozen: bool = False
+) -> None:
+    """Write one folder, every rank its own shards; it has its name only when it is complete.
+
+    Args:
+        engine: DeepSpeed's engine.
+        path: The folder; what is there already is replaced, last of all.
+        trainer_state: The Trainer's checkpoint, without weights and optimizer states.
+        write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
+        exclude_frozen: Whether frozen parameters are left out of the shards.
+
+    Raises:
+        ValueError: If the state has a key that DeepSpeed uses itself.
+        RuntimeError: On every rank, if any rank failed; it names the rank.
+    """
+    taken = sorted(_OF_DEEPSPEED & set(trainer_state))
+    if taken:
+        raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint has itself. Rename them.")
+    window = window_of(engine)
+    if window is not None and window.changes is not None:
+        window.changes.reach_model()
+        window.follow_changed_weights()  # since the last step: the next would have done it
+    elif zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+        take_changed_weights(engine.optimizer)
+    weights: dict[str, torch.Tensor] = gather_16bit(engine) if write_16bit else {}
+
+    with _told_what_is_trained(engine):
+        left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
+
+    of_others: dict[str, FileDigest] = {}
+
+    def complete(folder: Path) -> None:
+        (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
+        if write_16bit:
+            write_16bit_file(weights, folder)
+        # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
+        ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
+        write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
+
+    if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
+        trainer_state = {**trainer_state, _COUNTS: counts}
+    with new_folder(path, complete) as folder:
+        with guarded_files(engine, path), _told_what_is_trained(engine):
+            engine.save_checkpoint(
+                str(folder),
+                tag=universal.TAG,
+                client_state=trainer_state,
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen,
+            )
+        if writes_own_folders():
+            for digests in gather_object([digests_of(folder)]):
+                of_others.update(digests)
+
+
+@dataclass(frozen=True)
+class StoredEngine:
+    """What an engine takes of a checkpoint."""
+
+    path: Path
+    with_optimizer: bool
+    """Whether the optimizer's state is read, too."""
+    weights_only: bool
+    """False reads anything, whatever it may execute."""
+
+
+def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weights_only: bool) -> dict[str, Any]:
+    """Return the Trainer's state in a checkpoint, and a `StoredEngine` in it; every file is checked that will be read.
+
+    Args:
+        path: The folder.
+        with_optimizer: Whether the optimizer's state is to be read.
+        stage: Of the engine that will take it.
+        any_number: Whether another number of ranks may have written it.
+        weights_only: False reads anything, whatever it may execute.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint of DeepSpeed's.
+        ValueError: If the optimizer's state is to be read, and another number of ranks or kind of stage has written it.
+        RuntimeError: If it holds objects that may run code, or if a file is damaged or none; on every rank.
+    """
+    _check_folder(path)
+    if with_optimizer:
+        _check_layout(path / universal.TAG, stage, any_number=any_number)
+    with failing_together(f"loading {path}"):
+        check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
+    checkpoint = read_trainer_state(path / universal.TAG, weights_only=weights_only)
+    checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
+    return checkpoint
+
+
+def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Return what DeepSpeed's files hold of the Trainer.
+
+    Args:
+        folder: The one with the files, inside a checkpoint.
+        weights_only: False reads anything, whatever it may execute.
+
+    Raises:
+        ValueError: If DeepSpeed's file for it is not there.
+        RuntimeError: If it holds objects that may run code.
+    """
+    with reading_safely(weights_only):
+        state = _read_model_file(folder)
+    left_out = {*_OF_DEEPSPEED, _COUNTS}
+    return {key: value for key, value in state.items() if key not in left_out}
+
+
+def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool) -> None:
+    """Load a checkpoint into the engine.
+
+    Args:
+        engine: DeepSpeed's engine, not used before.
+        stored: What `read` has found.
+        strict: Whether every weight has to be there, and no other.
+        load_universal: Whether another number of ranks may have written it.
+
+    Raises:
+        ValueError: If other parameters were trained when it was saved.
+        RuntimeError: If it holds objects that may run code.
+    """
+    path, with_optimizer = stored.path, stored.with_optimizer
+    universally = with_optimizer and load_universal
+    if universally and not universal.is_converted(path):
+        run_on_rank_zero(lambda: universal.convert(path), f"converting {path} to a universal checkpoint")
+    partitioned = engine.zero_optimization_partition_weights()
+    if partitioned and not with_optimizer and not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
+        # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
+        engine.optimizer._restore_from_bit16_weights = lambda: None
+    clipping = getattr(engine.optimizer, "clip_grad", None)
+    with reading_safely(stored.weights_only), quietly(), _told_what_is_trained(engine):
+        if not universally:
+            _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
+        _, state = engine.load_checkpoint(
+            str(path),
+            tag=None if universally else universal.TAG,
+            load_module_strict=strict,
+            load_optimizer_states=with_optimizer,
+            load_lr_scheduler_states=False,
+            custom_load_fn=None if with_optimizer or not partitioned else _with_extra_states(path, strict=strict),
+        )
+        if state is None:
+            raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
+        if universally:
+            _load_what_is_not_trained(engine, path)
+    if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
+        engine.optimizer.clip_grad = clipping
+    window = window_of(engine)
+    if window is not None:
+        window.accept_weights()
+    if with_optimizer and window is not None and window.steps is not None:
+        window.steps.load_state_dict(state.get(_COUNTS, {}))
+
+
+def _with_extra_states(path: Path, *, strict: bool) -> Callable[..., None]:
+    """Return what loads weights that DeepSpeed has put together of stage 3's partitions: nothing else is in those."""
+
+    def load_all(src: Mapping[str, Any], dst: nn.Module) -> None:
+        saved: Mapping[str, Any] = _read_model_file(path / universal.TAG)["module"]
+        extra = {name: state for name, state in saved.items() if is_extra_state(name)}
+        dst.load_state_dict({**src, **extra}, strict=strict)
+
+    return load_all
+
+
+@contextmanager
+def _told_what_is_trained(engine: Any) -> Iterator[None]:
+    """Let DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
+
+    Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
+    """
+    before = [(each, each.requires_grad) for each in engine.module.parameters()]
+    if zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+        trained = {each for group in zero_optimizer.parameter_groups(engine.optimizer) for each in group}
+        for parameter, _ in before if trained else ():
+            parameter.requires_grad_(parameter in trained)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before:
+            parameter.requires_grad_(requires_grad)
+
+
+def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
+    """Take for frozen what was frozen when a checkpoint was saved, where DeepSpeed looks for the values it had.
+
+    Raises:
+        ValueError: If the optimizer is to be restored, and trains other parameters than the one that was saved.
+    """
+    groups = _read_model_file(folder).get("param_shapes")
+    if not groups:  # stage 0, where it makes no difference
+        return
+    trained = {name for group in groups for name in group}  # stage 1 saves no names of what was frozen
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad == (name in trained):
+            continue
+        if with_optimizer:
+            then, now = ("trained", "is frozen here") if name in trained else ("frozen", "is trained here")
+            raise ValueError(
+                f"{name} was {then} when {folder.parent} was saved, and {now}: DeepSpeed's optimizer has no state for "
+                "it there, or no place here. Begin fit() with the parameters frozen that were frozen then, and change "
+                "that in on_train_start(); or load the weights into the module and begin anew."
+            )
+        parameter.requires_grad_(name in trained)
+
+
+def _read_model_file(folder: Path) -> dict[str, Any]:
+    """Return what the file of this process holds beside tensors, which stay in it.
+
+    It is read as DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    own = dist.get_rank() if dist.is_initialized() else 0
+    names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (own, 0))  # or of fewer ranks
+    for file in (folder / name for name in (*names, "mp_rank_00_model_states.pt")):
+        if file.is_file():
+            state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+            return state
+    raise ValueError(f"DeepSpeed finds no checkpoint in {folder.parent}.")
+
+
+def _check_folder(path: Path) -> None:
+    if not (path / universal.TAG).is_dir():
+        kind = "is a file that torch.save() has not written" if path.is_file() else "has no 'checkpoint' in it"
+        found = f"{path} {kind}" if path.exists() else f"Checkpoint file not found: {path}"  # as Lightning begins it
+        raise FileNotFoundError(
+            f"{found}: a checkpoint is the folder that "
+            "trainer.save_checkpoint(path) writes with AccelDeepSpeedStrategy, or the file that it writes with others. "
+            "Weights alone, from elsewhere, belong into the module before fit()."
+        )
+
+
+def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
+    files = [match for file in folder.iterdir() if (match := _OPTIMIZER_FILE.search(file.name))]
+    saved_by = len({match.group(1) for match in files})
+    stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
+    kind = "stage 3" if stage3 else "stage 1 or 2" if files else "stage 0"
+    wanted = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}[here]
+    if kind != wanted:
+        raise ValueError(
+            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {here}: DeepSpeed keeps its state "
+            f"differently there. Resume with {kind}, or merge the weights and start from them."
+        )
+    if files and saved_by != dist.get_world_size() and not any_number:
+        raise ValueError(
+            f"{folder.parent} was saved by {saved_by} rank(s), and this run has {dist.get_world_size()}. Start "
+            f"{saved_by}, or use AccelDeepSpeedStrategy(load_universal=True), which converts it once."
+        )
+
+
+def _load_what_is_not_trained(engine: Any, path: Path) -> None:
+    """Load buffers, frozen parameters, extra states: a universal checkpoint restores what the optimizer has, alone."""
+    module: nn.Module = engine.module
+    stage3 = engine.zero_optimization_partition_weights()
+    folder = path / universal.TAG
+    file = folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage3 else "mp_rank_00_model_states.pt")
+    saved = _load_tensors(file)["module"]
+    frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    with torch.no_grad():
+        for name, tensor in {**({} if stage3 else frozen), **dict(module.named_buffers())}.items():
+            if name in saved:
+                tensor.copy_(saved[name])
+    load_extra_states(module, _read_model_file(folder)["module"])
+    if stage3 and frozen:
+        _load_frozen_pieces(frozen, folder)
+
+
+def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
+    """Join the pieces of frozen parameters that stage 3 has saved, and partition them over these ranks."""
+    files = [file for file in folder.iterdir() if _MODEL_FILE.search(file.name)]
+    saved = [_load_tensors(file) for file in sorted(files, key=lambda file: int(file.name.split("_")[3]))]
+    if saved[0]["frozen_param_shapes"] is None:  # saved with exclude_frozen_parameters
+        return
+    for name, parameter in frozen.items():
+        if name not in saved[0]["frozen_param_shapes"]:
+            raise ValueError(
+                f"{name} is frozen here and was not when {folder.parent} was saved: load_universal=True cannot restore "
+                "it. Freeze the same parameters as then, or resume with the number of ranks that saved."
+            )
+        shape = saved[0]["frozen_param_shapes"][name]
+        pieces = torch.cat([each["frozen_param_fragments"][name].flatten() for each in saved])
+        with deepspeed_library().zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if dist.get_rank() == 0:
+                parameter.copy_(pieces[: shape.numel()].view(shape))  # the last piece is padded
+
+
+def _load_tensors(file: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return state
+
+
+# ------------------------------------------------------------------------------------------------
+# Full checkpoints, in one file, whose weights an engine takes: plain Lightning's, or those of FSDP.
+
+
+def is_full(path: Path) -> bool:
+    """Return whether ``path`` is a file of ``torch.save``."""
+    return path.is_file() and zipfile.is_zipfile(path)
+
+
+def read_full(path: Path, *, weights_only: bool, fitting: bool) -> dict[str, Any]:
+    """Return the Trainer's checkpoint; its weights stay in the file until they are loaded.
+
+    Args:
+        path: The file.
+        weights_only: False reads anything, whatever it may execute.
+        fitting: Whether an optimizer begins, whose state the file has in a form that ZeRO cannot take.
+
+    Raises:
+        ValueError: If it holds no weights.
+        RuntimeError: If it holds objects that may run code, or is damaged; on every rank.
+    """
+    with reading_safely(weights_only):
+        checkpoint = read_torch(path, weights_only)
+    check_full(checkpoint, path)
+    if fitting and checkpoint.pop("optimizer_states", None):
+        rank_zero_warn(
+            f"{path} has the optimizer's state of whole parameters, which DeepSpeed's optimizer does not take: "
+            "weights, schedules and the loop's position go on, and the optimizer begins anew. Checkpoints of "
+            "AccelDeepSpeedStrategy bring it back."
+        )
+    return checkpoint
+
+
+@torch.no_grad()
+def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load full weights into an engine, partitioned or not, and into the fp32 ones that its optimizer steps on.
+
+    Args:
+        engine: DeepSpeed's.
+        weights: On every rank.
+        strict: Whether every weight has to be there, and no other.
+
+    Raises:
+        RuntimeError: If names or shapes do not fit.
+        ValueError: If the engine keeps fp32 weights where nobody can reach them.
+    """
+    zero, module = engine.optimizer, engine.module
+    partitioned = zero_optimizer.is_partitioned_optimizer(zero)
+    if not partitioned and isinstance(getattr(zero, "optimizer", None), torch.optim.Optimizer):
+        raise ValueError(
+            "DeepSpeed's stage 0 in half precision keeps fp32 weights of its own, which do not follow a full "
+            "checkpoint. Use stage 1, or load the weights into the module before fit()."
+        )
+    tensors = _check_names(module, weights, strict=strict)
+    for name, tensor in tensors.items():
+        if name not in weights:
+            continue
+        if hasattr(tensor, "ds_id"):
+            with deepspeed_library().zero.GatheredParameters([tensor], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    tensor.copy_(weights[name])
+        else:
+            tensor.copy_(weights[name])
+    load_extra_states(module, weights)
+    if partitioned:
+        flats = zero_optimizer.masters(zero)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for piece in zero_optimizer.pieces(zero):
+            if names[piece.parameter] in weights:
+                values = weights[names[piece.parameter]].flatten()[piece.start : piece.start + piece.numel]
+                piece.of(flats[piece.group].detach()).copy_(values)
+    window = window_of(engine)
+    if window is not None:
+        window.accept_weights()
+
+
+def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bool) -> dict[str, Any]:
+    """Return the parameters and persistent buffers of a module by all their names."""
+    persistent = set(module.state_dict())
+    tensors: dict[str, Any] = {
+        name: tensor
+        for name, tensor in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        if name in persistent
+    }
+    wanted = {*tensors, *filter(is_extra_state, persistent)}
+    missing, unexpected = sorted(wanted - set(weights)), sorted(set(weights) - persistent)
+    problems = [f"{name} is missing." for name in missing] + [f"{name} is not in the model." for name in unexpected]
+    if problems and not strict:
+        rank_zero_info("\n".join(["strict_loading=False loads what both sides have:", *problems]))
+        problems = []
+    for name, tensor in tensors.items():
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        if name in weights and tuple(weights[name].shape) != shape:
+            problems.append(f"{name} has the shape {tuple(weights[name].shape)}, and {shape} in the model.")
+    if problems:
+        raise RuntimeError(
+            "\n".join([f"The weights do not fit {type(module).__name__}:", *problems])
+            + "\nstrict_loading=False of the LightningModule loads the names that both sides have."
+        )
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether DeepSpeed's files are as they were written: each rank looks at its share of them.
+
+
+_MODEL, _ALL = "*_model_states.pt", "*_states.pt"
+
+
+def digests_of(folder: Path) -> dict[str, FileDigest]:
+    """Return the digests of what DeepSpeed has written into a checkpoint's folder."""
+    digests = {}
+    for file in (folder / universal.TAG).glob(_ALL):
+        with suppress(CheckpointError):  # torch's old format, which DeepSpeed can be told to write
+            digests[f"{universal.TAG}/{file.name}"] = digest_of_file(file)
+    return digests
+
+
+def check_files(path: Path, *, all_of_them: bool) -> None:
+    """Check this rank's share of what DeepSpeed will read.
+
+    Args:
+        path: The checkpoint's folder.
+        all_of_them: Whether optimizer states are read, too.
+
+    Raises:
+        CheckpointError: If one is damaged, or no file: DeepSpeed would wait for a FIFO.
+    """
+    manifest = read_manifest(path)
+    files = sorted((path / universal.TAG).glob(_ALL if all_of_them else _MODEL))
+    if all_of_them:
+        files += sorted((path / universal.FOLDER).rglob("*.pt"))
+    for file in files[dist.get_rank() :: dist.get_world_size()]:
+        is_regular(file)
+        name = file.relative_to(path).as_posix()
+        if manifest is not None and name in manifest.digests:
+            check_written(file, manifest.digests[name])
+        if bytes_are_checked():
+            check_bytes(file)
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing DeepSpeed's files so that a rank that cannot does not leave the others waiting for it.
+#
+# DeepSpeed's ranks meet after each has written its files. One that raised on the way there would not come, and the
+# others would learn of it from a timeout.
+
+
+@contextmanager
+def guarded_files(engine: Any, path: Path) -> Iterator[None]:
+    """Let an engine write a checkpoint; what fails on one rank is raised on all, when all have come to the end.
+
+    Args:
+        engine: DeepSpeed's.
+        path: Names the checkpoint in errors.
+
+    Raises:
+        RuntimeError: On every rank, naming the ranks and files that failed.
+    """
+    files = _GuardedFiles(engine.checkpoint_engine)
+    engine.checkpoint_engine = files
+    engine._copy_recovery_script = files.guarded(engine._copy_recovery_script)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = files.engine
+        del engine._copy_recovery_script  # of the instance: the class has its own
+    with failing_together(f"saving {path}"):
+        if files.error is not None:
+            raise files.error
+
+
+class _GuardedFiles:
+    """DeepSpeed's checkpoint engine for one save: after a failure, nothing more is written."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.error: Exception | None = None
+        self.makedirs = self.guarded(engine.makedirs)
+        self.commit = self.guarded(engine.commit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file as DeepSpeed does, or do nothing after a failure."""
+        self.guarded(self._save)(state_dict, Path(path))
+
+    def _save(self, state_dict: Any, path: Path) -> None:
+        if type(self.engine).__name__ == "TorchCheckpointEngine" and getattr(
+            self.engine, "zipfile_serialization", False
+        ):
+            save_torch(state_dict, path)  # what that engine does, with the system's error where it fails
+            return
+        with telling_full_disk(path, num_bytes_of(state_dict)):
+            self.engine.save(state_dict, str(path))
+
+    def guarded(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``action`` so that the first error is kept, and nothing done after it."""
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if self.error is not None:
+                return None
+            try:
+                return action(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 (raised when all ranks have come to the end)
+                self.error = error
+                return None
+
+        return guarded
+
+
+# ------------------------------------------------------------------------------------------------
+# What DeepSpeed leaves on modules, for those that are saved among the hyperparameters.
+
+
+_ADDED = {"applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"}
+"""What DeepSpeed's stage 3 adds to layers, beside functions and what is called ``ds_...``."""
+
+
+def _restore(attributes: dict[str, Any]) -> None:
+    attributes["_parameters"] = dict(attributes.get("_original_parameters", attributes["_parameters"]))
+    for name in list(attributes):
+        if name.startswith("ds_") or name in _ADDED:
+            del attributes[name]
+
+
+def _is_partitioned(layer: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
+
+
+TRACES = Traces(
+    packages=("deepspeed", "accelight"),
+    restore=_restore,
+    holds_shards=_is_partitioned,
+    told="ZeRO-3 has partitioned",
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# Consolidated 16-bit weights of a model that ZeRO-3 has partitioned.
+
+
+FILE = "model.safetensors"
+
+
+def gather_16bit(engine: Any) -> dict[str, Tensor]:
+    """Return all weights and buffers in 16 bits on rank 0, nothing elsewhere; every rank must call it.
+
+    One layer after the other is gathered. Weights that compute in fp32 become bf16. A tied weight is there once.
+    """
+    gathered = deepspeed_library().zero.GatheredParameters
+    dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16
+    is_writer, seen, weights = dist.get_rank() == 0, set(), {}
+    for prefix, module in engine.module.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        own = {*(name for name, _ in module.named_parameters(recurse=False))}
+        own |= {name for name, _ in module.named_buffers(recurse=False)} - module._non_persistent_buffers_set
+        with gathered(parameters, enabled=engine.zero_optimization_partition_weights()):
+            for name in sorted(own) if is_writer else ():
+                tensor = getattr(module, name)
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    to = dtype if tensor.is_floating_point() else tensor.dtype
+                    full = f"{prefix}.{name}" if prefix else name
+                    weights[full] = tensor.detach().to("cpu", to, copy=True).contiguous()
+    return weights
+
+
+def write_16bit_file(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write what `gather_16bit` gave rank 0."""
+    path = folder / FILE
+    with telling_full_disk(path, num_bytes_of(weights)):
+        save_file(weights, path, metadata={"format": "pt"})

@@ -1,1 +1,0 @@
-"""What a run with DeepSpeed saves and loads."""

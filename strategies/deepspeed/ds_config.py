@@ -1,0 +1,789 @@
+"""The DeepSpeed config: questions by dotted key, ``"auto"`` values, precision, optimizer dummies, and settings."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..common.config import source
+
+AUTO = "auto"
+
+
+class HfDeepSpeedConfig:
+    """A copy of a DeepSpeed config, asked and changed by keys such as ``"zero_optimization.stage"``.
+
+    Args:
+        config_file_or_dict: Path of a JSON file, a dict, JSON text (plain or in base64), or another config object: one
+            of this class, or of Accelerate's or transformers'. What is given is never modified.
+
+    Raises:
+        ValueError: If the text is no file and no JSON object, or an object in it has a key twice.
+        TypeError: If it is of another type.
+
+    Source: accelerate 1.15 ``utils/deepspeed.py``. Different here: stage and offload are read anew each time, so a
+    changed ``config`` never disagrees with them, and `is_true` and `is_false` both deny an open ``"auto"``.
+    """
+
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any] | HfDeepSpeedConfig) -> None:
+        self.config: dict[str, Any] = _read(config_file_or_dict)
+
+    def set_stage_and_offload(self) -> None:
+        """Do nothing: `is_zero2`, `is_zero3` and `is_offload` read the config as it is. For callers of Accelerate's."""
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the dict that holds a key (None where there is no such dict), and the key's last part."""
+        *sections, ds_key = ds_key_long.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section)
+            if not isinstance(node, dict):
+                return None, ds_key
+        return node, ds_key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a key, or ``default`` where it is not set."""
+        node, ds_key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(ds_key, default)
+
+    def set_value(self, ds_key_long: str, value: Any) -> None:
+        """Set a key, making the sections around it where they are missing.
+
+        Raises:
+            ValueError: If something that is no section stands in the way.
+        """
+        *sections, ds_key = ds_key_long.split(".")
+        node = self.config
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{ds_key_long!r} cannot be set: {section!r} is {node!r} in the DeepSpeed config.")
+        node[ds_key] = value
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete a key, with everything below it.
+
+        Args:
+            ds_key_long: The key.
+            must_exist: Whether it is an error if the key is not there.
+
+        Raises:
+            ValueError: If it must exist and does not.
+        """
+        node, ds_key = self.find_config_node(ds_key_long)
+        if node is not None and ds_key in node:
+            del node[ds_key]
+        elif must_exist:
+            raise ValueError(f"There is no {ds_key_long!r} to delete in the DeepSpeed config: {self.config}.")
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a key is left open with ``"auto"``."""
+        return is_auto_value(self.get_value(ds_key_long))
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a key is set to something true. Not set and ``"auto"`` are neither true nor false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not is_auto_value(value) and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a key is set to something false. Not set and ``"auto"`` are neither true nor false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not is_auto_value(value) and not value
+
+    def is_zero2(self) -> bool:
+        """Whether this is ZeRO stage 2."""
+        return self.get_value("zero_optimization.stage") == 2
+
+    def is_zero3(self) -> bool:
+        """Whether this is ZeRO stage 3."""
+        return self.get_value("zero_optimization.stage") == 3
+
+    def is_offload(self) -> bool:
+        """Whether stage 2 or 3 moves optimizer state or parameters to the CPU or to NVMe."""
+        devices = {self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")}
+        return (self.is_zero2() or self.is_zero3()) and bool(devices & {"cpu", "nvme"})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config})"
+
+
+def is_auto_value(value: object) -> bool:
+    """Whether a value is ``"auto"``: to be filled in by whoever knows it."""
+    return isinstance(value, str) and value == AUTO
+
+
+def _read(given: object) -> dict[str, Any]:
+    inner = getattr(given, "config", None)
+    if isinstance(inner, Mapping):
+        given = inner
+    if isinstance(given, Mapping):
+        return {name: _copied(value) for name, value in given.items()}
+    if not isinstance(given, str | os.PathLike):
+        raise TypeError(
+            "A DeepSpeed config must be a path, a dict, JSON or base64 text or an HfDeepSpeedConfig; "
+            f"got {given!r} of type {type(given).__name__}."
+        )
+    if os.path.exists(given):
+        return _parse(Path(given).read_text(encoding="utf-8"), f"the file {os.fspath(given)!r}")
+    text = os.fspath(given)
+    if text.lstrip().startswith("{"):
+        return _parse(text, "the JSON text")
+    return _parse(_decoded(text), "the base64 text")
+
+
+def _copied(value: Any) -> Any:
+    """Copy as JSON would: a section that the user has put in two places becomes two, each filled on its own."""
+    if isinstance(value, Mapping):
+        return {name: _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else copy.deepcopy(value)
+
+
+def _decoded(text: str) -> str:
+    """Return what ``text`` is in base64, in the alphabet for URLs or the standard one."""
+    try:
+        return base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeError, ValueError):
+        raise ValueError(
+            f"{source('hf_ds_config', text)}={text!r} is no existing file, no JSON object and no base64 of one. "
+            "Give the path of a DeepSpeed config file, a dict, or its JSON."
+        ) from None
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text, object_pairs_hook=_without_duplicates)
+    except ValueError as error:
+        raise ValueError(f"The DeepSpeed config in {source} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"The DeepSpeed config in {source} must be a JSON object, got {config!r}.")
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"key(s) given twice in one object: {', '.join(map(repr, twice))}. Keep one of each.")
+    return dict(pairs)
+
+
+# ------------------------------------------------------------------------------------------------
+# What a DeepSpeed config computes in: its ``fp16`` and ``bf16`` sections.
+
+
+Precision = Literal["no", "fp16", "bf16"]
+_SECTIONS = ("fp16", "bf16")
+
+
+def precision_of(config: HfDeepSpeedConfig) -> Precision:
+    """Return the half precision that the config switches on, ``"no"`` for none.
+
+    Raises:
+        ValueError: If it switches on both.
+    """
+    fp16, bf16 = config.is_true("fp16.enabled"), config.is_true("bf16.enabled")
+    if fp16 and bf16:
+        raise ValueError("The DeepSpeed config has both fp16.enabled and bf16.enabled. Set one of them to false.")
+    return "fp16" if fp16 else "bf16" if bf16 else "no"
+
+
+def fill_precision(config: HfDeepSpeedConfig, mixed_precision: str) -> None:
+    """Switch on what computes in ``mixed_precision`` where the config leaves it open; ``"fp8"`` stands on bf16."""
+    wanted = {"fp16": mixed_precision == "fp16", "bf16": mixed_precision in ("bf16", "fp8")}
+    for name, on in wanted.items():
+        # DeepSpeed does not cast the inputs of an fp16 model by itself. A section of the user's keeps what it says.
+        fresh = {"enabled": on, "auto_cast": True} if on and name == "fp16" else {"enabled": on}
+        config.config.setdefault(name, fresh)
+        if config.is_auto(f"{name}.enabled") or config.get_value(f"{name}.enabled") is None:
+            config.set_value(f"{name}.enabled", on)
+
+
+class PrecisionSections:
+    """Fills the precision sections of one config again and again, each time from what the user wrote into them."""
+
+    def __init__(self) -> None:
+        self._written: dict[str, Any] = {}
+        self._filled: dict[str, Any] | None = None
+
+    def fill(self, config: HfDeepSpeedConfig, mixed_precision: str) -> None:
+        """Switch on what computes in ``mixed_precision`` where the user has left it open.
+
+        Raises:
+            ValueError: If the config switches on the other half precision.
+        """
+        written = self._as_written(config)
+        for name in _SECTIONS:
+            config.del_config_sub_tree(name)
+        config.config.update(written)
+        self._written = copy.deepcopy(written)
+        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
+            on = mixed_precision == name or (mixed_precision == "fp8" and name == "bf16")
+            if on and config.is_true(f"{other}.enabled"):
+                raise ValueError(
+                    f"mixed_precision={mixed_precision!r} and {other}.enabled=true in the DeepSpeed config contradict. "
+                    f"Set {other}.enabled to 'auto' or false, or mixed_precision to {other!r}."
+                )
+        fill_precision(config, mixed_precision)
+        self._filled = _sections_of(config)
+
+    def own(self, config: HfDeepSpeedConfig) -> Precision:
+        """Return the half precision that the config itself switches on, whatever has been filled in since."""
+        return precision_of(HfDeepSpeedConfig(self._as_written(config)))
+
+    def _as_written(self, config: HfDeepSpeedConfig) -> dict[str, Any]:
+        present = _sections_of(config)
+        return copy.deepcopy(self._written) if present == self._filled else present
+
+
+def _sections_of(config: HfDeepSpeedConfig) -> dict[str, Any]:
+    """Return a copy of what the config says about precision."""
+    return {name: copy.deepcopy(config.config[name]) for name in _SECTIONS if name in config.config}
+
+
+# ------------------------------------------------------------------------------------------------
+# The frozen settings of one engine: a DeepSpeed config with every ``"auto"`` filled, and its values by name.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSettings:
+    """A resolved config. Make it with `auto_values.resolve`."""
+
+    config: dict[str, Any]
+    """For ``deepspeed.initialize`` only; nothing in it is ``"auto"`` but where DeepSpeed itself knows that word."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in a full window."""
+    gradient_clipping: float = 0.0
+    """Largest norm of the gradients; 0 for no clipping."""
+    mixed_precision: Precision = "no"
+    """Half precision that the engine computes in."""
+    zero_stage: int = 0
+    """0 to 3."""
+    offload_optimizer_device: str = "none"
+    """``"none"``, ``"cpu"`` or ``"nvme"``."""
+    offload_param_device: str = "none"
+    """``"none"``, ``"cpu"`` or ``"nvme"``."""
+    optimizer_type: str | None = None
+    """Lower-case name of the optimizer that the config defines."""
+    optimizer_params: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of that optimizer."""
+    forces_deepspeed_cpu_optimizer: bool = True
+    """Whether only DeepSpeed's own optimizers may step on offloaded state."""
+
+    @classmethod
+    def of(cls, config: HfDeepSpeedConfig) -> DeepSpeedSettings:
+        """Return the settings of a config that has no ``"auto"`` left; they have a copy of it."""
+        config = HfDeepSpeedConfig(config)
+        optimizer_type = config.get_value("optimizer.type")
+        return cls(
+            config=config.config,
+            gradient_accumulation_steps=config.get_value("gradient_accumulation_steps", 1),
+            gradient_clipping=config.get_value("gradient_clipping", 0.0),
+            mixed_precision=precision_of(config),
+            zero_stage=int(config.get_value("zero_optimization.stage", 0)),
+            offload_optimizer_device=config.get_value("zero_optimization.offload_optimizer.device") or "none",
+            offload_param_device=config.get_value("zero_optimization.offload_param.device") or "none",
+            optimizer_type=None if optimizer_type is None else str(optimizer_type).lower(),
+            optimizer_params=config.get_value("optimizer.params") or {},
+            forces_deepspeed_cpu_optimizer=bool(config.get_value("zero_force_ds_cpu_optimizer", True)),
+        )
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state is in host memory or on NVMe."""
+        return self.offload_optimizer_device != "none"
+
+    @property
+    def defines_adam(self) -> bool:
+        """Whether the config's optimizer is Adam or AdamW."""
+        return self.optimizer_type in ("adam", "adamw")
+
+    def changed(self, changes: Mapping[str, Any]) -> DeepSpeedSettings:
+        """Return settings with other values at these keys of the config, such as ``"zero_optimization.stage"``."""
+        config = HfDeepSpeedConfig(self.config)
+        for key, value in changes.items():
+            config.set_value(key, value)
+        return self.of(config)
+
+
+# ------------------------------------------------------------------------------------------------
+# Stand-ins for an optimizer and a schedule that the DeepSpeed config defines.
+
+
+class DummyOptim:
+    """Stands for the optimizer that the DeepSpeed config defines; return it from ``configure_optimizers``.
+
+    Its values fill the ``"auto"`` entries of ``optimizer.params``; an entry that has a value in the config keeps it.
+
+    Args:
+        params: The parameters, or parameter groups, that DeepSpeed's optimizer gets.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        **kwargs: Further values by the config's names, for example ``betas`` and ``eps``.
+
+    Source: accelerate 1.15 ``utils/deepspeed.py``, which ignores ``kwargs``.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params if isinstance(params, list) else list(params)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the schedule that the DeepSpeed config defines, or for one that is made once the optimizer exists.
+
+    Its values fill the ``"auto"`` entries of ``scheduler.params``; an entry that has a value in the config keeps it.
+    All steps are optimizer steps of the whole job: nothing is divided by the number of ranks.
+
+    Args:
+        optimizer: The optimizer in the code: a `DummyOptim`, or a real one.
+        total_num_steps: Length of the schedule; None takes the Trainer's estimate.
+        warmup_num_steps: Length of the warm-up.
+        lr_scheduler_callable: Makes the schedule from DeepSpeed's optimizer, where the config defines none.
+        **kwargs: Further values by the config's names, for example ``warmup_min_lr``.
+
+    Source: accelerate 1.15 ``utils/deepspeed.py``, which ignores ``kwargs``, and whose ``prepare`` divides
+    ``total_num_steps`` by the number of ranks but not ``warmup_num_steps``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+# ------------------------------------------------------------------------------------------------
+# One error for everything in which a DeepSpeed config and what stands beside it differ.
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two values of a config differ; a tuple is the list that JSON makes of it."""
+    one, other = (list(value) if isinstance(value, tuple) else value for value in (one, other))
+    return bool(one != other)
+
+
+def mismatch_error(mismatches: Sequence[str]) -> ValueError:
+    """Return the error that lists all mismatches."""
+    return ValueError(
+        "The DeepSpeed config contradicts what is given beside it:\n"
+        + "\n".join(mismatches)
+        + "\nGive each value once: set it to 'auto' in the config (or leave it out), or leave the other one out."
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Fills every ``"auto"`` of a DeepSpeed config from what a Trainer, its model and its optimizer know.
+
+
+_SET_IT = "set it in the config"
+_UNDERSTOOD_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
+_LARGEST_BUCKET = 500_000_000  # elements: DeepSpeed's default
+_ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults, and those of DeepSpeed's Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """What is known beside the config."""
+
+    world_size: int = 1
+    """Data-parallel ranks."""
+    micro_batch_size: int | None = None
+    """Samples in one rank's batch; None where the loaders do not tell."""
+    train_batch_size: int | None = None
+    """Samples in one rank's batch of training; None where the loaders do not tell, or differ."""
+    accumulate_grad_batches: int = 1
+    """Of the Trainer; 1 counts as not given."""
+    gradient_clip_val: float | None = None
+    """Of the Trainer; None and 0 count as not given."""
+    clips_by_value: bool = False
+    """Whether the Trainer is to clip each gradient, and not their norm."""
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"
+    """Of the Trainer; ``"no"`` counts as not given."""
+    optimizer: DummyOptim | Optimizer | None = None
+    """What ``configure_optimizers`` returned."""
+    scheduler: DummyScheduler | object | None = None
+    """What ``configure_optimizers`` returned."""
+    estimated_steps: float | None = None
+    """Optimizer steps of the whole training, if they are known and finite."""
+    hidden_size: int | None = None
+    """Of the model; see `hidden_size.hidden_size_of`."""
+    num_elements: int | None = None
+    """Of all parameters together."""
+
+
+def resolve(config: HfDeepSpeedConfig, facts: TrainingFacts) -> DeepSpeedSettings:
+    """Return the settings for ``facts``; ``config`` stays as it is.
+
+    Raises:
+        ValueError: If the config and the facts contradict each other, or an ``"auto"`` cannot be filled; the message
+            lists every key, with both values or with what to do.
+
+    Source: accelerate 1.15 ``accelerator.py`` (``_prepare_deepspeed``); transformers 5.23
+    ``integrations/deepspeed.py`` for the values that depend on the hidden size and for Adam's. Different here: clipping
+    that nobody asks for is off; a schedule's steps are not divided by the number of ranks.
+    """
+    filling = _Filling(HfDeepSpeedConfig(config), facts)
+    filling.fill_window()
+    filling.fill_batch_sizes()
+    filling.fill_clipping()
+    filling.fill_precision()
+    filling.fill_optimizer()
+    filling.fill_scheduler()
+    filling.fill_buckets()
+    filling.finish()
+    return DeepSpeedSettings.of(filling.config)
+
+
+def accumulation_steps(config: HfDeepSpeedConfig, accumulate_grad_batches: int) -> int:
+    """Return the micro-batches per step of the config where the Trainer is given none (1), else the Trainer's.
+
+    Where they contradict each other, `resolve` says so, together with what else does.
+    """
+    steps: int | str = config.get_value("gradient_accumulation_steps", AUTO)
+    return accumulate_grad_batches if is_auto_value(steps) or accumulate_grad_batches != 1 else int(steps)
+
+
+class _Filling:
+    """A config on its way, and what is wrong with it so far."""
+
+    def __init__(self, config: HfDeepSpeedConfig, facts: TrainingFacts) -> None:
+        self.config = config
+        self.facts = facts
+        self.mismatches: list[str] = []
+        self.open: dict[str, str] = {}
+
+    def fill(self, key: str, value: Any, advice: str = _SET_IT) -> None:
+        """Fill an ``"auto"``; None means that the value is not known."""
+        if not self.config.is_auto(key):
+            return
+        if value is None:
+            self.open[key] = advice
+        else:
+            self.config.set_value(key, value)
+
+    def match(self, key: str, given: Any, where: str) -> None:
+        """Note if a value of the config differs from what was given elsewhere."""
+        value = self.config.get_value(key)
+        if value is not None and not is_auto_value(value) and differ(value, given):
+            self.mismatches.append(f"- {key}: {value!r} in the DeepSpeed config, {where}={given!r}")
+
+    def known(self, key: str) -> Any:
+        """Return a value of the config, None where it is absent or open."""
+        value = self.config.get_value(key)
+        return None if is_auto_value(value) else value
+
+    def fill_window(self) -> None:
+        given = self.facts.accumulate_grad_batches
+        steps = self.known("gradient_accumulation_steps")
+        if steps is None:
+            self.config.set_value("gradient_accumulation_steps", given)
+        elif given not in (1, steps):
+            self.mismatches.append(_accumulation_mismatch(steps, given))
+
+    def fill_batch_sizes(self) -> None:
+        micro_key, total_key = "train_micro_batch_size_per_gpu", "train_batch_size"
+        others = self.config.get_value("gradient_accumulation_steps") * self.facts.world_size
+        micro, total = self.known(micro_key), self.known(total_key)
+        asked = False
+        if micro is None:
+            asked = self.config.is_auto(micro_key) or total is None
+            micro = self.facts.micro_batch_size if asked else None
+        if micro is None and total is not None:
+            micro = total // others  # a remainder shows below
+        if micro is None:
+            self.open[micro_key] = (
+                "the dataloaders have no batch size of their own (a batch sampler, or a dataset that makes batches); "
+                f"set {micro_key} to the samples in one rank's batch"
+            )
+            self.config.del_config_sub_tree(total_key)  # follows from the other, so it is no problem of its own
+            return
+        given = self.facts.train_batch_size
+        stated = self.known(micro_key) is not None
+        if given is not None and given != micro and (stated or not asked):
+            key, value, meant = (micro_key, micro, given) if stated else (total_key, total, given * others)
+            self.mismatches.append(
+                f"- {key}: {value!r} in the DeepSpeed config, {meant} by the training data's batch size of {given}"
+            )
+        self.config.set_value(micro_key, micro)
+        if total is None:
+            self.config.set_value(total_key, micro * others)
+        elif total != micro * others:
+            self.mismatches.append(
+                f"- {total_key}: {total!r} in the DeepSpeed config, {micro * others} from {micro_key}={micro} x "
+                f"gradient_accumulation_steps={others // self.facts.world_size} x {self.facts.world_size} process(es)"
+            )
+
+    def fill_clipping(self) -> None:
+        given = self.facts.gradient_clip_val
+        if given:
+            self.match("gradient_clipping", given, "Trainer(gradient_clip_val)")
+        if given and self.facts.clips_by_value:
+            self.mismatches.append(
+                "- Trainer(gradient_clip_algorithm='value'): DeepSpeed clips gradients by their norm only; use 'norm'"
+            )
+        if self.known("gradient_clipping") is None:
+            self.config.set_value("gradient_clipping", float(given or 0.0))
+
+    def fill_precision(self) -> None:
+        wanted = self.facts.mixed_precision
+        for name, on in (("fp16", wanted == "fp16"), ("bf16", wanted in ("bf16", "fp8"))):
+            key = f"{name}.enabled"
+            if self.config.is_false(key) if on else wanted != "no" and self.config.is_true(key):
+                value = self.config.get_value(key)
+                self.mismatches.append(f"- {key}: {value!r} in the DeepSpeed config, Trainer(precision) is {wanted!r}")
+        # The config may have one of them on and the other open.
+        fill_precision(self.config, precision_of(self.config) if wanted == "no" else wanted)
+        self.fill("amp.enabled", False)
+        self.fill("amp.opt_level", "O1")
+
+    def fill_optimizer(self) -> None:
+        optimizer = self.facts.optimizer
+        advice = f"return DummyOptim(...) with it from configure_optimizers, or {_SET_IT}"
+        values: dict[str, Any] = {}
+        if isinstance(optimizer, DummyOptim):
+            given = {name: value for name, value in _named(optimizer).items() if value != _DEFAULTS_OF_OPTIM.get(name)}
+            for name, value in given.items():
+                self.match(f"optimizer.params.{name}", value, f"DummyOptim({name})")
+            values = {**_ADAM, **_named(optimizer)}
+        self._fill_section("optimizer.params", values, advice)
+
+    def fill_scheduler(self) -> None:
+        scheduler = self.facts.scheduler
+        advice = f"return DummyScheduler(...) with it from configure_optimizers, or {_SET_IT}"
+        steps = self.facts.estimated_steps
+        values: dict[str, Any] = {
+            "total_num_steps": int(steps) if steps is not None and math.isfinite(steps) else None,
+            "warmup_min_lr": 0,
+            "warmup_max_lr": self._learning_rate(),
+        }
+        if isinstance(scheduler, DummyScheduler):
+            given: dict[str, Any] = {**scheduler.kwargs}
+            if scheduler.total_num_steps is not None:
+                given["total_num_steps"] = scheduler.total_num_steps
+            if scheduler.warmup_num_steps:
+                given["warmup_num_steps"] = scheduler.warmup_num_steps
+            for name, value in given.items():
+                self.match(f"scheduler.params.{name}", value, f"DummyScheduler({name})")
+            values |= {"warmup_num_steps": 1, **given}  # DeepSpeed 0.19.6 refuses 0 steps, and means none by 1
+        self._fill_section("scheduler.params", values, advice)
+
+    def fill_buckets(self) -> None:
+        size = self.facts.hidden_size
+        advice = (
+            f"the model tells no hidden size (model.config.hidden_size, or a hidden_size of its own); {_SET_IT}, "
+            "or give the model one"
+        )
+        stage = self.config.get_value("zero_optimization.stage", 0)
+        for name, value, used in (
+            ("reduce_bucket_size", size and size * size, stage > 0),
+            ("stage3_prefetch_bucket_size", size and int(0.9 * size * size), stage == 3),
+            ("stage3_param_persistence_threshold", size and 10 * size, stage == 3),
+        ):
+            key = f"zero_optimization.{name}"
+            if self.config.is_auto(key) and value is None and not used:
+                self.config.del_config_sub_tree(key)
+            self.fill(key, value, advice)
+        # DeepSpeed holds a bucket of gradients for the whole fit, of 2 GB by default however small the model is; and
+        # Trainer(deterministic=True) lets torch fill it at every step.
+        bucket, elements = "zero_optimization.reduce_bucket_size", self.facts.num_elements
+        if stage > 0 and elements and self.config.get_value(bucket) is None:
+            self.config.set_value(bucket, min(elements, _LARGEST_BUCKET))
+
+    def finish(self) -> None:
+        """Raise what was found, and what is still open."""
+        for key in _open_keys(self.config.config):
+            if key not in _UNDERSTOOD_BY_DEEPSPEED:
+                self.open.setdefault(key, f"nothing here tells it; {_SET_IT}, or leave it out for DeepSpeed's default")
+        if self.mismatches:
+            raise mismatch_error(self.mismatches)
+        if self.open:
+            listed = "\n".join(f"- {key}: {advice}" for key, advice in self.open.items())
+            raise ValueError(f"The DeepSpeed config leaves open what nothing fills:\n{listed}")
+
+    def _fill_section(self, section: str, values: Mapping[str, Any], advice: str) -> None:
+        node = self.config.get_value(section)
+        for name in list(node) if isinstance(node, dict) else []:
+            self.fill(f"{section}.{name}", values.get(name), advice)
+
+    def _learning_rate(self) -> float | None:
+        """Return the optimizer's learning rate, the config's first."""
+        configured: float | None = self.known("optimizer.params.lr")
+        if configured is not None:
+            return configured
+        optimizer = self.facts.optimizer
+        if isinstance(optimizer, DummyOptim):
+            return optimizer.lr
+        return None if optimizer is None else optimizer.defaults.get("lr")
+
+
+_DEFAULTS_OF_OPTIM = {"lr": 0.001, "weight_decay": 0}  # a dummy that has these may not have been given them
+
+
+def _named(optimizer: DummyOptim) -> dict[str, Any]:
+    kwargs = {name: list(value) if isinstance(value, tuple) else value for name, value in optimizer.kwargs.items()}
+    return {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **kwargs}
+
+
+def _accumulation_mismatch(steps: object, given: int) -> str:
+    return (
+        f"- gradient_accumulation_steps: {steps!r} in the DeepSpeed config, Trainer(accumulate_grad_batches)={given!r} "
+        "(with 'auto', or without the key, DeepSpeed follows the Trainer)"
+    )
+
+
+def _open_keys(node: object, prefix: str = "") -> Iterator[str]:
+    if is_auto_value(node):
+        yield prefix
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            yield from _open_keys(value, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _open_keys(value, f"{prefix}[{index}]")
+
+
+# ------------------------------------------------------------------------------------------------
+# Who defines the optimizer and the schedule: the DeepSpeed config, with dummies in the code, or the code.
+
+
+_REMOVE = "remove {0!r} from the DeepSpeed config, or return a {1} from configure_optimizers in its place"
+
+
+def check_optimizer_and_scheduler(config: HfDeepSpeedConfig, optimizer: object, scheduler: object) -> None:
+    """Check that each of the two is defined once.
+
+    Args:
+        config: The DeepSpeed config.
+        optimizer: What ``configure_optimizers`` returned, None for none.
+        scheduler: What ``configure_optimizers`` returned, None for none.
+
+    Raises:
+        ValueError: If both sides define one, or neither defines what the other stands for.
+
+    Source: accelerate 1.15 ``accelerator.py`` (``_prepare_deepspeed``), which takes a model without any optimizer.
+    """
+    _check_optimizer("optimizer" in config.config, optimizer)
+    if scheduler is not None:
+        _check_scheduler("scheduler" in config.config, optimizer, scheduler)
+
+
+def _check_optimizer(in_config: bool, optimizer: object) -> None:
+    if isinstance(optimizer, DummyOptim):
+        if not in_config:
+            raise ValueError(
+                "configure_optimizers returns a DummyOptim, but the DeepSpeed config has no 'optimizer' that it could "
+                "stand for. Add one to the config, or return a real optimizer."
+            )
+    elif in_config and optimizer is not None:
+        raise ValueError(
+            f"Both the DeepSpeed config and configure_optimizers ({type(optimizer).__name__}) define an optimizer. "
+            f"To choose one, {_REMOVE.format('optimizer', 'DummyOptim(params, lr=...)')}."
+        )
+    elif not in_config and optimizer is None:
+        raise ValueError(
+            "Neither the DeepSpeed config nor configure_optimizers defines an optimizer. Return one from "
+            "configure_optimizers, or add 'optimizer' to the config and return DummyOptim(self.parameters(), lr=...)."
+        )
+
+
+def _check_scheduler(in_config: bool, optimizer: object, scheduler: object) -> None:
+    if not isinstance(scheduler, DummyScheduler):
+        if in_config:
+            raise ValueError(
+                f"Both the DeepSpeed config and configure_optimizers ({type(scheduler).__name__}) define a schedule. "
+                f"To choose one, {_REMOVE.format('scheduler', 'DummyScheduler(optimizer, ...)')}."
+            )
+        if isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                f"{type(scheduler).__name__} needs a real optimizer, and DummyOptim is none. Return "
+                "DummyScheduler(optimizer, lr_scheduler_callable=...), which makes the schedule once there is the "
+                "optimizer."
+            )
+    elif in_config and scheduler.lr_scheduler_callable is not None:
+        raise ValueError(
+            "Both the DeepSpeed config and DummyScheduler(lr_scheduler_callable=...) define a schedule. Remove "
+            "'scheduler' from the config, or leave lr_scheduler_callable out."
+        )
+    elif not in_config and scheduler.lr_scheduler_callable is None:
+        raise ValueError(
+            "configure_optimizers returns a DummyScheduler, but the DeepSpeed config has no 'scheduler' that it could "
+            "stand for. Add one to the config, or give DummyScheduler(lr_scheduler_callable=...)."
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The model's hidden size, from which DeepSpeed's bucket sizes follow.
+
+
+def hidden_size_of(model: nn.Module) -> int | None:
+    """Return the hidden size that a model tells, the largest of several; None where it tells none.
+
+    Asked are the ``config`` (as transformers has it), the ``hparams`` (as Lightning has it) and the ``hidden_size`` of
+    the model, and then the ``config`` of each module inside it.
+    """
+    for place in (getattr(model, "config", None), getattr(model, "hparams", None), model):
+        if (size := _size_in(place)) is not None:
+            return size
+    inner = (_size_in(getattr(module, "config", None)) for module in model.modules())
+    return max((size for size in inner if size is not None), default=None)
+
+
+def _size_in(source: Any) -> int | None:
+    for part in (source, _get(source, "text_config")):
+        size = _get(part, "hidden_size")
+        sizes = [size] if size is not None else _get(part, "hidden_sizes")
+        if isinstance(sizes, list | tuple) and sizes and all(type(size) is int and size > 0 for size in sizes):
+            return int(max(sizes))
+    return None
+
+
+def _get(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+# ------------------------------------------------------------------------------------------------
+# Top-level keys of a DeepSpeed config that were not meant: DeepSpeed takes any, and ignores those it lacks.
+
+
+_DECIDE = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "amp", "activation_checkpointing"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "steps_per_print"),
+    *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "wall_clock_breakdown"),
+)
+"""What most configs have, and what changes numbers."""
+_CLOSE = 0.8
+
+
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Check that no key is nearly one that counts.
+
+    Raises:
+        ValueError: If one is; the message names both.
+    """
+    near = {key: difflib.get_close_matches(key, _DECIDE, n=1, cutoff=_CLOSE) for key in config if key not in _DECIDE}
+    lines = [f"- {key}: there is no such key. Did you mean {found[0]!r}?" for key, found in near.items() if found]
+    if lines:
+        raise ValueError("\n".join(["DeepSpeed would ignore a part of this config:", *lines]))

@@ -1,0 +1,296 @@
+"""DeepSpeed as a library: imported on first use, checked versions, builds of its ops, and scalar parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..common.config import require_installed
+from ..common.user_code import as_library
+from .ds_config import DeepSpeedSettings
+
+OLDEST = "0.19.8"
+
+
+def require_deepspeed(who: str) -> None:
+    """Check that a DeepSpeed is installed that works here; nothing is imported.
+
+    Raises:
+        ModuleNotFoundError: If not.
+    """
+    require_installed(who, "DeepSpeed", "deepspeed", OLDEST)
+
+
+def choose_accelerator(device: torch.device) -> None:
+    """Make DeepSpeed compute on ``device``'s kind: it decides once, when it is first imported.
+
+    Raises:
+        RuntimeError: If it has decided otherwise already.
+    """
+    if "deepspeed" not in sys.modules:
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+    chosen = deepspeed_library().accelerator.get_accelerator()._name
+    if chosen != device.type:
+        raise RuntimeError(
+            f"DeepSpeed computes on {chosen!r} in this process, and the Trainer on {device.type!r}. Set "
+            f"DS_ACCELERATOR={device.type} in the environment before deepspeed is imported, or change "
+            "Trainer(accelerator=...)."
+        )
+
+
+def deepspeed_library() -> Any:
+    """Import DeepSpeed, without the warnings that torch would repeat at every step because of it."""
+    if "deepspeed" in sys.modules:
+        _silence()
+        allow_scalars()
+        return sys.modules["deepspeed"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = importlib.import_module("deepspeed")
+    _silence()
+    allow_scalars()
+    return library
+
+
+def forget_lost_groups() -> None:
+    """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
+
+    It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
+    ``torch.distributed.destroy_process_group()``.
+    """
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    if groups._WORLD_GROUP is None:
+        return
+    try:
+        torch.distributed.get_global_rank(groups._WORLD_GROUP, 0)
+    except ValueError:  # torch does not know it any more
+        groups._release_process_group_references()
+
+
+@functools.cache
+def _silence() -> None:
+    warnings.filterwarnings("ignore", r".*`torch\.distributed\.\w+_tensor` is deprecated.*", FutureWarning)
+    importlib.import_module("deepspeed.utils").logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of DeepSpeed's log is shown: not that an optimizer is untested, since others than Adam work."""
+    return "ZeRO with an untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Drop what DeepSpeed prints inside this context; its log and its exceptions stay."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def check_async_io(settings: DeepSpeedSettings) -> None:
+    """Check, if anything is offloaded to NVMe, that DeepSpeed's asynchronous I/O can be built here.
+
+    Raises:
+        RuntimeError: If not; it says what to install.
+    """
+    devices = {"optimizer": settings.offload_optimizer_device, "param": settings.offload_param_device}
+    where = [what for what, device in devices.items() if device == "nvme"]
+    if not where:
+        return
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    with ninja_on_path():
+        if AsyncIOBuilder().is_compatible(verbose=False):
+            return
+    raise RuntimeError(
+        f"offload_{where[0]}_device='nvme' needs DeepSpeed's asynchronous I/O, which cannot be built here: it needs a "
+        "C++ compiler and libaio with its headers (apt install libaio-dev). Install them, or offload to 'cpu'."
+    )
+
+
+@contextmanager
+def ninja_on_path() -> Iterator[None]:
+    """Let torch find the ninja that is installed beside this Python, also where its folder is not on the PATH."""
+    before = os.environ.get("PATH", "")
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+# ------------------------------------------------------------------------------------------------
+# Locks left behind by a killed build: torch would wait for them for ever, without a message.
+
+
+_LONGEST_BUILD_S = 600.0
+
+
+def check_build_locks(*ops: str) -> None:
+    """Check that nobody left the locks of these ops behind, before DeepSpeed compiles or loads them.
+
+    A lock that a process on this machine holds open belongs to a running build. Any other may belong to another machine
+    with the same home folder: while it is recent, that is a warning.
+
+    Args:
+        *ops: DeepSpeed's names of the ops, as ``cpu_adam``.
+
+    Raises:
+        RuntimeError: If a lock is too old for a build; nothing is deleted.
+
+    Source: torch 2.13 ``utils/file_baton.py``: the holder keeps the file open, and removes it in the end.
+    """
+    for op in set(ops) - _loaded():
+        lock = _lock_of(op)
+        age = _age_s(lock)
+        if age is None or is_open(lock) or not lock.exists():  # it may have ended meanwhile
+            continue
+        advice = f"If no other machine builds it, a killed process left it: rm '{lock}', and start again."
+        if age > _LONGEST_BUILD_S:
+            raise RuntimeError(
+                f"DeepSpeed's op {op} is locked by {lock}, {age / 60:.0f} minutes old, which no process on this "
+                f"machine has open; torch would wait for it for ever. {advice}"
+            )
+        warnings.warn(
+            f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open; torch waits until it "
+            f"is gone. {advice}",
+            stacklevel=2,
+        )
+
+
+def ops_of_optimizer(settings: DeepSpeedSettings) -> Iterator[str]:
+    """Yield the op that DeepSpeed compiles for the optimizer that the config defines, if any."""
+    name = "adam" if settings.defines_adam else settings.optimizer_type
+    if name in ("adam", "lamb", "lion", "adagrad") and not settings.optimizer_params.get("torch_adam"):
+        yield f"cpu_{name}" if settings.offloads_optimizer else f"fused_{name}"
+
+
+def _loaded() -> set[str]:
+    """Return the ops that this process has already."""
+    module = sys.modules.get("deepspeed.ops.op_builder.builder")
+    return set() if module is None else set(module.OpBuilder._loaded_ops)
+
+
+def _lock_of(op: str) -> Path:
+    from .upstream import build_directory  # not at the top: it imports torch, and tests without it use this file
+
+    return (build_directory(op) / "lock").resolve()
+
+
+def _age_s(path: Path) -> float | None:
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def is_open(path: Path) -> bool:
+    """Whether a process on this machine has the file open, as far as ``/proc`` shows."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link) == str(path):
+                return True
+        except OSError:  # closed meanwhile, or another user's
+            continue
+    return False
+
+
+# ------------------------------------------------------------------------------------------------
+# Parameters without a dimension (a temperature, CLIP's ``logit_scale``), which DeepSpeed cannot handle.
+#
+# DeepSpeed 0.19 views what it broadcasts as bytes, and a tensor without a dimension has no such view; it
+# multiplies gradients in place with a tensor of one dimension. These parameters have one dimension while it does so.
+
+
+@functools.cache
+def allow_scalars() -> None:
+    """Let DeepSpeed's engines, partitioning and ``GatheredParameters`` take parameters without a dimension."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
+
+    gathered_enter = GatheredParameters.__enter__
+    broadcast, clip = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients
+    partition, gathered_exit = Init._zero_init_param, GatheredParameters.__exit__
+
+    @functools.wraps(broadcast)
+    def broadcast_model(self: Any) -> None:
+        with _in_one_dimension(one for one in self.module.parameters() if not hasattr(one, "ds_id")):
+            broadcast(self)
+
+    @functools.wraps(clip)
+    def clip_fp32_gradients(self: Any) -> None:
+        with _in_one_dimension(one.grad for one in self.module.parameters() if one.grad is not None):
+            clip(self)
+
+    @functools.wraps(partition)
+    def zero_init_param(self: Any, param: Any) -> None:
+        if param.ndim:
+            partition(self, param)
+            return
+        convert = self._convert_to_deepspeed_param
+
+        def convert_scalar(scalar: Any) -> None:
+            convert(scalar)
+            scalar.data = scalar.data.view(1)  # until it is partitioned; it has noted its shape
+
+        self._convert_to_deepspeed_param = convert_scalar
+        try:
+            partition(self, param)
+        finally:
+            del self._convert_to_deepspeed_param
+
+    @functools.wraps(gathered_enter)
+    def enter_gathered(self: Any) -> Any:
+        result = gathered_enter(self)
+        for one in getattr(self, "params", None) or ():
+            one.accelight_gathered = getattr(one, "accelight_gathered", 0) + 1
+        return result
+
+    @functools.wraps(gathered_exit)
+    def exit_gathered(self: Any, *args: Any) -> None:
+        for one in getattr(self, "params", None) or ():
+            if not one.ndim and self.src_rank is not None:
+                one.data = one.data.view(1)  # until it is partitioned
+        try:
+            gathered_exit(self, *args)
+        finally:
+            for one in getattr(self, "params", None) or ():
+                one.accelight_gathered -= 1
+
+    DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients = broadcast_model, clip_fp32_gradients
+    Init._zero_init_param = zero_init_param
+    GatheredParameters.__enter__ = as_library(enter_gathered)
+    GatheredParameters.__exit__ = as_library(exit_gathered)
+
+
+def is_gathered_by_user(parameter: Any) -> bool:
+    """Return whether a parameter is inside of ``GatheredParameters``."""
+    return bool(getattr(parameter, "accelight_gathered", 0))
+
+
+@contextmanager
+def _in_one_dimension(tensors: Iterable[Any]) -> Iterator[None]:
+    scalars = [one for one in tensors if not one.ndim]
+    for one in scalars:
+        one.data = one.data.view(1)
+    try:
+        yield
+    finally:
+        for one in scalars:
+            one.data = one.data.view(())

@@ -1,0 +1,297 @@
+"""Who makes the optimizer and the schedule: the code, or the DeepSpeed config through dummies; never both."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..common.modules import sparse_embeddings
+from ..common.optimizer_classes import try_on_pieces
+from ..upstream.lightning import (
+    LightningModule,
+    LRSchedulerConfig,
+    _call_lightning_module_hook,
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+    _validate_optimizers_attached,
+)
+from ..upstream.torch_fake import is_planned
+from .ds_config import DeepSpeedSettings, DummyOptim, DummyScheduler, HfDeepSpeedConfig, check_optimizer_and_scheduler
+from .library import check_build_locks, ninja_on_path
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Chosen:
+    """What ``configure_optimizers`` returned, with the dummies in it, checked against the config."""
+
+    optimizer: Optimizer | DummyOptim | None = None
+    """None where the config alone says everything."""
+    scheduler: Any = None
+    """A dummy, or a real schedule."""
+    configs: list[LRSchedulerConfig] = field(default_factory=list)
+    """When each schedule steps."""
+
+    @property
+    def real(self) -> Optimizer | None:
+        """The optimizer of the code, if it is no dummy."""
+        return self.optimizer if isinstance(self.optimizer, Optimizer) else None
+
+    def parameters(self, module: nn.Module) -> list[Any]:
+        """Return what the config's optimizer gets: the dummy's parameters or groups, else all that are trained."""
+        if isinstance(self.optimizer, DummyOptim):
+            return list(self.optimizer.params)
+        return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def trained(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer trains, before DeepSpeed takes over its groups."""
+        groups = self.parameters(module) if self.real is None else self.real.param_groups
+        return [each for group in groups for each in (group["params"] if isinstance(group, dict) else [group])]
+
+    @property
+    def scheduler_callable(self) -> Callable[[Any], Any] | None:
+        """What makes the schedule, where a dummy brings it along."""
+        return self.scheduler.lr_scheduler_callable if isinstance(self.scheduler, DummyScheduler) else None
+
+    def take_schedule(self, engine: Any) -> None:
+        """Take over the schedule that the engine made: the Trainer steps it, so the engine must not."""
+        schedule, engine.lr_scheduler = engine.lr_scheduler, None
+        if schedule is None:
+            return
+        if not self.configs:
+            self.configs = [LRSchedulerConfig(schedule, interval="step")]
+        self.configs[0].scheduler = schedule
+
+
+def choose(module: LightningModule, config: HfDeepSpeedConfig) -> Chosen:
+    """Call ``configure_optimizers`` and check its result against the DeepSpeed config.
+
+    Raises:
+        ValueError: If both or neither define the optimizer, both define the schedule, a dummy has nothing to stand
+            for, or there are several optimizers.
+    """
+    returned = _call_lightning_module_hook(module.trainer, "configure_optimizers", pl_module=module)
+    found = Chosen() if returned is None else _parse(module, returned)
+    check_optimizer_and_scheduler(config, found.optimizer, found.scheduler)
+    return found
+
+
+def _parse(module: LightningModule, returned: Any) -> Chosen:
+    """Let Lightning parse all the forms it knows: real stand-ins go in for the dummies, and come out again."""
+    stand_ins = _StandIns()
+    optimizers, schedulers, monitor = _configure_optimizers(stand_ins.put_in(returned))
+    make = _configure_schedulers_automatic_opt if module.automatic_optimization else None
+    configs = make(schedulers, monitor) if make else _configure_schedulers_manual_opt(schedulers)
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"configure_optimizers() returned {len(optimizers)} optimizers, and a DeepSpeed engine has one. Use one "
+            "optimizer with several parameter groups; for models trained against each other, give each an engine of "
+            "its own with strategy.prepare_model()."
+        )
+    _validate_optimizers_attached(optimizers, configs)
+    schedules = [stand_ins.schedulers.get(id(each.scheduler), each.scheduler) for each in configs]
+    if len(schedules) > 1 and any(isinstance(schedule, DummyScheduler) for schedule in schedules):
+        raise ValueError(
+            f"configure_optimizers() returned {len(schedules)} schedules, a DummyScheduler among them. The DeepSpeed "
+            "config defines one schedule: return that DummyScheduler alone, or real schedules alone."
+        )
+    optimizer = stand_ins.optimizers.get(id(optimizers[0]), optimizers[0])
+    return Chosen(optimizer, schedules[0] if schedules else None, configs)
+
+
+class _StandIns:
+    """Real optimizers and schedules in the place of dummies, for Lightning's own checks."""
+
+    def __init__(self) -> None:
+        self.optimizers: dict[int, DummyOptim] = {}
+        self.schedulers: dict[int, DummyScheduler] = {}
+        self._made: dict[int, Any] = {}
+
+    def put_in(self, value: Any) -> Any:
+        """Return ``value`` with stand-ins."""
+        if isinstance(value, DummyOptim):
+            return self._optimizer(value)
+        if isinstance(value, DummyScheduler):  # a schedule of DeepSpeed's counts steps, not epochs
+            return {"scheduler": self._scheduler(value), "interval": "step"}
+        if isinstance(value, dict):
+            if isinstance(value.get("scheduler"), DummyScheduler):
+                return {"interval": "step", **value, "scheduler": self._scheduler(value["scheduler"])}
+            return {key: self.put_in(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.put_in(inner) for inner in value]
+        return value
+
+    def _optimizer(self, dummy: DummyOptim) -> Optimizer:
+        if id(dummy) not in self._made:
+            parameters = dummy.params or [nn.Parameter(torch.zeros(()))]
+            stand_in = self._made[id(dummy)] = SGD([*parameters], lr=dummy.lr)
+            self.optimizers[id(stand_in)] = dummy
+        return self._made[id(dummy)]
+
+    def _scheduler(self, dummy: DummyScheduler) -> LambdaLR:
+        optimizer = dummy.optimizer
+        real = self._optimizer(optimizer) if isinstance(optimizer, DummyOptim) else optimizer
+        groups = [dict(group) for group in real.param_groups]
+        stand_in = LambdaLR(real, lambda _: 1.0)
+        for group, before in zip(real.param_groups, groups, strict=True):  # a schedule writes into them
+            group.clear()
+            group.update(before)
+        self.schedulers[id(stand_in)] = dummy
+        self._made[id(stand_in)] = stand_in
+        return stand_in
+
+
+def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Check that an optimizer trains parameters of the module, which alone DeepSpeed follows.
+
+    Raises:
+        ValueError: If it has another; it says where.
+    """
+    own = set(module.parameters())
+    groups = enumerate(optimizer.param_groups)
+    strange = [(group, place) for group, each in groups for place, one in enumerate(each["params"]) if one not in own]
+    if strange:
+        group, place = strange[0]
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(strange)} parameters that are not of {type(module).__name__} (the "
+            f"first: group {group}, place {place}), and DeepSpeed trains the module's alone. Register what they belong "
+            "to as a submodule, or make the optimizer over self.parameters() in configure_optimizers()."
+        )
+
+
+def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
+    """Check that no embedding has sparse gradients, unless the config says that stage 0 reduces them.
+
+    Raises:
+        ValueError: If one has.
+    """
+    problems = list(sparse_embeddings(module))
+    if problems and (settings.zero_stage or not settings.config.get("sparse_gradients")):
+        raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
+
+
+def check_elementwise(optimizer: Optimizer, stage: int) -> None:
+    """Check that an optimizer can step on flat pieces of parameters, which is what the stages 1 to 3 give it.
+
+    Raises:
+        ValueError: If its class treats elements otherwise there, or needs a closure; or if it is LBFGS, in any stage.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure several times in a step, and needs scalar products over all parameters: no "
+            "stage of ZeRO can do that. Use another optimizer, or train with Trainer(strategy='ddp')."
+        )
+    if not stage or type(optimizer).__module__.startswith("deepspeed") or is_planned():
+        return
+    verdict = try_on_pieces(optimizer)
+    if verdict.needs_closure and verdict.problem is None:
+        raise ValueError(
+            f"{name} steps with a closure alone, and DeepSpeed calls its step() without one. Use an optimizer whose "
+            "step() needs none (AdamW, SGD), or AccelFSDPStrategy."
+        )
+    if verdict.problem is not None:
+        raise ValueError(
+            f"{name} cannot train with ZeRO stage {stage}, which lets it step on flat pieces of parameters: "
+            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}an optimizer that treats every "
+            "element alone (AdamW, SGD), or Trainer(strategy='ddp')."
+        )
+
+
+def for_offload(optimizer: Optimizer, settings: DeepSpeedSettings) -> tuple[Optimizer, DeepSpeedSettings]:
+    """Return the optimizer that steps on offloaded state: DeepSpeed's own Adam on the CPU in the place of torch's.
+
+    It shares the parameter groups of the one it replaces, so a schedule that was made for that drives it.
+
+    Returns:
+        The optimizer, and settings that allow it.
+
+    Raises:
+        RuntimeError: If the op cannot be compiled.
+    """
+    name = type(optimizer).__name__
+    if not (settings.offloads_optimizer and settings.forces_deepspeed_cpu_optimizer):
+        return optimizer, settings
+    if type(optimizer) in (Adam, AdamW):
+        return _cpu_adam(optimizer), settings
+    if "DeepSpeedCPU" in name:
+        return optimizer, settings
+    _log.info("%s steps on offloaded state as it is: DeepSpeed has none on the CPU.", name)
+    return optimizer, settings.changed({"zero_force_ds_cpu_optimizer": False})
+
+
+def _cpu_adam(optimizer: Optimizer) -> Optimizer:
+    compiled_cpu_adam()
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    groups = optimizer.param_groups
+    for group in groups:
+        if group.get("amsgrad") or group.get("maximize"):
+            raise ValueError(
+                "DeepSpeed's Adam on the CPU has no amsgrad and no maximize. Leave them out, stop offloading, or set "
+                "'zero_force_ds_cpu_optimizer': false in the DeepSpeed config to keep torch's."
+            )
+        group.setdefault("bias_correction", True)
+    made = DeepSpeedCPUAdam([*groups[0]["params"]], adamw_mode=isinstance(optimizer, AdamW))
+    made.param_groups = groups
+    optimizer._opt_called = True  # type: ignore[attr-defined] # else its schedule warns that it never steps
+    return made
+
+
+def prefer_torch_adam(settings: DeepSpeedSettings, device: torch.device) -> DeepSpeedSettings:
+    """Let the config's Adam be torch's where DeepSpeed would compile one in vain, unless the config says otherwise.
+
+    On the CPU that takes half a minute for what torch has ready; on CUDA it needs nvcc, which few installations have. A
+    parameter that torch's does not take leaves everything as it is.
+    """
+    known = {"lr", "betas", "eps", "weight_decay", "amsgrad", "adam_w_mode"}
+    if settings.offloads_optimizer or not settings.defines_adam or not set(settings.optimizer_params) <= known:
+        return settings
+    if device.type == "cuda" and not _has_fused_adam():
+        from lightning_utilities.core.rank_zero import rank_zero_info
+
+        rank_zero_info("torch's Adam steps: DeepSpeed would have to compile its fused one, and there is no nvcc.")
+    elif device.type != "cpu":
+        return settings
+    return settings.changed({"optimizer.params.torch_adam": True})
+
+
+def _has_fused_adam() -> bool:
+    """Return whether DeepSpeed's Adam for CUDA is there, or can be compiled."""
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
+
+    return bool(installed_ops.get("fused_adam")) or cpp_extension.CUDA_HOME is not None
+
+
+@functools.cache
+def compiled_cpu_adam() -> None:
+    """Compile DeepSpeed's Adam for the CPU, which takes half a minute the first time on a machine.
+
+    Raises:
+        RuntimeError: If that fails; the message has the ways out.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+    rank_zero_info("Compiling DeepSpeed's Adam for the CPU, or loading it (the first time takes about half a minute).")
+    check_build_locks("cpu_adam")
+    try:
+        with ninja_on_path():
+            CPUAdamBuilder().load(verbose=False)
+    except Exception as error:
+        raise RuntimeError(
+            "DeepSpeed's Adam for the CPU could not be compiled: it needs a C++ compiler (g++) and ninja "
+            "(pip install ninja). Install them, or stop offloading, or set 'zero_force_ds_cpu_optimizer': false in the "
+            f"DeepSpeed config to use torch's Adam. The compiler said: {error}"
+        ) from error

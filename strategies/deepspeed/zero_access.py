@@ -1,0 +1,246 @@
+"""Where users' code finds this rank's parts of ZeRO's parameters and gradients, see `GlobalTensors`.
+
+Stage 3 shows nothing of a partitioned parameter: its values are in ``ds_tensor``. The stages 1 to 3 have no gradient
+where torch has it: the reduced ones lie in partitions, from the end of an accumulation window to the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..common.grads import gradients_of
+from ..common.sharded_tensors import FlatLayout, FlatShard
+from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
+from . import zero_optimizer
+from .accumulation import Window, finish_gather, window_of
+from .library import is_gathered_by_user
+
+_IS_LIBRARY = "_accelight_is_library"
+
+
+class ZeroAccess:
+    """The `ShardAccess` of one module, from before its engine exists.
+
+    Args:
+        module: That DeepSpeed trains or evaluates.
+        device: Where this rank computes.
+    """
+
+    shows_shards = False
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._parameters: dict[int, nn.Parameter] = {id(each): each for each in module.parameters()}
+        self._engine: Any = None
+        self._window: Window | None = None
+        self.in_step = self.ends_window = False
+        self._pieces: dict[int, zero_optimizer.Piece] = {}
+
+    def follow(self, engine: Any) -> None:
+        """Take gradients from this engine's window."""
+        self._engine, self._window = engine, window_of(engine)
+        if engine.zero_optimization_stage() == 3:
+            partitioned = [each for each in engine.module.modules() if each._parameters]
+            follow_state_dicts(partitioned, self)
+            refuse_copies(partitioned)
+            for parameter in self._parameters.values():
+                _gather_as_library(parameter)
+        if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+            self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
+
+    # ------------------------------------------------------------------ parameters
+    def shard_of(self, tensor: Tensor) -> FlatShard | None:
+        """Return this rank's partition of a parameter of stage 3; None for any other tensor.
+
+        Raises:
+            RuntimeError: If it is on NVMe.
+        """
+        parameter: Any = self._parameters.get(id(tensor))
+        if parameter is None or not hasattr(parameter, "ds_tensor"):
+            return None
+        if parameter.ds_status.name == "INFLIGHT":
+            finish_gather(self._engine, parameter)
+        if parameter.ds_status.name == "AVAILABLE":
+            is_automatic = getattr(self._module, "automatic_optimization", True)
+            if is_gathered_by_user(parameter) or (self.in_step and is_automatic):
+                return None  # in a step DeepSpeed has gathered it, and takes its gradient
+            parameter.partition()  # else a copy of it would stay as it is
+        held: Tensor = parameter.ds_tensor
+        if held.numel() < parameter.partition_numel():
+            raise RuntimeError(
+                "A parameter that stage 3 keeps on NVMe was used in a hook. Use it inside of "
+                "'with strategy.full_parameters(module):', on every rank."
+            )
+        start, count = zero_optimizer.range_in_partition(parameter, held.numel())
+        layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
+        return FlatShard(held.detach().narrow(0, 0, count), layout)
+
+    def _layout(self, parameter: Any, group: Any, start: int, count: int, cut: tuple[int, int]) -> FlatLayout:
+        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+        strides: list[int] = []
+        step = 1
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= max(1, size)
+        start = start if count else 0
+        return FlatLayout(shape, tuple(strides), tuple(range(len(shape))), start, count, 0, 1, group, self._device, cut)
+
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
+        """Return a whole parameter that is assigned to, since its memory is in DeepSpeed's flat buffer; else None."""
+        mine = (
+            assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        )
+        return tensor if mine else None
+
+    def release(self) -> None:
+        """Partition what stage 3 has left gathered after a forward without a backward."""
+        for each in self._parameters.values():
+            parameter: Any = each
+            is_left = not getattr(parameter, "ds_persist", True) and parameter.ds_status.name == "AVAILABLE"
+            if is_left and not parameter.ds_active_sub_modules:
+                parameter.partition()
+
+    def note_write(self, tensor: Tensor) -> None:
+        """Let the partition of a parameter have what a training step writes to it while it is gathered."""
+        if self._window is None or self._window.gathered_changes is None:
+            return
+        storage = tensor.untyped_storage().data_ptr()
+        for each in self._parameters.values():
+            parameter: Any = each
+            is_gathered = hasattr(parameter, "ds_status") and parameter.ds_status.name == "AVAILABLE"
+            if is_gathered and parameter.untyped_storage().data_ptr() == storage:
+                self._window.gathered_changes.note(parameter)
+
+    def is_unreduced(self, tensor: Tensor) -> bool:
+        """Return False: `gradient_of` refuses what is not reduced."""
+        return False
+
+    def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
+        """Refuse a loss over partitioned parameters.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        name = next((name for name, each in self._module.named_parameters() if each is tensor), "a parameter")
+        raise RuntimeError(
+            f"{name} was used in a loss while ZeRO-3 has it partitioned: its gradient would not reach it. For an L2 "
+            "penalty give the optimizer weight_decay; for any other penalty use zero_stage=2, or compute it in the "
+            "forward of the module that has the parameter. For its value alone, use parameter.detach()."
+        )
+
+    # ------------------------------------------------------------------ gradients
+    def owns_gradient(self, tensor: Tensor) -> bool:
+        """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
+        return bool(self._window is not None and self._window.keeps(tensor))
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return this rank's part of the reduced gradient; None if no rank has one.
+
+        Raises:
+            RuntimeError: Before the window's last backward has reduced it, or if it is multiplied by a loss scale.
+        """
+        window = self._complete_window()
+        return self._part(parameter) if window is not None and parameter in window.used else None
+
+    @torch.no_grad()
+    def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
+        """Replace the gradient that the optimizer steps on."""
+        window = self._complete_window()
+        if window is None:
+            if gradient is not None:
+                raise RuntimeError(
+                    "p.grad = value: DeepSpeed has no place for a gradient before a backward has run. Assign it in "
+                    "on_after_backward() or on_before_optimizer_step()."
+                )
+            return
+        part = self._part(parameter)
+        if gradient is None:
+            part.held.zero_()
+            window.used.discard(parameter)
+        else:
+            part.held.copy_(gradient.held)
+            window.used.add(cast("nn.Parameter", parameter))
+
+    def _complete_window(self) -> Window | None:
+        window = self._window
+        if window is None or not window.has_begun:
+            return None
+        if not window.is_complete and (self.ends_window or not getattr(self._module, "automatic_optimization", True)):
+            with library_code():
+                window.complete()
+        if not window.is_complete:
+            raise RuntimeError(
+                "p.grad was used in a hook while gradients accumulate: DeepSpeed reduces them in the last micro-batch "
+                "of the accumulation window. Use it in on_before_optimizer_step()."
+            )
+        if window.loss_scale != 1.0:
+            raise RuntimeError(
+                f"p.grad was used in a hook while it is multiplied by the loss scale, {window.loss_scale:g}: DeepSpeed "
+                "unscales gradients in its step. Use precision='bf16-mixed' or '32-true' to work on gradients."
+            )
+        return window
+
+    def _part(self, parameter: Tensor) -> FlatShard:
+        window: Any = self._window
+        zero: Any = window.engine.optimizer
+        index, cut = zero_optimizer.place_of(zero, parameter)
+        group, piece = zero_optimizer.process_group(zero, index), self._pieces.get(id(parameter))
+        if piece is None:  # this rank has no part of it
+            held = torch.empty(0, dtype=zero_optimizer.gradient_dtype(zero), device=self._device)
+            return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
+        held = zero_optimizer.gradient_piece(zero, piece)
+        return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
+
+
+def _gather_as_library(parameter: Any) -> None:
+    """Let DeepSpeed itself set a parameter's data, also where users' code makes it: by an attribute, by a context."""
+    for name in ("all_gather", "partition"):
+        function = getattr(parameter, name, None)
+        if function is not None and not hasattr(function, _IS_LIBRARY):
+            wrapped = as_library(function)
+            setattr(wrapped, _IS_LIBRARY, True)
+            setattr(parameter, name, wrapped)
+
+
+# ------------------------------------------------------------------------------------------------
+# Clipping by torch's functions in the user's own code, which does not see the gradients that DeepSpeed keeps.
+
+
+def refuse_norm(module: nn.Module, gradients: Sequence[Tensor], norm_type: float) -> None:
+    """Refuse to take a norm of gradients of ``module`` while DeepSpeed trains it; others are torch's business.
+
+    Raises:
+        RuntimeError: If they are some of the module's, or none: parameters have none that DeepSpeed has taken.
+    """
+    if any(isinstance(gradient, FlatShard) for gradient in gradients):  # hooks see those of the stages 1 to 3
+        return
+    own = {id(gradient) for gradient in gradients_of(module.parameters())}
+    if gradients and not any(id(gradient) in own for gradient in gradients):
+        return
+    raise RuntimeError(
+        "torch.nn.utils.clip_grad_norm_ (or get_total_norm) would clip nothing: DeepSpeed keeps the gradients of "
+        f"{type(module).__name__} in buffers of its own. Use self.clip_gradients(optimizer, gradient_clip_val=...), in "
+        "configure_gradient_clipping() too, or Trainer(gradient_clip_val=...); the norm is strategy.last_grad_norm."
+    )
+
+
+def refuse_change(module: nn.Module, function: str, parameters: Sequence[Tensor]) -> None:
+    """Refuse a function of torch that is to change gradients of ``module`` while DeepSpeed trains it.
+
+    Raises:
+        RuntimeError: If one of the parameters is the module's.
+    """
+    if is_user_code() and any(isinstance(parameter.grad, FlatShard) for parameter in parameters):
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    if not any(id(parameter) in own for parameter in parameters):
+        return
+    raise RuntimeError(
+        f"torch.nn.utils.{function} would change nothing: DeepSpeed keeps the gradients of {type(module).__name__} in "
+        "buffers of its own, and clips them by their norm only. Use self.clip_gradients(optimizer, "
+        "gradient_clip_val=...), in configure_gradient_clipping() too, or Trainer(gradient_clip_val=...)."
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints of FSDP: full, sharded and local ones, written while training waits or goes on."""

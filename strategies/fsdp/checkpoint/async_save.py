@@ -1,0 +1,307 @@
+"""Asynchronous saves: training waits only for the copy to host memory.
+
+[Note: one error, one step] A failed save has to stop all processes at the same step, or those that go on hang in a
+collective. But each learns of the failure in a thread of its own, at a moment of its own. So while a save is
+outstanding, each process looks for a key in the store before each step, and who knows of a failure first writes the
+number of the next optimizer step there. Nobody can begin that step before, since the present one has collectives that
+need the writer; so all find the key in time, and all raise there. (On an accelerator the loop's thread could run ahead
+of its collectives; before each batch it waits for `Termination.agree`.)
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....state.process_group import group_store
+from ....state.process_record import set_device
+from ...common.checkpoint_files import is_remote
+from ...common.rendezvous import StoreMessages, num_ranks
+from .process_save import SavingProcess
+from .staging import PendingCopies, SharedStager, Stager
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Save:
+    """One save on its way."""
+
+    what: str
+    key: str
+    """Where on the store it says at which step it fails; no other save of any training has it."""
+    copies: PendingCopies
+    """Made first."""
+    thread: threading.Thread | None = None
+    error: BaseException | None = None
+    complete: bool = False
+    """The checkpoint has its name."""
+    done: bool = False
+    """The thread has nothing left to do, and the error is known if there is one."""
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class BackgroundSaves:
+    """Writes one checkpoint at a time in a thread of its own, through a process group of its own.
+
+    Args:
+        timeout: Of the group's collectives.
+        process: What writes instead, and the thread waits for it; None lets the thread write.
+    """
+
+    def __init__(self, timeout: timedelta, process: SavingProcess | None = None) -> None:
+        self._timeout = timeout
+        self.process = process
+        """What writes sharded checkpoints, from shared memory; None if the thread does."""
+        self._groups: tuple[Any, dist.ProcessGroup] | None = None
+        self._stager: Stager | None = None
+        self._copies = PendingCopies()
+        """Of the next save."""
+        self._device = torch.device("cpu")
+        self._current: _Save | None = None
+        self._num_saves = 0
+
+    def connect(self, device: torch.device) -> None:
+        """Make the process group; every rank calls it, whenever the default group may be new.
+
+        Args:
+            device: Of this process.
+        """
+        self._device = device
+        if self._groups is None or self._groups[0] is not dist.group.WORLD:
+            self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory, which is complete when the save that is started next reads it.
+
+        The memory is used again for the next one: `wait` first.
+        """
+        self._check_idle()
+        if self._stager is None:
+            self._stager = Stager()
+        copies = PendingCopies()
+        copied = self._stager.copy(state, copies)
+        self._copies = copies
+        return copied
+
+    @property
+    def shared_stager(self) -> SharedStager:
+        """What copies states to where ``process`` reads them; `wait` first."""
+        self._check_idle()
+        if self._stager is None:
+            self._stager = SharedStager()
+        if not isinstance(self._stager, SharedStager):
+            raise RuntimeError("What is in memory of this process alone cannot be written by another one.")
+        return self._stager
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """For collectives of saves.
+
+        Raises:
+            RuntimeError: Before `connect`.
+        """
+        if self._groups is None:
+            raise RuntimeError("connect() comes first.")
+        return self._groups[1]
+
+    def start(self, what: str, save: Callable[[dist.ProcessGroup], None], messages: StoreMessages) -> None:
+        """Let ``save`` run in the background, on every rank; `wait` first.
+
+        Args:
+            what: Names the save in errors.
+            save: Given the group for its collectives. It must fail on every rank if it fails on one.
+            messages: Through which the ranks agree that all is done.
+        """
+        self._check_idle()
+        group = self.group
+        self._num_saves += 1
+        copies, self._copies = self._copies, PendingCopies()
+        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}", copies)
+        # Not a daemon: a process that ends waits for its save.
+        current.thread = threading.Thread(
+            target=_run, args=(current, save, group, messages, self._device), name="accelight-save"
+        )
+        current.thread.start()
+
+    def _check_idle(self) -> None:
+        if self._current is not None:
+            raise RuntimeError(f"{self._current.what} is still under way: wait() before the next.")
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Run ``action`` when the present save is complete, at once if there is none, and not at all if it fails."""
+        if self._current is not None:
+            with self._current.lock:
+                if not self._current.complete:
+                    self._current.afterwards.append(action)
+                    return
+        action()
+
+    def wait_for_copies(self) -> None:
+        """Return when all is copied that the present save writes: it can be changed without another copy."""
+        if self._current is not None:
+            self._current.copies.wait()
+
+    def wait(self) -> None:
+        """Return when the present save is complete.
+
+        Raises:
+            RuntimeError: If it failed; on every rank.
+        """
+        current, self._current = self._current, None
+        if current is None or current.thread is None:
+            return
+        current.thread.join()
+        current.copies.wait()
+        if current.error is not None:
+            raise RuntimeError(f"{current.what} in the background failed: {current.error}") from current.error
+
+    def check(self, step: int) -> None:
+        """Raise the error of a failed save, on every rank at the same step; see the note above.
+
+        Args:
+            step: Number of finished optimizer steps; every rank calls it at least once with each.
+
+        Raises:
+            RuntimeError: As `wait`.
+        """
+        current = self._current
+        if current is None:
+            return
+        if current.done and current.error is None:
+            self.wait()
+        elif num_ranks() == 1:
+            if current.done:
+                self.wait()
+        elif self._fails_at(current, step) <= step:
+            self.wait()
+
+    @staticmethod
+    def _fails_at(current: _Save, step: int) -> float:
+        store = group_store(current.key)
+        if store.check(["step"]):
+            return int(store.get("step"))
+        if current.done:
+            return int(store.compare_set("step", "", f"{step + 1}"))
+        return float("inf")
+
+    def close(self, exception: BaseException | None = None) -> None:
+        """Wait, and free the memory.
+
+        Args:
+            exception: What ended training already. A save that failed, too, is only logged then.
+
+        Raises:
+            RuntimeError: As `wait`.
+        """
+        try:
+            self.wait()
+        except RuntimeError:  # logged when it happened
+            if exception is None:
+                raise
+        finally:
+            if self.process is not None:
+                self.process.close()
+            if self._stager is not None:
+                self._stager.close()
+                self._stager = None
+
+
+def _run(
+    current: _Save,
+    save: Callable[[dist.ProcessGroup], None],
+    group: dist.ProcessGroup,
+    messages: StoreMessages,
+    device: torch.device,
+) -> None:
+    """Body of the thread."""
+    try:
+        current.copies.run()
+        set_device(device)  # a thread begins with the first one, where each process would take memory
+        save(group)
+        with current.lock:
+            current.complete = True
+        with messages.failing_together("What waited for it"):
+            for action in current.afterwards:
+                action()
+    except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)
+        current.error = caught
+        _log.error("%s in the background failed: %s", current.what, caught)  # now, in case nobody asks any more
+    finally:
+        current.done = True
+
+
+# ------------------------------------------------------------------------------------------------
+# Who writes checkpoints while training goes on, as ``async_save`` says, and what that cannot be.
+
+
+_PROCESS = "process"
+
+
+def choose_saves(async_save: object, timeout: timedelta) -> BackgroundSaves | None:
+    """Return what writes in the background; None if training waits for saves.
+
+    Raises:
+        ValueError: If ``async_save`` is none of its values, or the system has not got what it needs.
+    """
+    if not isinstance(async_save, bool) and async_save != _PROCESS:
+        raise ValueError(
+            f"async_save must be False (training waits), True (a thread writes) or 'process' (another process writes, "
+            f"which a killed training does not end), got {async_save!r}."
+        )
+    if async_save == _PROCESS and not hasattr(socket, "send_fds"):
+        raise ValueError("async_save='process' needs a system with Unix sockets: Linux or macOS. Use async_save=True.")
+    if not async_save:
+        return None
+    return BackgroundSaves(timeout, SavingProcess() if async_save == _PROCESS else None)
+
+
+def told_choice(saves: BackgroundSaves | None) -> str:
+    """Return who writes, as words to come after the checkpoints' form."""
+    if saves is None:
+        return ""
+    return " in the background" if saves.process is None else " by a process beside each rank"
+
+
+def check_kind(saves: BackgroundSaves | None, state_dict_type: str) -> None:
+    """Check, before anything is trained, that the process can write checkpoints of this kind.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if saves is not None and saves.process is not None and state_dict_type != "sharded_state_dict":
+        raise ValueError(
+            f"async_save='process' writes sharded checkpoints, and state_dict_type is {state_dict_type!r}. Give "
+            "state_dict_type='sharded_state_dict', or async_save=True."
+        )
+
+
+def check_places(saves: BackgroundSaves | None, callbacks: Iterable[Any]) -> None:
+    """Check, before anything is trained, where callbacks are going to save.
+
+    Args:
+        saves: In the background.
+        callbacks: That save, such as ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: If that is a URL of something else than the file system.
+    """
+    if saves is None or saves.process is None:
+        return
+    for callback in callbacks:
+        folder = str(getattr(callback, "dirpath", None) or "")
+        if is_remote(folder):
+            raise ValueError(
+                f"async_save='process' writes to a file system that all processes see, and {type(callback).__name__} "
+                f"saves to {folder}. Give it a folder, or save in one file (state_dict_type='full_state_dict', "
+                "async_save=True)."
+            )

@@ -1,0 +1,545 @@
+"""Saves and loads a sharded model for the strategy: every type of state dict, synchronous or not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from ....checkpoint.files import MergeReport, is_regular
+from ....checkpoint.formats.torch_save import check_bytes
+from ....checkpoint.manifest import Manifest
+from ....checkpoint.names import clean_name
+from ....state.collectives import meet
+from ...common import dataloader_state
+from ...common.checkpoint_files import (
+    bytes_are_checked,
+    check_full,
+    folder_named,
+    is_remote,
+    local_path,
+    new_file,
+    new_folder,
+    read_torch,
+    remove_folder,
+    save_torch,
+    writes_own_folders,
+)
+from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
+from ...common.loop import STORED_WEIGHTS
+from ...common.modules import Traces, extra_states, is_extra_state, load_extra_states, plain_modules
+from ...common.rendezvous import failing_together, run_on_rank_zero, store_messages
+from ...common.user_code import running_as_library
+from ...upstream.lightning import (
+    _PATH,
+    CheckpointIO,
+    LightningModule,
+    LightningOptimizer,
+    RunningStage,
+    TorchCheckpointIO,
+    TrainerFn,
+    TrainerState,
+    TrainerStatus,
+)
+from ..engine import Engine
+from ..fsdp2 import own_class
+from ..sharded_model import ShardedForm, named_tensors
+from ..step import is_inside
+from ..weights import listed
+from . import loader, state_dict
+from .async_save import BackgroundSaves
+from .loader import find_accelerate_folder, read_metadata
+from .optim_state_dict import optimizer_state
+from .planner import KeptPlans
+from .process_save import HandedSave
+from .safetensors import save_safetensors
+from .writer import save_sharded, serialised_on_rank_zero, write_metadata
+
+_NUMBERS = itertools.count(1)
+"""On rank 0: of the next model that is saved."""
+_Stage = Callable[[dict[str, Any]], dict[str, Any]]
+"""Copies a state that training goes on to change; or returns it as it is, where nothing changes."""
+_Write = Callable[[dist.ProcessGroup | None], None]
+"""Writes a checkpoint, with a group for its collectives."""
+
+
+class Saved(Protocol):
+    """What a checkpointer asks of the strategy that has it."""
+
+    @property
+    def engine(self) -> Engine[Any]:
+        """Of the sharded model."""
+
+    @property
+    def form(self) -> ShardedForm:
+        """The sharded model."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Of this process."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """For checkpoints in one file."""
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """Connected to the Trainer, or None."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of the running fit."""
+
+    @property
+    def loader_places(self) -> LoaderPlaces:
+        """Of the running fit."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process."""
+
+    def broadcast(self, obj: str, src: int = 0) -> str:
+        """Return what the process ``src`` has."""
+
+
+@running_as_library(
+    *("model_state", "optimizer_state", "save", "wait", "save_safetensors", "read", "load_weights", "load_optimizers")
+)
+class Checkpointer:
+    """Saves and loads the sharded model of a strategy.
+
+    Args:
+        strategy: Whose model.
+        saves: Where saves go on while training does; None to wait for them.
+    """
+
+    def __init__(self, strategy: Saved, saves: BackgroundSaves | None = None) -> None:
+        self._strategy = strategy
+        self.saves = saves
+        """Where saves go on while training does; None where it waits for them."""
+        self._plans = KeptPlans()
+        self._random_state = ResumedRandomState()
+        self._path = ""
+        """Of the checkpoint that was loaded last."""
+
+    @property
+    def _full(self) -> bool:
+        return self._strategy.engine.settings.state_dict_type == "full_state_dict"
+
+    @property
+    def _local(self) -> bool:
+        return self._strategy.engine.settings.state_dict_type == "local_state_dict"
+
+    def _state_dict_module(self) -> nn.Module:
+        if is_inside():
+            raise RuntimeError(
+                "The model cannot be saved or loaded while one of its steps runs: parameters are gathered. Do it in a "
+                "hook, such as on_train_batch_end() or on_validation_end()."
+            )
+        module = self._strategy.engine.state_dict_module(self._strategy.form.root)
+        self._strategy.engine.reshard(self._strategy.form.root)
+        return module
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the weights as ``state_dict_type`` has them; all processes must call it."""
+        form = self._strategy.form  # else an error: before the setup there may be no process group to meet in
+        meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
+        if self._local:
+            return local_model_state(form)
+        full = self._strategy.engine.settings.full_weights if self._full else None
+        return state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._local:
+            return plain.state_dict()
+        full = self._strategy.engine.settings.full_optimizer if self._full else None
+        return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, full)
+
+    def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
+        """Write what the Trainer gathered, or begin to; all processes must call it, and rank 0's path is taken."""
+        self.wait()
+        checkpoint = dict(checkpoint)  # callbacks and the module were shown the Trainer's, and may have kept it
+        path = self._meet_for_save(checkpoint, path)
+        share_scaler_state(checkpoint)
+        save, saves = self._full_save if self._full else self._folder_save, self.saves
+        traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
+        with plain_modules(checkpoint, traces):
+            if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
+                save(checkpoint, path, storage_options, lambda state: state)(None)
+            else:  # what is staged is a copy
+                write = save(checkpoint, path, storage_options, saves.stage)
+                saves.start(f"Saving {path}", write, self._plans.messages)
+
+    def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
+        """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path, where that is wanted."""
+
+        def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
+            if "optimizer_states" in checkpoint:  # not one of weights alone
+                checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states]
+                dataloader_state.keep([places for _, places in states], checkpoint)
+            return path, self._plans.number or next(_NUMBERS)
+
+        module, what = self._strategy.lightning_module, f"saving {path}"
+        places = self._strategy.loader_places.own(None if module is None else module._trainer, checkpoint)
+        own = random_state(self._strategy.root_device), places
+        common, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
+        return path if writes_own_folders() else common
+
+    @property
+    def _trainer_state(self) -> TrainerState | None:
+        trainer = None if self._strategy.lightning_module is None else self._strategy.lightning_module._trainer
+        return None if trainer is None else trainer.state
+
+    @property
+    def _is_fitting(self) -> bool:
+        state = self._trainer_state
+        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _full_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
+        own_io = type(self._strategy.checkpoint_io) is TorchCheckpointIO
+        if own_io and storage_options is not None and not is_remote(path):
+            raise TypeError("storage_options is for another CheckpointIO than Lightning's own. Leave it out.")
+        staged = stage(checkpoint)
+
+        def write(where: Path | str) -> None:
+            self._strategy.checkpoint_io.save_checkpoint(staged, where, storage_options=storage_options)
+
+        if is_remote(path):
+            return lambda group: run_on_rank_zero(partial(write, path), f"saving {path}", group)
+        file = local_path(path, "checkpoints")
+        # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
+        if not own_io:
+            return lambda group: new_file(file, write, group, beside=False)
+        # Lightning's own would make all of the file in memory, and then write it to the system's temporary folder.
+        return lambda group: new_file(file, partial(save_torch, staged), group)
+
+    def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options is for a CheckpointIO, which sharded checkpoints do not use. Leave it out."
+            )
+        folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
+        weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
+        if self._local:
+            local = stage(local_state(weights, optimizer_states))
+            return partial(save_local, folder, local, metadata)
+        key, form = self._strategy.engine.model_key, self._strategy.form
+        state = state_dict.sharded_state(key, weights, optimizer_states)
+        manifest, saves = Manifest(key, form.ties, form.module_attribute), self.saves
+        if saves is not None and saves.process is not None and stage == saves.stage:
+            if writes_own_folders():
+                raise ValueError(
+                    f"saving {folder}: async_save='process' writes into one folder that all processes see. Use "
+                    "async_save=True."
+                )
+            stager = saves.shared_stager
+            return HandedSave(folder, state, metadata, manifest, self._plans, stager, saves.process).hand_over(
+                saves.group
+            )
+        staged = stage(state)
+        new = folder_named(folder)
+        return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
+
+    def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
+        """Remove a checkpoint when no save goes on any more that is to replace it.
+
+        Args:
+            path: A folder, or what ``remove_file`` removes.
+            remove_file: Lightning's way, which removes files.
+        """
+        folder = Path(path)
+        remove = partial(remove_folder, folder) if self._strategy.is_global_zero and folder.is_dir() else remove_file
+        if self.saves is None:
+            remove()
+        else:  # the older checkpoint is the only one until the newer one is complete
+            self.saves.afterwards(remove)
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written any more; all processes must call it.
+
+        Raises:
+            RuntimeError: If the checkpoint could not be saved; on all processes.
+        """
+        if self.saves is not None:
+            self.saves.wait()
+
+    def save_safetensors(self, path: str, **options: Any) -> MergeReport:
+        """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
+        meet("strategy.save_safetensors")
+        module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
+        weights = state_dict.model_state(module, None, self._strategy.root_device)
+        return save_safetensors(file, weights, module, self._strategy.form, **options)
+
+    def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the Trainer's checkpoint of any kind; what only a sharded model can take is loaded from it later.
+
+        All processes must call it, and rank 0's path is taken. Weights of a full one are in it, for the user's
+        ``on_load_checkpoint`` to look at and rename.
+
+        Raises:
+            RuntimeError: Without a module connected to the Trainer.
+        """
+        module = self._strategy.lightning_module
+        if module is None:
+            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self._path = store_messages().from_rank_zero(lambda: path, f"loading {path}")
+        checkpoint = self._read(self._path, weights_only, fitting=fitting)
+        share_scaler_state(checkpoint)
+        self._strategy.loader_places.load(checkpoint)
+        random_states = checkpoint.pop(RANDOM_STATES_KEY, None)
+        if fitting and random_states:
+            self._random_state.load(random_states, self._strategy.root_device)
+        return checkpoint
+
+    def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
+        if is_remote(path):
+            checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            check_full(checkpoint, path)
+            return dict(checkpoint)
+        place = local_path(path, "checkpoints")
+        if is_local(place):
+            if self._strategy.engine.version != 1:
+                raise ValueError(f"{place} holds a local_state_dict of FSDP1. Load it with fsdp_version=1.")
+            return read_local(place, weights_only)
+        if (folder := find_accelerate_folder(place)) is not None:
+            return loader.read_accelerate(folder, with_optimizer=fitting)
+        if state_dict.is_sharded(place):
+            return loader.read_sharded(place, weights_only)
+        checkpoint = read_torch(place, weights_only)
+        check_full(checkpoint, path)
+        return checkpoint
+
+    def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the weights of what `read` has returned into the sharded model; all processes must call it."""
+        module, stored = self._state_dict_module(), checkpoint.get(STORED_WEIGHTS)
+        if stored is not None:
+            stored.load_weights(self._strategy.form, module, strict=strict)
+        else:
+            loader.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states of what `read` has returned; all processes must call it."""
+        module = self._state_dict_module()
+        loader.load_optimizers(checkpoint, self._strategy.form, module, self._strategy.optimizers)
+
+    def before_iterating(self) -> None:
+        """Bring random states back where an epoch of training begins."""
+        if self._trainer_state is not None and self._trainer_state.stage == RunningStage.TRAINING:
+            self._random_state.before_iterating()
+
+    def before_batch(self, batch_idx: int) -> None:
+        """Bring random states back before a batch of training; raise what a save in the background failed with."""
+        self._random_state.before_batch(in_epoch=batch_idx > 0)
+        module = self._strategy.lightning_module
+        if self.saves is not None and module is not None:
+            self.saves.check(module.trainer.global_step)
+
+    def before_optimizer_step(self) -> None:
+        """Let saves in the background have what the optimizer is about to change."""
+        if self.saves is not None:
+            self.saves.wait_for_copies()
+
+    def connect(self) -> None:
+        """Give saves in the background their own process group; all processes must call it."""
+        if self.saves is not None:
+            self.saves.connect(self._strategy.root_device)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End: what is being written is completed, after an error too, for it is a good checkpoint of before."""
+        if self.saves is not None:
+            self.saves.close(error)
+
+
+# ------------------------------------------------------------------------------------------------
+# ``local_state_dict``: each rank's flat shards of FSDP1 as they are, which come back in the same arrangement only.
+
+
+_MODEL, _OPTIMIZERS = "model", "optimizers"
+
+
+def local_model_state(form: ShardedForm) -> dict[str, Any]:
+    """Return this rank's flat shards by the names of their units, what is unsharded, and extra states.
+
+    Nothing is communicated and nothing is copied.
+    """
+    state: dict[str, Any] = {}
+    for name, module in form.root.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            flat = module._handle.flat_param
+            # While a unit is gathered, `data` is all of it; until the first forward, there is no `_local_shard`.
+            state[clean_name(f"{name}._flat_param")] = getattr(flat, "_local_shard", flat.data)
+    for named in named_tensors(form.root):
+        unsharded = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
+        if unsharded:
+            state[named.name] = named.tensor.detach()
+    return {**state, **extra_states(form.root)}
+
+
+def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None) -> None:
+    """Write one folder with a file of each rank; it has its name only when it is complete.
+
+    Args:
+        path: The folder; a checkpoint that is there already is replaced, last of all.
+        state: Result of `local_state`.
+        metadata: The file for everything else, written by rank 0.
+        group: Through which the ranks agree; the default group by default.
+
+    Raises:
+        RuntimeError: On every rank, if any rank failed; it names the rank.
+    """
+
+    def complete(folder: Path) -> None:
+        write_metadata(folder, metadata)
+
+    with new_folder(path, complete, group) as folder, failing_together(f"saving {path}", group):
+        save_torch(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
+
+
+def local_state(model: dict[str, Any], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Put together what a rank's file holds."""
+    return {_MODEL: model, _OPTIMIZERS: list(optimizer_states)}
+
+
+def is_local(path: Path) -> bool:
+    """Return whether ``path`` is a folder that `save_local` wrote."""
+    return path.is_dir() and any(path.glob("rank_*_of_*.pt"))
+
+
+def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the Trainer's checkpoint of a folder that as many processes saved.
+
+    Args:
+        path: The folder.
+        weights_only: For the metadata file, as in ``torch.load``.
+
+    Raises:
+        RuntimeError: On every rank, if another number of processes saved it, or what is read here is damaged.
+    """
+    with failing_together(f"Loading {path}"):
+        file = path / _file_of(dist.get_rank(), dist.get_world_size())
+        checkpoint = read_metadata(path, weights_only)
+        if not is_regular(file):
+            raise ValueError(
+                f"{file.name} is not there, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
+                "local_state_dict comes back on the same number of processes only. Save a sharded_state_dict to resume "
+                "on another."
+            )
+        if bytes_are_checked():
+            check_bytes(file)
+        stored = torch.load(file, map_location="cpu", weights_only=weights_only is not False, mmap=True)
+    checkpoint[STORED_WEIGHTS] = LocalWeights(path, stored[_MODEL])
+    if "lr_schedulers" in checkpoint:  # not one of weights alone
+        checkpoint["optimizer_states"] = [LocalOptimizer(state) for state in stored[_OPTIMIZERS]]
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class LocalWeights:
+    """This rank's flat shards, as they were saved."""
+
+    path: Path
+    stored: dict[str, Any] = field(repr=False)
+
+    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+        """Load them; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank, before any weight is changed, if the units or the engine are others.
+        """
+        with failing_together(f"Loading {self.path}"):
+            present = local_model_state(form)
+            _compare(self.stored, present)
+        with torch.no_grad():
+            for name, tensor in present.items():
+                if not is_extra_state(name):
+                    tensor.copy_(self.stored[name])
+        load_extra_states(form.root, self.stored)
+
+
+@dataclass(frozen=True)
+class LocalOptimizer:
+    """An optimizer's state over this rank's flat shards."""
+
+    state: dict[str, Any] = field(repr=False)
+
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load it."""
+        optimizer.load_state_dict(self.state)
+
+
+def _compare(stored: dict[str, Any], present: dict[str, Any]) -> None:
+    saved, now = ({name: _form_of(name, value) for name, value in one.items()} for one in (stored, present))
+    other = [
+        f"{name} (saved {saved.get(name)}, now {now.get(name)})"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+    if other:
+        raise ValueError(
+            f"the units are others: {listed(other)}. A local_state_dict needs the same wrapping; a sharded_state_dict "
+            "does not."
+        )
+
+
+def _form_of(name: str, value: Any) -> object:
+    return "an extra state" if is_extra_state(name) else tuple(value.shape)
+
+
+def _file_of(rank: int, world_size: int) -> str:
+    return f"rank_{rank:05d}_of_{world_size:05d}.pt"
+
+
+# ------------------------------------------------------------------------------------------------
+# The state of the fp16 gradient scaler in a checkpoint, for whichever precision plugin looks for it.
+
+
+_PLUGINS = ("AccelFSDPPrecision", "FSDPPrecision", "MixedPrecision")
+"""Ours and Lightning's; each looks under its class's name."""
+
+
+def share_scaler_state(checkpoint: dict[str, Any]) -> None:
+    """Put the gradient scaler's state under all the names that it is looked for under."""
+    state = next((checkpoint[name] for name in _PLUGINS if name in checkpoint), None)
+    if state is not None:
+        checkpoint.update(dict.fromkeys(_PLUGINS, state))
+
+
+# ------------------------------------------------------------------------------------------------
+# What FSDP leaves on modules, for those that are saved among the hyperparameters.
+
+
+_ADDED = ("_fsdp_", "_is_fsdp_", "__composable_api_")
+"""How the names of torch's marks begin, of FSDP1 and FSDP2."""
+
+
+def _restore(attributes: dict[str, Any]) -> None:
+    for name in list(attributes):
+        if name.startswith(_ADDED):
+            del attributes[name]
+
+
+def traces_of(sharded: Collection[nn.Module]) -> Traces:
+    """Return what to take off, where ``sharded`` are the modules with parameters of their own in shards."""
+    return Traces(
+        packages=("torch.distributed", "torch._dynamo", "accelight"),
+        restore=_restore,
+        own_class=own_class,
+        holds_shards=sharded.__contains__,
+        told="FSDP has sharded",
+        way_out=" Or keep it out of the shards: AccelFSDPStrategy(ignored_modules=...).",
+    )

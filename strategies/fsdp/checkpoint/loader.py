@@ -1,0 +1,648 @@
+"""Loading weights and optimizer state into a sharded model, from any kind of checkpoint.
+
+The Trainer reads a checkpoint before the model is sharded. Where a full one has tensors, it is given a `StoredPart`,
+which is loaded afterwards.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ....checkpoint.files import CheckpointError, is_regular, open_regular, read_regular
+from ....checkpoint.formats.base import MODEL_KEYS
+from ....checkpoint.formats.dcp import RecordReader
+from ....checkpoint.formats.dcp_metadata import (
+    MAX_METADATA_BYTES,
+    METADATA_NAME,
+    DCPMetadata,
+    Layout,
+    StoredRecord,
+    read_dcp_metadata,
+)
+from ....checkpoint.formats.safe_unpickler import load_restricted
+from ....checkpoint.manifest import Digests, FileDigest, RecordDigests, read_manifest
+from ...common.checkpoint_files import bytes_are_checked
+from ...common.loop import STORED_WEIGHTS
+from ...common.modules import is_extra_state
+from ...common.rendezvous import store_messages
+from ...upstream.lightning_package import lightning_package
+from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
+from ..sharded_model import NamedTensor, ShardedForm, load_model_state_dict, model_state_dict
+from .optim_state_dict import restore_full_optimizer, restore_optimizer
+from .state_dict import without_torch_noise
+from .writer import METADATA_FILE
+
+_log = logging.getLogger(__name__)
+
+
+def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the Trainer's checkpoint of a folder of any of the four kinds (FSDP1's and FSDP2's, ours and Lightning's).
+
+    Args:
+        path: The folder.
+        weights_only: For the metadata file, as in ``torch.load``.
+
+    Raises:
+        ValueError: If the folder holds no model weights.
+        RuntimeError: On every rank, if what is read here is damaged.
+    """
+    with store_messages().failing_together(f"loading {path}"):
+        manifest = read_manifest(path)
+        digests = {} if manifest is None else manifest.digests
+        reader = SafeReader(path, digests)
+        names = reader.read_metadata().state_dict_metadata
+        checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
+        model_key = _model_key(names, path)
+    checkpoint[STORED_WEIGHTS] = StoredPart(path, model_key, reader)
+    if "lr_schedulers" in checkpoint:  # not one of weights alone
+        num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
+        checkpoint["optimizer_states"] = [StoredPart(path, f"optimizer_{index}", reader) for index in range(num_stored)]
+    return checkpoint
+
+
+def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
+    """Return what stands for the Trainer's checkpoint of a folder that Accelerate saved.
+
+    Args:
+        folder: Where its parts are.
+        with_optimizer: Whether they are to be trained, and not evaluated.
+
+    Raises:
+        ValueError: If the folder holds no model weights.
+        RuntimeError: On every rank, if what is read here is damaged.
+    """
+    with store_messages().failing_together(f"loading {folder.model.parent}"):
+        reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
+        names = reader.read_metadata().state_dict_metadata
+        for one in readers:
+            one.read_metadata()
+        model_key = _model_key(names, folder.model)
+    weights = [name.removeprefix(f"{model_key}.") for name in names]
+    checkpoint = trainer_state(folder, with_optimizer=with_optimizer)
+    checkpoint[STORED_WEIGHTS] = StoredPart(folder.model, model_key, reader, weights)
+    checkpoint["optimizer_states"] = [
+        StoredPart(path, OPTIMIZER_KEY, own, weights) for path, own in zip(folder.optimizers, readers, strict=True)
+    ]
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """The weights, or an optimizer's state, in a folder."""
+
+    path: Path
+    key: str
+    """Above all of its names."""
+    reader: SafeReader = field(repr=False)
+    """Of the folder; it keeps the metadata."""
+    of_accelerate: Sequence[str] = field(default=(), repr=False)
+    """The names of all weights, where Accelerate saved them: they may lack the attribute that holds the model."""
+
+    def own(self) -> dict[str, Any]:
+        """Return the part's entries, without its key."""
+        start, entries = f"{self.key}.", self.reader.read_metadata().state_dict_metadata
+        return {name.removeprefix(start): entry for name, entry in entries.items() if name.startswith(start)}
+
+    def prefix(self, present: Iterable[str], attribute: str | None) -> str:
+        """Return what its names lack in front, beside those that are present."""
+        return missing_prefix(self.of_accelerate, present, attribute) if self.of_accelerate else ""
+
+    @without_torch_noise()
+    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+        """Load weights into a sharded model; every rank must call it.
+
+        Args:
+            form: The sharded model.
+            module: What ``Engine.state_dict_module`` returns of it.
+            strict: Whether every name must be on both sides; otherwise the common ones are loaded, the rest logged.
+
+        Raises:
+            RuntimeError: If ``strict`` and names are missing or unexpected; all are listed.
+        """
+        present = model_state_dict(module)
+        prefix = self.prefix(present, form.module_attribute)
+        extra = self._extra_states(present, prefix)
+        parts = tuple(f"{name}." for name in extra)  # DCP saves dictionaries and lists entry by entry
+        stored = {name for name in (f"{prefix}{one}" for one in self.own()) if not (parts and name.startswith(parts))}
+        weights = _common_names({**present, **extra}, stored | extra.keys(), strict, self.path)
+        held = {name.removeprefix(prefix): value for name, value in weights.items()}
+        _load(self, {self.key: held})
+        loaded = {f"{prefix}{name}": value for name, value in held.items()}
+        load_model_state_dict(module, loaded, strict=strict)
+
+    def _extra_states(self, present: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return places for what modules keep beside tensors, in the form it was saved in: that may change in training.
+
+        Args:
+            present: The module's state dict.
+            prefix: What stored names lack.
+        """
+        own = {name.removeprefix(prefix): value for name, value in present.items() if is_extra_state(name)}
+        if not own:
+            return {}
+        entries, paths = self.reader.read_metadata().state_dict_metadata, dict[str, tuple[str | int, ...]]()
+        for fqn, path in self.reader.read_paths().items():
+            if path[0] == self.key and len(path) > 1 and path[1] in own:
+                paths[fqn] = path
+        places = unflatten_state_dict({fqn: _place(entries[fqn]) for fqn in paths}, paths).get(self.key, {})
+        nothing = {name: value for name, value in own.items() if value == {}}  # no entry in the folder
+        return {f"{prefix}{name}": place for name, place in {**nothing, **places}.items()}
+
+    @without_torch_noise()
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load an optimizer's state; every rank must call it.
+
+        Args:
+            form: The sharded model.
+            module: What ``Engine.state_dict_module`` returns of it.
+            optimizer: Which is restored.
+            num_steps: Optimizer steps of the run that saved it, if that is known.
+        """
+        present = model_state_dict(module) if self.of_accelerate else {}
+        prefix = self.prefix(present, form.module_attribute)
+        held = {re.sub(r"^state\.", f"state.{prefix}", name): entry for name, entry in self.own().items()}
+
+        def fill(template: dict[str, Any]) -> None:
+            states = {name.removeprefix(prefix): state for name, state in template["state"].items()}
+            _load(self, {self.key: {**template, "state": states}}, partial=True)
+            for group in template["param_groups"]:
+                group["params"] = [f"{prefix}{name}" for name in group["params"]]
+
+        restore_optimizer(module, optimizer, held, fill, num_steps=num_steps)
+
+
+class StoredOptimizer(Protocol):
+    """An optimizer's state that is not a plain state dict."""
+
+    def load_optimizer(
+        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+    ) -> None:
+        """Load it; every rank must call it."""
+
+
+def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | None = None) -> dict[str, Any]:
+    """Return what the file for everything beside weights and optimizer state holds.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    file = path / METADATA_FILE
+    if not is_regular(file):
+        raise ValueError(
+            f"{path} has no {METADATA_FILE}, which Lightning and accelight write beside the weights: something else "
+            "has saved it, and the Trainer cannot go on with it. To start from its weights, merge them (accelight "
+            "merge-weights), and give the result as pretrained_weights, or load it into the module before fit()."
+        )
+    with os.fdopen(open_regular(file), "rb") as stream:
+        if digest is not None:
+            digest.check(file, stream.read())
+            stream.seek(0)
+        return dict(torch.load(stream, map_location="cpu", weights_only=weights_only))
+
+
+def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> None:
+    """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
+    planner = SafePlanner(allow_partial_load=partial)
+    with store_messages().failing_together(f"loading {part.path}"):
+        try:
+            load(state, storage_reader=part.reader, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which is no Exception, and holds one
+            [(own, _)] = error.failures.values()
+            raise own from error
+
+
+def _model_key(names: Iterable[str], path: Path) -> str:
+    prefixes = {name.split(".", 1)[0] for name in names}
+    for key in MODEL_KEYS:
+        if key in prefixes:
+            return key
+    raise ValueError(f"{path}: holds no weights under {' or '.join(map(repr, MODEL_KEYS))}, only {sorted(prefixes)}.")
+
+
+def _has_parameters(optimizer: Optimizer) -> bool:
+    """Return False for what Lightning makes where ``configure_optimizers`` returns None."""
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+def _place(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path: Path | str) -> dict[str, Any]:
+    """Return the weights that the checkpoint has; report the rest, or raise if ``strict``."""
+    missing, unexpected = sorted(set(weights) - stored), sorted(stored - set(weights))
+    if missing or unexpected:
+        report = f"{path}: missing in the checkpoint: {missing}; unexpected in the checkpoint: {unexpected}."
+        if strict:
+            raise RuntimeError(
+                f"{report} Set `strict_loading=False` on the LightningModule to load the rest. (on_load_checkpoint() "
+                "can change the names of full checkpoints, and not of sharded ones.)"
+            )
+        if dist.get_rank() == 0:
+            _log.warning(report)
+    return {name: value for name, value in weights.items() if name in stored}
+
+
+def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
+    """Copy this rank's part of a full tensor into its shard, or all of it where nothing is sharded.
+
+    Raises:
+        RuntimeError: If the shapes differ.
+    """
+    if full.shape != target.shape:
+        raise RuntimeError(f"{name}: {tuple(full.shape)} in the checkpoint, {tuple(target.shape)} in the model.")
+    named = NamedTensor((name,), target, persistent=True)
+    offsets, sizes = named.part()
+    named.local().copy_(full[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
+
+
+@without_torch_noise()
+def load_full_weights(stored: Mapping[str, Any], path: Path | str, module: nn.Module, *, strict: bool) -> None:
+    """Load a full state dict into a sharded model; each rank copies its own shards out of it.
+
+    Args:
+        stored: By name full tensors, which may lie in a file that is mapped into memory, and modules' extra states.
+        path: The file, for errors.
+        module: What ``Engine.state_dict_module`` returns.
+        strict: Whether every name must be on both sides.
+
+    Raises:
+        RuntimeError: If ``strict`` and names are missing or unexpected.
+    """
+    present = _common_names(model_state_dict(module), set(stored), strict, path)
+    for name, target in present.items():
+        if is_extra_state(name):
+            present[name] = stored[name]
+        else:
+            _copy_own_part(name, stored[name], target)
+    load_model_state_dict(module, present, strict=strict)
+
+
+@without_torch_noise()
+def load_optimizers(
+    checkpoint: Mapping[str, Any], form: ShardedForm, module: nn.Module, optimizers: Sequence[Optimizer]
+) -> None:
+    """Load the states of all optimizers from a checkpoint of any kind; every rank must call it.
+
+    Args:
+        checkpoint: The Trainer's. A plain optimizer's state has no names, only numbers.
+        form: The sharded model.
+        module: What ``Engine.state_dict_module`` returns of it.
+        optimizers: Those of the running fit.
+
+    Raises:
+        ValueError: If the checkpoint has those of another number of optimizers, or they do not fit.
+    """
+    states: Sequence[StoredOptimizer | dict[str, Any]] = checkpoint["optimizer_states"]
+    if not states:
+        return
+    if len(states) != len(optimizers):
+        raise ValueError(
+            f"The checkpoint holds {len(states)} optimizers, configure_optimizers returned {len(optimizers)}. "
+            "Resume with the same number."
+        )
+    num_steps = checkpoint.get("global_step")
+    for optimizer, state in zip(optimizers, states, strict=True):
+        if not _has_parameters(optimizer):
+            continue
+        if isinstance(state, Mapping):
+            restore_full_optimizer(module, optimizer, state, form.order, num_steps=num_steps)
+        else:
+            state.load_optimizer(form, module, optimizer, num_steps=num_steps)
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading DCP folders through torch without running what their pickles say.
+#
+# torch 2.13 unpickles ``.metadata`` and non-tensor entries without restriction; a checkpoint from elsewhere could run
+# code in every process. Here both go through allow-lists.
+
+
+_DTYPES = tuple(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+_CLASSES = (
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.ChunkStorageMetadata,
+    dcp.TensorStorageMetadata,
+    dcp.BytesStorageMetadata,
+    dcp.TensorProperties,
+    dcp.StorageMeta,
+)
+
+
+def _allowed() -> dict[tuple[str, str], object]:
+    """Return what ``.metadata`` may name, made anew for each load.
+
+    Classes are throw-away subclasses and functions throw-away ones, because a pickle can set attributes on what it
+    names: never on torch's own.
+    """
+    here = dcp.__name__
+    table: dict[tuple[str, str], object] = {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES}
+    for original in _CLASSES:
+        table[(here, original.__name__)] = type(original.__name__, (original,), {"__module__": here})
+    table[(_StorageInfo.__module__, "_StorageInfo")] = type("_StorageInfo", (_StorageInfo,), {})
+    table[("torch", "Size")] = torch.Size
+    table[("torch.serialization", "_get_layout")] = lambda name: torch.strided
+    for name in ("_MEM_FORMAT_ENCODING", "TensorProperties._MEM_FORMAT_ENCODING"):
+        table[(here, name)] = lambda value: dcp._MEM_FORMAT_ENCODING(value)
+    for name in ("PosixPath", "WindowsPath", "PurePosixPath"):
+        for module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles paths under the second
+            table[(module, name)] = lambda *parts: pathlib.PurePosixPath(*parts)
+    return table
+
+
+class _RegularFiles(FileSystem):
+    """Opens regular files alone: a FIFO in the place of a shard would be waited for."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with os.fdopen(open_regular(pathlib.Path(path)), mode) as stream:
+            yield cast("io.IOBase", stream)
+
+
+class SafeReader(FileSystemReader):
+    """A ``FileSystemReader`` whose metadata comes through the restricted unpickler, and whose bytes are checked.
+
+    Args:
+        path: The folder.
+        digests: Of its files, where they are known.
+    """
+
+    def __init__(self, path: pathlib.Path, digests: Digests | None = None) -> None:
+        super().__init__(path)
+        self.fs = _RegularFiles()
+        self._digests = digests or {}
+        self._metadata: Metadata | None = None
+        self._places: Mapping[str, Sequence[int]] = {}
+        """Where in each file its records begin, when the description was read."""
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._check(plan)
+        return super().read_data(plan, planner)
+
+    def _check(self, plan: LoadPlan) -> None:
+        """Compare the records that are about to be read with the checksums in them."""
+        digests = RecordDigests(self._digests, self._places, f"{self.path}/{METADATA_NAME}")
+        bytes_too = bytes_are_checked()
+        wanted: dict[str, dict[tuple[int, int], str]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if not info.transform_descriptors:
+                name = item.storage_index.fqn
+                wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), name)
+        for relative, records in wanted.items():
+            path = pathlib.Path(self.path) / relative
+            with os.fdopen(open_regular(path), "rb") as stream:
+                reader = RecordReader(stream.fileno(), str(path), os.fstat(stream.fileno()).st_size)
+                for (offset, length), name in sorted(records.items()):
+                    reader.check(name, offset, length, digests.of(relative, offset), bytes_too=bytes_too)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the folder's metadata, read once."""
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def read_paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Return where in nested states the folder's entries were; nothing if they were in none."""
+        paths = self._read_objects(pathlib.Path(self.path) / METADATA_NAME).planner_data
+        return paths if isinstance(paths, Mapping) else {}
+
+    def _read_metadata(self) -> Metadata:
+        path = pathlib.Path(self.path) / METADATA_NAME
+        try:
+            content = read_dcp_metadata(path, self._digests.get(METADATA_NAME))
+        except CheckpointError:  # what no merge can read: of a dtype that safetensors does not have, say
+            return self._read_objects(path)
+        for name in content.offsets:
+            _check_inside(path, name)
+        self._places = content.offsets
+        loaded = torch_metadata(content)
+        cast("dcp.StorageMeta", loaded.storage_meta).load_id = self.load_id
+        return loaded
+
+    def _read_objects(self, path: pathlib.Path) -> Metadata:
+        """Return torch's objects as the pickle describes them."""
+        content = read_regular(path, MAX_METADATA_BYTES, "a description")
+        if METADATA_NAME in self._digests:
+            self._digests[METADATA_NAME].check(path, content)
+        loaded = load_restricted(content, _allowed(), str(path))
+        if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
+            raise CheckpointError(f"{path}: holds no DCP metadata.")
+        offsets: dict[str, set[int]] = {}
+        for info in loaded.storage_data.values():
+            _check_inside(path, info.relative_path)
+            offsets.setdefault(info.relative_path, set()).add(info.offset)
+        self._places = {name: sorted(own) for name, own in offsets.items()}
+        # Indices are compared by class, too: torch looks them up as its own.
+        loaded.storage_data = {
+            MetadataIndex(index.fqn, index.offset, index.index): info for index, info in loaded.storage_data.items()
+        }
+        if loaded.storage_meta is None:
+            loaded.storage_meta = dcp.StorageMeta()
+        loaded.storage_meta.load_id = self.load_id
+        return loaded
+
+
+def _check_inside(path: pathlib.Path, name: str) -> None:
+    relative = pathlib.PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise CheckpointError(f"{path}: points to {name!r}, outside its folder.")
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """A ``DefaultLoadPlanner`` whose non-tensor entries are read with ``weights_only=True``."""
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        checked = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), checked)
+        checked.seek(0)
+        super().load_bytes(read_item, checked)
+
+
+# ------------------------------------------------------------------------------------------------
+# What ``.metadata`` says, as torch's planners and readers ask for it, made of a compact table when they do.
+#
+# torch's own objects take about 2.5 KB a chunk, in every process.
+
+
+def torch_metadata(content: DCPMetadata) -> Metadata:
+    """Return torch's form of a folder's description."""
+    entries: Any = _Entries(content)
+    storage: Any = _Storage(content)
+    return Metadata(entries, None, storage, StorageMeta())
+
+
+class _Entries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """``state_dict_metadata``; tensors of one layout share their list of chunks."""
+
+    def __init__(self, content: DCPMetadata) -> None:
+        self._table = content.tensors
+        self._others = dict.fromkeys(content.not_tensors)
+        self._known: dict[Layout, TensorStorageMetadata] = {}
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        number = self._table.numbers.get(fqn)
+        if number is None:
+            self._others[fqn]  # a KeyError where there is none
+            return BytesStorageMetadata()
+        layout = self._table.layouts[number]
+        found = self._known.get(layout)
+        if found is None:
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in layout.boxes]
+            dtype = getattr(torch, layout.dtype.name)
+            found = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(layout.shape), chunks)
+            self._known[layout] = found
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._table.numbers
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._table.numbers) + len(self._others)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._table.numbers or fqn in self._others
+
+
+class _Storage(Mapping[MetadataIndex, _StorageInfo]):
+    """``storage_data``."""
+
+    def __init__(self, content: DCPMetadata) -> None:
+        self._table = content.tensors
+        self._others = content.others
+
+    def __getitem__(self, index: MetadataIndex) -> _StorageInfo:
+        record = self._record(index)
+        return _StorageInfo(record.relative_path, record.offset, record.length, record.transforms or None)
+
+    def _record(self, index: MetadataIndex) -> StoredRecord:
+        number = self._table.numbers.get(index.fqn)
+        place = None
+        if number is not None and index.offset is not None:
+            place = self._table.layouts[number].places.get(index.offset)
+        if number is None or place is None:
+            return self._others[index.fqn, index.offset]
+        return self._table.record(self._table.first[number] + place)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for fqn, number in self._table.numbers.items():
+            for offsets in self._table.layouts[number].places:
+                yield MetadataIndex(fqn, torch.Size(offsets))
+        for fqn, offset in self._others:
+            yield MetadataIndex(fqn, None if offset is None else torch.Size(offset))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sharded folders that Accelerate saved (``accelerator.save_state``), resumed by the Trainer.
+#
+# They hold weights and optimizer state, and nothing of the Trainer: it begins at step 0. Accelerate's model is as a
+# rule what the LightningModule holds under one attribute, so that its names lack that attribute.
+#
+# Source: accelerate 1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``).
+
+
+_MODEL = "pytorch_model_fsdp_0"
+_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+_FILES = re.compile(r"pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin")
+OPTIMIZER_KEY = "optimizer"
+"""Under which each of the optimizers' folders keeps its state."""
+
+
+@dataclass(frozen=True)
+class AccelerateFolder:
+    """Where the parts lie."""
+
+    model: Path
+    optimizers: tuple[Path, ...]
+    """In their order."""
+
+
+def find_accelerate_folder(path: Path) -> AccelerateFolder | None:
+    """Return the parts of a folder that Accelerate saved; None if it is none.
+
+    Args:
+        path: The folder given to ``save_state``, or ``pytorch_model_fsdp_0`` in it.
+
+    Raises:
+        ValueError: If Accelerate saved it in another way than sharded by torch.distributed.checkpoint.
+    """
+    if not path.is_dir() or ((path / METADATA_NAME).exists() and path.name != _MODEL):
+        return None
+    parent = path.parent if path.name == _MODEL else path
+    if not (parent / _MODEL / METADATA_NAME).exists():
+        files = sorted(one.name for one in path.iterdir() if _FILES.fullmatch(one.name))
+        if files:
+            raise ValueError(
+                f"{path} holds {files[0]}, which Accelerate writes for FULL_STATE_DICT, LOCAL_STATE_DICT and "
+                "use_dcp=False. What resumes here is SHARDED_STATE_DICT (pytorch_model_fsdp_0/): load it with "
+                "Accelerate as it was saved, and save it so."
+            )
+        return None
+    numbered = {int(match[1]): one for one in parent.iterdir() if (match := _OPTIMIZER.fullmatch(one.name))}
+    folders = [numbered[number] for number in sorted(numbered)]
+    return AccelerateFolder(parent / _MODEL, tuple(one for one in folders if (one / METADATA_NAME).exists()))
+
+
+def missing_prefix(stored: Iterable[str], present: Iterable[str], attribute: str | None) -> str:
+    """Return what stored names lack in front: the attribute that holds the model, with its dot, or nothing."""
+    prefix = f"{attribute}." if attribute else ""
+    missing = set(present) - set(stored)
+    return prefix if missing and {name.removeprefix(prefix) for name in missing} & set(stored) else ""
+
+
+def trainer_state(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
+    """Return what stands for the Trainer's part of a checkpoint, and say that there is none."""
+    if dist.get_rank() == 0:
+        what = "Weights and optimizer state are" if with_optimizer and folder.optimizers else "Weights alone are"
+        _log.warning(
+            "%s was saved by Accelerate. %s restored; steps and epochs, learning-rate schedules, callbacks and random "
+            "states are not in it: the Trainer begins with step 0.",
+            folder.model.parent,
+            what,
+        )
+    return {"pytorch-lightning_version": version(lightning_package()), "lr_schedulers": []}

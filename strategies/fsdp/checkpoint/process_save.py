@@ -1,0 +1,556 @@
+"""Sharded saves that other processes complete: when `hand_over` returns, all ranks may be killed.
+
+[Note: whole or not at all] Each rank plans and tells the process that writes for it, and then rank 0. When all have
+done so, rank 0 tells its own process how to complete the checkpoint, and then the other ranks. Whoever is killed
+before, no process knows how to complete it, and that of rank 0 removes the folder; whoever is killed afterwards, they
+complete it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import os
+import pickle
+import re
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import SavePlan
+from typing_extensions import Self, override
+
+from ....checkpoint.manifest import Manifest
+from ....state.process_group import timeout_of
+from ...common.checkpoint_files import NewFolder
+from ...common.rendezvous import told_by_rank
+from .planner import KeptPlan, KeptPlans, MergedPlan, OwnPart, Places, ToldPlan
+from .staging import SharedMemory, SharedStager, unnamed_file
+
+
+@dataclass
+class _Begun:
+    """What rank 0 says of a save that all want."""
+
+    problems: list[str]
+    number: str = ""
+    """Of the folder."""
+    made: str = ""
+    """What is to be seen there: see `NewFolder.check_shared`."""
+
+
+@dataclass
+class HandedSave:
+    """One checkpoint, on its way from the ranks to the processes that write it."""
+
+    path: Path
+    state: dict[str, Any]
+    metadata: bytes
+    """The file for everything else, on rank 0."""
+    manifest: Manifest
+    plans: KeptPlans
+    stager: SharedStager
+    process: SavingProcess
+    _merged: MergedPlan | None = None
+    """On rank 0, what all ranks write."""
+
+    def hand_over(self, group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup | None], None]:
+        """Let it be written by other processes; every rank must call it.
+
+        Args:
+            group: Through which the ranks notice who ends.
+
+        Returns:
+            What waits until it is written, on every rank, with a group to notice who ends.
+
+        Raises:
+            RuntimeError: On every rank, if any rank failed; it names the rank.
+        """
+        messages, what = self.plans.messages, f"saving {self.path}"
+        planner, kept, error = OwnPart(), None, None
+        try:
+            planner.set_up_planner(self.stager.copy(self.state), is_coordinator=dist.get_rank() == 0)
+            kept = self.plans.of(planner)
+            wish: str | ToldPlan = self.plans.told(kept)
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+            wish, error = f"{type(caught).__name__}: {caught}", caught
+        begun = messages.through_rank_zero(wish, self._begin, what, group)
+        if begun.problems or kept is None:
+            raise RuntimeError("\n".join([f"{what} failed.", *begun.problems])) from error
+        folder = NewFolder(self.path, begun.number)
+        try:
+            problem = None if dist.get_rank() == 0 else self._tell(planner, begun, kept, None)
+            ending = Ending(self.metadata, self.manifest, timeout_of(group).total_seconds())
+            commit = partial(self._commit, partial(self._tell, planner, begun, kept, ending))
+            if problems := messages.through_rank_zero(problem, commit, what, group):
+                raise RuntimeError("\n".join([f"{what} failed.", *problems]))
+            self.plans.keep(kept)
+        except BaseException:
+            self.process.close()
+            if dist.get_rank() == 0:
+                folder.drop()
+            raise
+        return partial(self._wait, folder)
+
+    @property
+    def _absolute(self) -> Path:
+        return self.path.absolute()  # the other process is where this one was when it was started
+
+    def _begin(self, wishes: list[str | ToldPlan]) -> _Begun:
+        """What rank 0 does when all want to save: make the folder, and put their plans together."""
+        if problems := _told_by_rank([wish if isinstance(wish, str) else None for wish in wishes]):
+            return _Begun(problems)
+        self._merged = self.plans.merge([wish for wish in wishes if isinstance(wish, ToldPlan)])
+        number = secrets.token_hex(8)
+        self.process.tell(Begun(self._absolute, number))
+        return _Begun([], number, NewFolder(self.path, number).begin())
+
+    @staticmethod
+    def _commit(tell: Callable[[], str | None], problems: list[str | None]) -> list[str]:
+        """What rank 0 does when all others' processes know their parts: see [Note: whole or not at all]."""
+        if not any(problems):
+            problems[0] = tell()
+        return _told_by_rank(problems)
+
+    def _tell(self, planner: OwnPart, begun: _Begun, kept: KeptPlan, ending: Ending | None) -> str | None:
+        """Tell this rank's process its part; return what went wrong."""
+        folder = NewFolder(self.path, begun.number)
+        try:
+            folder.check_shared(begun.made)
+            if ending is not None:  # all others have seen it
+                (folder.unfinished / begun.made).unlink()
+            data = [planner.resolve_data(item) for item in planner.finish_plan(kept.plan).items]
+            merged, plan = self._merged, None
+            number = kept.number if merged is None else merged.number
+            if number not in self.process.known_plans:
+                plan = Plan(kept.plan, merged)
+            part = Part(
+                path=self._absolute,
+                known_as=NewFolder(self.path).unfinished,
+                number=begun.number,
+                rank=dist.get_rank(),
+                num_ranks=dist.get_world_size(),
+                plan_number=number,
+                plan=plan,
+                kept_plans=self.plans.told(kept).kept if merged is None else self.plans.merged_numbers,
+                ending=ending,
+            )
+            self.process.tell(part, data, self.stager.memory)
+        except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _wait(self, folder: NewFolder, group: dist.ProcessGroup | None) -> None:
+        """Wait until the checkpoint has its name.
+
+        Raises:
+            RuntimeError: On every rank, if it has not got it.
+        """
+        what, problem, complete = f"saving {self.path}", None, False
+        try:
+            answer = self.process.answer()
+            problem, complete = answer.problem, answer.complete
+        except SavingProcessEnded as ended:
+            problem = str(ended)
+            if dist.get_rank() != 0:
+                _leave_word(folder, problem)
+
+        def outcome(problems: list[str | None]) -> list[str]:
+            if complete:
+                return []
+            folder.drop()
+            return _told_by_rank(problems) or [f"{folder.unfinished} was not completed."]
+
+        problems = self.plans.messages.through_rank_zero(problem, outcome, f"finishing {self.path}", group)
+        if problems:
+            self.process.close()
+            raise RuntimeError("\n".join([f"{what} failed.", *problems]))
+
+
+def _told_by_rank(problems: Sequence[str | None]) -> list[str]:
+    return told_by_rank([[] if problem is None else [problem] for problem in problems])
+
+
+def _leave_word(folder: NewFolder, problem: str) -> None:
+    """Tell rank 0's process in the place of one that is gone."""
+    try:
+        Record(None, problem).leave(folder.unfinished, dist.get_rank())
+    except OSError:  # the folder is gone: so is the save
+        return
+
+
+# ------------------------------------------------------------------------------------------------
+# What a process tells the process that writes its part of a checkpoint: all that is needed when nobody else is left.
+#
+# An order is a file without a name, whole before its descriptor is sent: it arrives whole or not at all. Tensors stand
+# in it as places in shared memory, whose descriptor is sent with it.
+#
+# [Note: records] The processes that write a checkpoint may be on several machines, and whoever started them may be
+# dead. What all of them reach for certain is the checkpoint's folder: when one has written its part, it leaves a record
+# there of what lies where, or of its error. The one of rank 0 reads them, removes them, and completes the folder.
+
+
+_NUM_DESCRIPTORS = 2
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Rank 0 is about to make the folder: without a further word it is to be removed."""
+
+    path: Path
+    number: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all saves by one plan."""
+
+    own: SavePlan
+    merged: MergedPlan | None
+    """On rank 0, what all ranks write."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What rank 0 adds to the folder."""
+
+    metadata: bytes
+    """The file for everything else."""
+    manifest: Manifest
+    timeout_s: float
+    """How long to wait for each other rank's part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of one checkpoint."""
+
+    path: Path
+    known_as: Path
+    """Where it is written, for ``.metadata``: what a rank itself would say."""
+    number: str
+    """Of the folder, see `NewFolder`."""
+    rank: int
+    num_ranks: int
+    plan_number: int
+    plan: Plan | None
+    """None if it was sent with an earlier part."""
+    kept_plans: Sequence[int]
+    """Numbers of the plans that may come again."""
+    ending: Ending | None
+    """On rank 0."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a part, one line of JSON."""
+
+    problem: str | None
+    """What this rank's process failed with."""
+    complete: bool
+    """Whether the checkpoint has its name; told to rank 0 alone."""
+
+    def line(self) -> bytes:
+        """Return it as it is sent."""
+        return json.dumps([self.problem, self.complete]).encode() + b"\n"
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Self:
+        """Return what was sent."""
+        return cls(*json.loads(line))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank's process leaves in the folder: see [Note: records]."""
+
+    places: Places | None
+    problem: str | None = None
+
+    def leave(self, folder: Path, rank: int) -> None:
+        """Write it; it has its name when it is whole."""
+        places = self.places
+        content = {
+            "problem": self.problem,
+            "files": [] if places is None else places.files,
+            "numbers": [] if places is None else places.numbers.tolist(),
+        }
+        path = folder / _record_name(rank)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
+
+    @staticmethod
+    def ranks_in(folder: Path) -> list[int]:
+        """Return which ranks have left one.
+
+        Raises:
+            FileNotFoundError: If the folder is gone.
+        """
+        return [int(match[1]) for name in os.listdir(folder) if (match := _RECORD.fullmatch(name))]
+
+    @classmethod
+    def take(cls, folder: Path, rank: int) -> Self:
+        """Read and remove it."""
+        path = folder / _record_name(rank)
+        content = json.loads(path.read_text())
+        path.unlink()
+        if content["problem"] is not None:
+            return cls(None, content["problem"])
+        return cls(Places(content["files"], array("q", content["numbers"])))
+
+
+_RECORD = re.compile(r"\.written_(\d+)")
+
+
+def _record_name(rank: int) -> str:
+    return f".written_{rank:05d}"
+
+
+# ---------------------------------------------------------------------- how they are sent
+@dataclass
+class Received:
+    """An order, and what its tensors lie in."""
+
+    order: Begun | Part
+    data: list[Any] = field(repr=False)
+    """Of a part: tensors and bytes in the order of its plan."""
+
+
+def send(connection: socket.socket, order: Begun | Part, data: Sequence[Any], memory: SharedMemory | None) -> None:
+    """Send an order.
+
+    Args:
+        connection: To the process that writes.
+        order: What to do.
+        data: Of a part: what its plan's items are.
+        memory: Where the tensors in ``data`` lie; what does not is sent by value.
+
+    Raises:
+        OSError: If there is nobody to receive it.
+    """
+    content = unnamed_file()
+    try:
+        with os.fdopen(os.dup(content), "wb") as stream:
+            pickle.dump(order, stream)
+            _Pickler(stream, memory).dump(list(data))
+        descriptors = [content] if memory is None else [content, memory.descriptor]
+        socket.send_fds(connection, [b"."], descriptors)
+    finally:
+        os.close(content)
+
+
+def receive(connection: socket.socket) -> Received | None:
+    """Return the next order; None when no more will come."""
+    sign, descriptors, _, _ = socket.recv_fds(connection, 1, _NUM_DESCRIPTORS)
+    if not sign:
+        return None
+    try:
+        with os.fdopen(os.dup(descriptors[0]), "rb") as stream:
+            stream.seek(0)
+            order = pickle.load(stream)
+            memory = _mapped(descriptors[1]) if len(descriptors) > 1 else None
+            return Received(order, _Unpickler(stream, memory).load())
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    """Return shared memory to read; nobody else sees what is written there."""
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BufferedIOBase, memory: SharedMemory | None) -> None:
+        super().__init__(stream)
+        self._memory = memory
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        if self._memory is None or type(obj) not in (Tensor, nn.Parameter):
+            return None
+        storage = obj.untyped_storage()
+        place = self._memory.place_of(storage)
+        if place is None:
+            return None
+        return place, storage.nbytes(), obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BufferedIOBase, memory: mmap.mmap | None) -> None:
+        super().__init__(stream)
+        self._memory = memory
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @override
+    def persistent_load(self, pid: Any) -> Tensor:
+        place, num_bytes, dtype, offset, shape, strides = pid
+        if self._memory is None:
+            raise RuntimeError("tensors in shared memory, and no shared memory came with them.")
+        if place not in self._storages:
+            values = torch.frombuffer(self._memory, dtype=torch.uint8, offset=place, count=num_bytes)
+            self._storages[place] = values.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(self._storages[place], offset, shape, strides)
+
+
+# ------------------------------------------------------------------------------------------------
+# The process beside a rank that writes its checkpoints, so that they are completed though the rank is killed.
+#
+# [Note: one for each rank] It belongs to one rank, which has made its connection before starting it: there is no name
+# by which others could reach it, nobody to elect, and the ranks of a machine write beside each other, as they do
+# themselves. It is started by the first save, has a session of its own (launchers kill process groups), and ends with
+# training.
+
+
+_MAIN = """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = {path!r}
+from {package}.saving_process_main import main
+main({descriptor}, {parent})
+"""
+"""Whoever ends a job by a signal leaves some time before killing: that is for what is still to be written."""
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # it needs no accelerator, and must not take memory there
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "OMP_NUM_THREADS": "1",
+}
+_LOOK_S = 1.0
+_MOST_SAID_BYTES = 2000
+
+
+class SavingProcessEnded(RuntimeError):  # noqa: N818 (an event that becomes an error's text)
+    """It is gone, and has not said why."""
+
+
+class SavingProcess:
+    """Starts the process when there is something to write, tells it what, and hears what became of it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._said: int | None = None
+        self._received = b""
+        self.known_plans: frozenset[int] = frozenset()
+        """Numbers of the plans that it was sent, and keeps."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None if there is none."""
+        return None if self._process is None else self._process.pid
+
+    def tell(self, order: Begun | Part, data: Sequence[Any] = (), memory: SharedMemory | None = None) -> None:
+        """Send an order; when this returns, it is carried out whatever becomes of this process.
+
+        Args:
+            order: What to do.
+            data: Of a part, see `saving_orders.send`.
+            memory: As there.
+
+        Raises:
+            SavingProcessEnded: If the process is gone.
+        """
+        try:
+            if self._connection is None:
+                self._connection = self._start()
+            send(self._connection, order, data, memory)
+        except ConnectionError as error:
+            raise SavingProcessEnded(self._end()) from error
+        if self._process is not None and self._process.poll() is not None:
+            raise SavingProcessEnded(self._end())
+        if isinstance(order, Part):
+            self.known_plans = frozenset(order.kept_plans)
+
+    def answer(self) -> Answer:
+        """Wait for what became of the part that was sent last.
+
+        Raises:
+            SavingProcessEnded: If the process is gone.
+        """
+        while b"\n" not in self._received:
+            if self._process is None or self._connection is None:
+                raise SavingProcessEnded("it was not started.")
+            if select.select([self._connection], [], [], _LOOK_S)[0]:
+                try:
+                    received = self._connection.recv(4096)
+                except ConnectionError:
+                    received = b""
+                if not received:
+                    raise SavingProcessEnded(self._end())
+                self._received += received
+            elif self._process.poll() is not None:
+                raise SavingProcessEnded(self._end())
+        line, _, self._received = self._received.partition(b"\n")
+        return Answer.of_line(line)
+
+    def close(self) -> None:
+        """End the process; what it was told and has not said to be done is lost. The next order starts another one."""
+        self._end(kill=True)
+
+    def _start(self) -> socket.socket:
+        if not sys.executable:
+            raise RuntimeError(
+                "async_save='process' starts another Python, and sys.executable does not say which. Use "
+                "async_save=True."
+            )
+        ours, theirs = socket.socketpair()
+        self._said, self._received = unnamed_file(), b""
+        main = _MAIN.format(path=sys.path, package=__package__, descriptor=theirs.fileno(), parent=os.getpid())
+        with theirs:
+            # Its own files: a launcher waits until nobody has its pipes open any more.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", main],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,
+            )
+        return ours
+
+    def _end(self, *, kill: bool = False) -> str:
+        """Let go of the process, and return how it ended."""
+        process, connection, said = self._process, self._connection, self._said
+        self._process = self._connection = self._said = None
+        self.known_plans = frozenset()
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return "it was not started."
+        if kill:
+            process.kill()
+        try:
+            status = process.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:  # it has closed the connection, and goes on with something else
+            process.kill()
+            status = process.wait()
+        return f"{_described(status)}{'' if said is None else _last_words(said)}"
+
+
+def _described(status: int) -> str:
+    how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+    return f"the process that writes for it has ended ({how})."
+
+
+def _last_words(said: int) -> str:
+    with os.fdopen(said, "rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - _MOST_SAID_BYTES))
+        words = stream.read().decode(errors="replace").strip()
+    return f" It said:\n{words}" if words else ""

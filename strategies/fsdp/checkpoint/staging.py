@@ -1,0 +1,431 @@
+"""Copies of a state in host or shared memory for asynchronous saves; the next save reuses the memory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
+
+from ....checkpoint.files import human_bytes
+from ...common.sharded_tensors import FlatShard
+from ...upstream.torch_core import ShardedTensor, StateDictStager, tree_leaves
+
+_log = logging.getLogger(__name__)
+
+_cuda: Any = torch.cuda  # its cudart() has no types
+_PINNED_FROM_BYTES = 4096  # less is not worth a page of its own
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for whichever thread
+_ATOMIC = frozenset({type(None), bool, int, float, str, bytes})
+
+
+class Stager(StateDictStager):
+    """Copies nested states, with torch's way through them, into memory that it keeps.
+
+    torch 2.13 keeps memory for as long as the tensor lives that was copied into it. State dicts that are gathered hold
+    new tensors each time: all their memory would be allocated, and on CUDA pinned, again at each save. Here a
+    copy takes any memory of its size; what the latest state has no use for is freed.
+
+    What most states are made of, dictionaries of plain tensors and of shards, goes a shorter way: torch's takes longer
+    for a DTensor of 4 MB than its bytes do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
+        self._used: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
+        self._copied: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        """By their identity, storages and their copies, while a state is copied: several tensors may share one."""
+        self._pending: PendingCopies | None = None
+
+    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more.
+
+        Args:
+            state: Nested, of any kind.
+            pending: Takes what can be copied later; None copies all of it now.
+        """
+        self._kept, self._used = self._used, defaultdict(list)
+        self._pending = pending
+        try:
+            copied = self.stage(state)
+            if self._is_pinned:
+                torch.accelerator.current_stream().synchronize()
+        finally:
+            self._pending = None
+            self._copied.clear()
+            self._free()
+        if not isinstance(copied, dict):
+            raise TypeError(f"expected a copy of the state, got {type(copied).__name__}.")
+        return copied
+
+    @override
+    def deepcopy_with_tensor_offload(
+        self, x: Any, memo: dict[int, Any] | None = None, _nil: Any = (), non_blocking: bool = False
+    ) -> Any:
+        kind = type(x)
+        if kind in _ATOMIC:
+            return x
+        memo = {} if memo is None else memo
+        if id(x) in memo:
+            return memo[id(x)]
+        if kind is dict:
+            copied: Any = {}
+            memo[id(x)] = copied
+            for key, value in x.items():
+                copied[self.deepcopy_with_tensor_offload(key, memo)] = self.deepcopy_with_tensor_offload(value, memo)
+        elif kind is FlatShard:
+            copied = memo[id(x)] = FlatShard(self.deepcopy_with_tensor_offload(x.held, memo), x.place)
+        elif kind in (Tensor, DTensor) and _is_plain(x):
+            copied = memo[id(x)] = self._copied_tensor(x, memo)
+        else:
+            return super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
+        memo.setdefault(id(memo), []).append(x)  # alive: another object could get its id
+        return copied
+
+    def _copied_tensor(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if isinstance(tensor, DTensor):
+            local = self.deepcopy_with_tensor_offload(tensor.to_local(), memo)
+            # from_local() takes thrice as long
+            return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        copied = torch.empty(0, dtype=tensor.dtype)
+        memory = self._stage_untyped_storage(tensor.untyped_storage())
+        return copied.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    @property
+    def _is_pinned(self) -> bool:
+        return any(pinned for _, pinned in self._used)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory that it keeps."""
+        return sum(size * len(storages) for (size, _), storages in self._used.items())
+
+    @override
+    def close(self) -> None:
+        """Free the memory; what was copied must not be read any more."""
+        self._kept, self._used = self._used, defaultdict(list)
+        self._free()
+        super().close()  # type: ignore[no-untyped-call]
+
+    @override
+    def _stage_untyped_storage(self, storage: UntypedStorage, non_blocking: bool = False) -> UntypedStorage:
+        identity = storage._cdata  # asking for its address would end sharing: see [Note: copy on write]
+        if identity in self._copied:
+            return self._copied[identity][1]
+        pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
+        memory = self._memory(storage.nbytes(), pinned)
+        if self._pending is None or not self._pending.add(storage, memory):
+            memory.copy_(storage, non_blocking=pinned)
+        self._copied[identity] = storage, memory
+        return memory
+
+    def _memory(self, num_bytes: int, pinned: bool) -> UntypedStorage:
+        size = num_bytes, pinned
+        kept = self._kept[size]
+        memory = kept.pop(0) if kept else _allocated(*size)  # in order: the same for the same tensor
+        self._used[size].append(memory)
+        return memory
+
+    def _free(self) -> None:
+        for (num_bytes, pinned), storages in self._kept.items():
+            for storage in storages if pinned else ():
+                unpin(storage.data_ptr(), num_bytes)
+        self._kept.clear()
+
+
+def _allocated(num_bytes: int, pinned: bool) -> UntypedStorage:
+    storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+    if pinned:
+        pin(storage.data_ptr(), num_bytes)
+    return storage
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is its bytes and their layout, with nothing that a user has hung on it."""
+    return (
+        not (tensor.requires_grad or tensor.is_quantized)
+        and tensor.layout == torch.strided
+        and not getattr(tensor, "__dict__", None)
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def pin(address: int, num_bytes: int) -> None:
+    """Let CUDA copy to this host memory by itself.
+
+    Raises:
+        RuntimeError: If it cannot.
+    """
+    error = int(_cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
+    if error:
+        raise RuntimeError(
+            f"async_save copies the state to pinned host memory, and CUDA could not pin {num_bytes} bytes "
+            f"(cudaError {error}). Free host memory, or use async_save=False."
+        )
+
+
+def unpin(address: int, num_bytes: int) -> None:
+    """Undo `pin`, before the memory is freed."""
+    error = int(_cuda.cudart().cudaHostUnregister(address))
+    if error:  # of an earlier call, as a rule, whose error arrives by itself
+        _log.warning("CUDA could not unpin %s bytes of host memory (cudaError %s).", num_bytes, error)
+
+
+# ------------------------------------------------------------------------------------------------
+# Copies of host memory that a thread makes while training goes on, of what was there when they were asked for.
+#
+# [Note: copy on write] torch lets two storages share memory until somebody writes to one of them, whichever view it is
+# written through, ``.data`` too: the writer gets memory of its own first (``c10/core/impl/COW.h``, torch 2.13). So what
+# is to be copied is shared, which takes a microsecond, and the thread copies what it shares. Who writes before the
+# thread was there pays with a copy; the optimizer waits for the thread instead (`PendingCopies.wait`). Afterwards all
+# is as if nothing had been shared: the same addresses, and no mark left for the next writer to find (who resizes to
+# nothing and back meets an assertion of torch's). What is written past torch before the wait cannot be seen: through a
+# NumPy view or an address from before the save.
+#
+# Host memory alone: kernels on CUDA write to several tensors at once through addresses that count as read
+# (``_foreach_*``, ``MultiTensorApply.cuh``), and so to what they share.
+
+
+_FROM_BYTES = 2**16  # less is copied sooner than handed to a thread
+
+
+class PendingCopies:
+    """Copies on their way, from `add` to `run`."""
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[Tensor, Tensor]] = deque()
+        self._sources: list[StorageWeakRef] = []
+        """What is shared; what was gathered for the save alone is gone when it is copied."""
+        self._done = threading.Event()
+
+    def add(self, source: UntypedStorage, memory: UntypedStorage) -> bool:
+        """Let ``memory`` get what ``source`` holds now, whatever is written to it afterwards.
+
+        Returns:
+            Whether it will; what is small, elsewhere, or not torch's own memory cannot be shared.
+        """
+        num_bytes = source.nbytes()
+        if source.device.type != "cpu" or num_bytes < _FROM_BYTES:
+            return False
+        contents = _bytes_of(source)
+        if contents.is_pinned():  # a GPU may be reading it: it has to stay where it is, whoever writes
+            return False
+        try:
+            shared = torch._lazy_clone(contents)
+        except RuntimeError:  # of NumPy, mapped from a file or shared with other processes
+            return False
+        self._copies.append((shared, _bytes_of(memory)))
+        self._sources.append(StorageWeakRef(source))  # type: ignore[no-untyped-call]
+        return True
+
+    def run(self) -> None:
+        """Copy; in a thread."""
+        try:
+            while self._copies:
+                shared, memory = self._copies.popleft()
+                memory.copy_(shared)  # lets other threads go on, as UntypedStorage.copy_() does not
+        finally:
+            self._copies.clear()
+            self._done.set()
+
+    def wait(self) -> None:
+        """Return when `run` has, whether or not it could; only where nobody else uses what was copied."""
+        self._done.wait()
+        for reference in self._sources:
+            source = UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if source is not None and source.nbytes() > 0:
+                source.data_ptr()  # asking is enough for it to be its own again
+        self._sources.clear()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory that another process is given by its descriptor: it has no name, and the last process that ends gives it back.
+#
+# On Linux it is a ``memfd``, which the size of ``/dev/shm`` does not limit; elsewhere a temporary file without a name.
+
+
+_ALIGNMENT = 64
+_TOO_LARGE = 2  # times what the present state needs
+
+
+def unnamed_file() -> int:
+    """Return the descriptor of an empty file in memory, which is gone when nobody has it open."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("accelight-save")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class SharedMemory:
+    """Host memory of one size, handed out from its beginning on.
+
+    Args:
+        num_bytes: All of it is there when this returns.
+        pinned: Whether CUDA copies to it by itself.
+
+    Raises:
+        RuntimeError: If the machine has less, or CUDA cannot pin it.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.num_bytes = num_bytes
+        self._used = 0
+        self._pinned = False
+        self.descriptor = unnamed_file()
+        """To be given to another process."""
+        try:
+            _reserve(self.descriptor, num_bytes)
+            self._map = mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+            if pinned:
+                pin(self._address, num_bytes)
+                self._pinned = True
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def restart(self) -> None:
+        """Hand all of it out again; what was there must not be read any more."""
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> UntypedStorage | None:
+        """Return some of it; None if that is not there any more, or nothing is asked for."""
+        start = self._used
+        if num_bytes == 0 or start + num_bytes > self.num_bytes:
+            return None
+        self._used = aligned(start + num_bytes)
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=num_bytes).untyped_storage()
+
+    def place_of(self, storage: UntypedStorage) -> int | None:
+        """Return where in it a storage lies; None if that is elsewhere."""
+        place = storage.data_ptr() - self._address
+        return place if 0 <= place < self.num_bytes else None
+
+    def close(self) -> None:
+        """Give it back, though copies that wait for the garbage collector still map it: they must not be read."""
+        if self._pinned:
+            unpin(self._address, self.num_bytes)
+            self._pinned = False
+        os.ftruncate(self.descriptor, 0)
+        os.close(self.descriptor)
+        del self._map
+
+
+def aligned(num_bytes: int) -> int:
+    """Return what so many bytes take."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Let the file have its pages: writing where there are none ends a process by a signal."""
+    available = _available()
+    if available is not None and num_bytes > available:
+        raise RuntimeError(_too_little(num_bytes, f"{human_bytes(available)} are available"))
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        else:
+            os.ftruncate(descriptor, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        raise RuntimeError(_too_little(num_bytes, os.strerror(error.errno))) from error
+
+
+def _too_little(num_bytes: int, found: str) -> str:
+    return (
+        f"async_save='process' copies what this process saves, {human_bytes(num_bytes)}, to shared memory: {found}. "
+        "Free host memory, or use async_save=False."
+    )
+
+
+def _available() -> int | None:
+    """Return how much memory the system could give, where it tells."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    found = lines.get("MemAvailable")
+    return None if found is None else int(found.split()[0]) * 1024
+
+
+class SharedStager(Stager):
+    """Copies states into shared memory, which it keeps for the next.
+
+    What `SharedMemory` has no room for, tensors inside of unknown classes, is copied to memory of this process alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: SharedMemory | None = None
+        """Where the last copy lies; None if it has no tensors."""
+
+    @override
+    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
+        storages = {(one.device, one.data_ptr(), one.nbytes()): one for one in _storages(state)}
+        needed = sum(aligned(one.nbytes()) for one in storages.values())
+        pinned = any(one.device.type == "cuda" for one in storages.values())
+        if self.memory is not None and not needed <= self.memory.num_bytes <= _TOO_LARGE * needed:
+            self._give_back()
+        if self.memory is None and needed:
+            self.memory = SharedMemory(needed, pinned=pinned)
+        elif self.memory is not None:
+            self.memory.restart()
+        return super().copy(state, pending)
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        return super().num_bytes + (0 if self.memory is None else self.memory.num_bytes)
+
+    @property
+    @override
+    def _is_pinned(self) -> bool:
+        return super()._is_pinned or (self.memory is not None and self.memory._pinned)
+
+    @override
+    def _memory(self, num_bytes: int, pinned: bool) -> UntypedStorage:
+        shared = None if self.memory is None else self.memory.allocate(num_bytes)
+        return super()._memory(num_bytes, pinned) if shared is None else shared
+
+    @override
+    def close(self) -> None:
+        self._give_back()
+        super().close()
+
+    def _give_back(self) -> None:
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
+
+
+def _storages(state: dict[str, Any]) -> Iterator[UntypedStorage]:
+    for leaf in tree_leaves(state):
+        if isinstance(leaf, ShardedTensor):
+            tensors = [shard.tensor for shard in leaf.local_shards()]
+        elif isinstance(leaf, DTensor):
+            tensors = [leaf.to_local()]
+        elif isinstance(leaf, FlatShard):
+            tensors = [leaf.held]
+        else:
+            tensors = [leaf] if isinstance(leaf, Tensor) else []
+        for tensor in tensors:
+            if tensor.data_ptr() != 0:
+                yield tensor.untyped_storage()

@@ -1,1 +1,0 @@
-"""What a sharded run saves and loads."""

@@ -1,1 +1,0 @@
-"""FSDP as users ask for it: the plugin, the environment, and the strict settings they become."""

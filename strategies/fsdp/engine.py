@@ -1,0 +1,531 @@
+"""The interface that FSDP1 and FSDP2 implement, checks of optimizers, CPU-offload grad scalers, and the step runner."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Replicate, Shard
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..common.modules import find_ties
+from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
+from ..common.rendezvous import BeginMax, PendingMaximum
+from ..common.sharded_tensors import NoAccess, ShardAccess
+from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
+from ..upstream.torch_fake import is_planned
+from .flat_params import units_of
+from .settings import EngineSettings, resolve_ignored, units_to_wrap
+from .sharded_model import (
+    EarlyParameters,
+    NamedTensor,
+    References,
+    ShardedForm,
+    check_parameters,
+    explained_mixture,
+    module_attribute_of,
+    parameter_order,
+    recall_form,
+    remember_form,
+)
+from .step import Close, SamePath, inside
+from .units import (
+    Plan,
+    check_modules,
+    checkpoint_modules,
+    checkpoint_units,
+    compile_units,
+    explained_recomputation,
+    hide_wrapper_names,
+    is_marked,
+    left_over,
+    parts_called_alone,
+    scalars_of,
+    without_attention_of_encoders,
+    without_split_ties,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+SettingsT = TypeVar("SettingsT", bound=EngineSettings)
+
+
+class Engine(ABC, Generic[SettingsT]):
+    """Shards a model and knows what only its version of FSDP knows.
+
+    Args:
+        settings: What the plugin resolved to.
+        mesh: One-dimensional (shard) or two-dimensional (replicate, shard) mesh over all ranks.
+        device: Where this rank computes.
+    """
+
+    version: ClassVar[int]
+    """The number users know: 1 or 2."""
+    model_key: ClassVar[str]
+    """Key of the weights in a sharded checkpoint, as Lightning's strategy for the same FSDP version names it."""
+    renews_parameters: ClassVar[bool]
+    """Whether sharding replaces each parameter by a new object."""
+    refuses_holders: ClassVar[bool] = True
+    """Whether it is an error that somebody still holds replaced parameters."""
+
+    path: SamePath
+    """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
+    timeout: timedelta = default_pg_timeout
+    """How long a rank waits for the others where it does what none did before."""
+    in_step = False
+    """Whether a training step of automatic optimization runs: a backward in it is the user's own."""
+
+    def __init__(self, settings: SettingsT, mesh: DeviceMesh, device: torch.device) -> None:
+        self.settings = settings
+        self.mesh = mesh
+        self.device = device
+        self.begin_max: BeginMax = lambda values: PendingMaximum(values).wait
+        """For what the ranks have to tell each other about each step."""
+
+    def prepare(self, model: nn.Module, *, to_be_filled: bool = False) -> ShardedForm:
+        """Shard ``model``, whose submodules are changed in place.
+
+        A module that comes back (validation after training) keeps the form it has.
+
+        Args:
+            model: Under Lightning the LightningModule.
+            to_be_filled: Whether all of it is on the meta device, and its values come through `named_tensors`.
+
+        Raises:
+            RuntimeError: If ``model`` is sharded by the other FSDP version.
+            ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
+        """
+        form = recall_form(model, self.version)
+        if form is None:
+            ignored = resolve_ignored(model, self.settings.ignored_modules)
+            ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
+            units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored, also=is_marked)]
+            if not units and not self.settings.find_unused_parameters:
+                rank_zero_info(_one_unit(model, self.version))
+            units = self._checkpoint(model, units, ignored)
+            if (options := self.settings.compile_options) is not None:
+                compile_units(units, options)
+            if self.settings.find_unused_parameters:  # ranks may differ within a unit, and not in which they use
+                units = []
+            units = without_attention_of_encoders(model, units)
+            units = without_split_ties(model, self._possible_units(model, units), ignored)
+            parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
+            unsharded = ignored | left_over(model, parts) if parts else ignored
+            precision = self.settings.precision
+            check_modules(model, [*units, *parts], unsharded, version=self.version, precision=precision)
+            flat = not getattr(self.settings, "use_orig_params", True)
+            keeps = not self.renews_parameters and not flat
+            check_parameters(model, unsharded, version=self.version, keeps_parameters=keeps, is_flattened=flat)
+            for module in unsharded:  # sharding moves what it manages; the rest is ours to move
+                _move_own_tensors(module, self.device)
+            scalars = scalars_of(model, unsharded)
+            for parameter in scalars:
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.to(self.device)
+            unsharded_parameters = scalars.union(
+                parameter for module in unsharded for parameter in module.parameters(recurse=False)
+            )
+            if not self.settings.reshard_during_accumulation:
+                rank_zero_info(_memory_estimate(model))
+            if self.settings.cpu_offload and self.device.type == "cpu":
+                rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
+            early = EarlyParameters(
+                model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
+            )
+            references = References(model, kept=unsharded_parameters) if self.renews_parameters else None
+            root = self._shard(model, Plan(units, unsharded, scalars, parts, to_be_filled))
+            if references is not None:
+                references.switch(model)
+                if self.refuses_holders:
+                    references.check_holders()
+            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
+            hide_wrapper_names(root)
+            remember_form(model, form)
+        return form
+
+    def _checkpoint(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
+        recomputed, offload = self.settings.recomputed, self.settings.activation_checkpointing_offload
+        if recomputed is not None:
+            modules = [module for _, module in units_to_wrap(model, recomputed, ignored)]
+            return checkpoint_modules(model, modules, units, offload=offload)
+        if self.settings.activation_checkpointing:
+            return checkpoint_units(model, units, offload=offload)
+        return units
+
+    def _possible_units(self, model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        """Return ``units`` without those that torch cannot shard on their own; they stay with what is around them."""
+        return units
+
+    @abstractmethod
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """Shard the units, then the parts, or what is left as the root's unit."""
+
+    @abstractmethod
+    def named_tensors(
+        self, form: ShardedForm
+    ) -> AbstractContextManager[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        """Open a model that was prepared ``to_be_filled``.
+
+        Returns:
+            A context of its tensors and of a function that returns the memory to fill, one part for each tensor. The
+            model has the values when the context ends.
+        """
+
+    @abstractmethod
+    def get_ready(self, root: nn.Module) -> None:
+        """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
+
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that would not train what one process trains.
+
+        Raises:
+            ValueError: As `check_kinds` and `check_flat_parameters`.
+        """
+        check_kinds(optimizers, self.version, self.mesh)
+
+    @abstractmethod
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules with parameters of their own in shards, and what FSDP has put around modules."""
+
+    @abstractmethod
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules whose calls need something gathered, once `get_ready` has been called."""
+
+    @abstractmethod
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        """Gather what a call of ``module`` needs, see `UnitOpener`."""
+
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        """Return what to raise in place of an error that ended a step and says nothing of sharding; as a rule None."""
+        return None
+
+    @abstractmethod
+    def make_idle(self, root: nn.Module) -> None:
+        """End whatever an exception left open: all that is gathered is sharded again."""
+
+    @abstractmethod
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
+
+    def end_training(self, root: nn.Module) -> None:
+        """Let go of gradients and graphs: no backward will come any more, and no optimizer step."""
+        self.drop_unreduced(root)
+
+    def begin_step(self, root: nn.Module) -> None:
+        """Begin a training step: no backward of an earlier forward will come."""
+
+    def end_step(self, root: nn.Module) -> None:
+        """End a training step of automatic optimization, or what comes before a backward in manual optimization."""
+
+    def begin_backward(self, root: nn.Module) -> None:
+        """Begin a backward of what was computed before."""
+
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        """Put right what a backward leaves behind; every rank calls it.
+
+        Args:
+            root: Sharded.
+            reduced: Whether it was not inside `no_sync`.
+
+        Raises:
+            RuntimeError: On every rank, if the ranks did not use the same units.
+        """
+
+    def keep_graph(self) -> None:
+        """Be ready for another backward of the graph that the last one kept (``retain_graph=True``)."""
+
+    @abstractmethod
+    def reshard(self, root: nn.Module) -> None:
+        """Free what is gathered: ``root.parameters()`` are the sharded ones, and the next forward gathers anew."""
+
+    @abstractmethod
+    def no_sync(self, root: nn.Module) -> AbstractContextManager[Any]:
+        """Accumulate gradients locally inside this context: nothing is reduced."""
+
+    @abstractmethod
+    def clip_grad_norm(
+        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
+
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Return the norm of gradients of the model over all ranks, each of which calls it; None if torch knows it."""
+        return None
+
+    @abstractmethod
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""
+
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        """Return what users' code needs to find shards, once `get_ready` has been called."""
+        return NoAccess()
+
+    def hides_shards(self, root: nn.Module) -> bool:
+        """Return whether a training step can meet shards that look like plain tensors."""
+        return False
+
+    @abstractmethod
+    def state_dict_module(self, root: nn.Module) -> nn.Module:
+        """Return the module to hand to ``torch.distributed.checkpoint.state_dict``, whose names are the plain ones."""
+
+
+def _memory_estimate(model: nn.Module) -> str:
+    num_bytes = sum(
+        parameter.numel() * parameter.element_size() * (2 if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    )
+    return (
+        "reshard_during_accumulation=False: the unsharded parameters and gradients take up to "
+        f"{num_bytes / 1e9:.2f} GB on each process while gradients accumulate."
+    )
+
+
+def _one_unit(model: nn.Module, version: int) -> str:
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"FSDP{version} shards {type(model).__name__} as one unit: all its {numel:,} parameters are gathered at once. "
+        "To gather layer by layer, give auto_wrap_policy, such as {Layer} or 'transformer_based_wrap'."
+    )
+
+
+def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move what has values; what is on the meta device gets memory with its values, later."""
+    for parameter in module.parameters(recurse=False):
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        if not buffer.is_meta:
+            module._buffers[name] = buffer.to(device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Optimizers that would train something else than one process trains: refused, by name, before the first step.
+
+
+def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh) -> None:
+    """Refuse optimizers whose class trains shards otherwise than full parameters; every rank calls it.
+
+    FSDP2's parameters know that they are shards (DTensors), so that norms and means over them are right, in classes
+    whose operations DTensors have. Those of FSDP1 are pieces without a shape: a class must treat each element alone.
+
+    Args:
+        optimizers: That will train.
+        version: Of FSDP.
+        mesh: Over which parameters are sharded.
+
+    Raises:
+        ValueError: If one does; on every rank.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _MockOptimizer) or is_planned():  # configure_optimizers() returned None; no values
+            continue
+        called = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"{called} needs scalar products over all parameters, and sees this rank's shards alone with FSDP. Use "
+                "another optimizer, or train with Trainer(strategy='ddp')."
+            )
+        if version == 1:
+            if problem := try_on_pieces(optimizer).problem:
+                raise ValueError(
+                    f"{called} cannot train with FSDP1, which gives optimizers pieces of flattened parameters: "
+                    f"{problem}. Use fsdp_version=2, whose parameters keep their shapes, if {called} knows DTensors; "
+                    "an optimizer that works element by element (AdamW, SGD); or Trainer(strategy='ddp')."
+                )
+        elif problem := try_on_dtensors(optimizer, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]).problem:
+            others = "fsdp_version=1, which needs no DTensors; " if try_on_pieces(optimizer).problem is None else ""
+            raise ValueError(
+                f"{called} cannot train with FSDP2, whose parameters are DTensors: {problem}. Use {others}another "
+                "optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
+            )
+
+
+def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers over flat parameters unless they plainly hold all of them, each in one group.
+
+    A module's ``parameters()`` leaves out what lies in a flat parameter elsewhere, and groups by name or dimension sort
+    flat parameters, whatever is in them. What was meant cannot be told.
+
+    Args:
+        root: Sharded with ``use_orig_params=False``.
+        optimizers: That will train.
+
+    Raises:
+        ValueError: If trainable parameters are in no optimizer, or an optimizer has several groups.
+    """
+    optimizers = [one for one in optimizers if not isinstance(one, _MockOptimizer)]
+    held = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    flat: list[Any] = [unit._handle.flat_param for unit in units_of(root)]
+    left_out = [name for one in flat if one.requires_grad and one not in held for name in one._fqns]
+    grouped = next((one for one in optimizers if len(one.param_groups) > 1), None)
+    if optimizers and (left_out or grouped is not None):
+        what = (
+            f"{type(grouped).__name__} has {len(grouped.param_groups)} groups"
+            if grouped is not None
+            else f"no optimizer holds the flat parameters of {', '.join(left_out)}"
+        )
+        raise ValueError(
+            f"With use_orig_params=False optimizers see one flat parameter for each unit, and {what}: this may not be "
+            "what was meant. Set use_orig_params=True (the default), or give the optimizers all of self.parameters(), "
+            "each in one group, and freeze what is not trained."
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Gradient scalers for fp16 whose gradients lie in host memory (``cpu_offload=True``) while the scale is on a device.
+#
+# torch's copy the inverse scale to host memory without waiting for it. The CPU may divide by what lay there before, and
+# a copy that comes late may overwrite what was found out about overflows (github.com/pytorch/pytorch/issues/176429).
+
+
+class WaitingGradScaler(torch.amp.GradScaler):
+    """torch's, dividing by a scale that has arrived."""
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
+    ) -> Any:
+        # What starts in host memory is copied to devices in order, and to host memory at once.
+        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
+
+
+class WaitingShardedGradScaler(ShardedGradScaler):
+    """FSDP1's, dividing by a scale that has arrived."""
+
+    @override
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
+    ) -> Any:
+        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
+
+
+# ------------------------------------------------------------------------------------------------
+# The steps and backwards of a sharded module: parameters are gathered while they run, and at rest between them.
+
+
+T = TypeVar("T")
+
+
+class Running:
+    """Runs the steps of one sharded module.
+
+    Args:
+        engine: What sharded it.
+        form: The sharded module.
+        is_manual: Whether it optimizes manually; it may change between fits.
+    """
+
+    def __init__(self, engine: Engine[Any], form: ShardedForm, is_manual: Callable[[], bool]) -> None:
+        self._engine, self._form, self._is_manual = engine, form, is_manual
+        self._accumulating = False
+        self.resharded_before_backward = False
+        """Whether hooks before backward see parameters at rest."""
+        self.kept_gathered = False
+        """Whether what a micro-batch gathers serves the next one of its window."""
+
+    def train(self, step: Callable[[], T]) -> T:
+        """Run a training step."""
+        root, path, manual = self._form.root, self._engine.path, self._is_manual()
+        self._engine.begin_step(root)
+        if not manual:
+            path.forget()
+            path.begin(("train", self._accumulating))
+        self._engine.in_step = not manual
+        try:
+            result = self._run(step, reshard=self.resharded_before_backward or manual)
+        finally:
+            self._engine.in_step = False
+        if not manual:  # else before each backward: hooks come between the two
+            self._engine.end_step(root)
+        return result
+
+    def evaluate(self, stage: str, step: Callable[[], T]) -> T:
+        """Run a validation, test or predict step.
+
+        Args:
+            stage: Which of them.
+            step: The module's.
+        """
+        if not self._form.has_root_unit:
+            return self._run(step, reshard=True)
+        path = self._engine.path
+        path.begin(stage)
+
+        def to_its_end() -> T:
+            result = step()
+            path.end()
+            return result
+
+        return self._run(to_its_end, reshard=True)
+
+    def _run(self, step: Callable[[], T], *, reshard: bool) -> T:
+        """Run one of the module's steps, around which the root's unit is gathered, if there is one.
+
+        Where there is none (manual optimization), each call inside of the step gathers what it needs.
+        """
+        root = self._form.root
+        with inside if self._form.has_root_unit else nullcontext():
+            try:
+                result = step()
+            except BaseException as error:  # whoever catches it may save, evaluate and fit again
+                instead = self._engine.explained(error)
+                self._engine.make_idle(root)
+                if instead is not None:
+                    raise instead from error
+                raise
+        if reshard:
+            self._engine.reshard(root)
+        return result
+
+    def before_backward(self) -> None:
+        """End what the step opened; hooks come between this and the backward."""
+        if self._is_manual():
+            self._engine.end_step(self._form.root)
+
+    def backward(self, run: Callable[[], None], *, keeps_graph: bool) -> None:
+        """Run a backward; gradients are what one process would have when it ends, if it reduces them.
+
+        Args:
+            run: The backward.
+            keeps_graph: Whether there may be another one of the same graph.
+        """
+        root = self._form.root
+        self._engine.begin_backward(root)
+        with inside:
+            try:
+                if self._is_manual():
+                    self._engine.path.begin("backward")
+                run()
+                self._engine.path.end()
+            except BaseException as error:
+                self._engine.make_idle(root)
+                instead = explained_mixture(error) or explained_recomputation(error) or self._engine.explained(error)
+                if instead is not None:
+                    raise instead from error
+                raise
+            self._engine.end_backward(root, reduced=not self._accumulating)
+            if keeps_graph:
+                self._engine.keep_graph()
+            if not (self.kept_gathered and self._accumulating):  # a step follows: also units that this batch left out
+                self._engine.reshard(root)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Run a micro-batch whose gradients are not reduced."""
+        self._accumulating = True
+        try:
+            with self._engine.no_sync(self._form.root):
+                yield
+        finally:
+            self._accumulating = False

@@ -1,1 +1,0 @@
-"""FSDP1 and FSDP2 behind one small interface."""

@@ -1,0 +1,612 @@
+"""FSDP1's flat parameters: the units as torch keeps them, unreduced gradients, each rank's shards, and the reset."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...checkpoint.names import clean_name
+from ..common.sharded_tensors import FlatLayout, memory_order
+from ..upstream.torch_core import reduce_scatter_single
+from ..upstream.torch_fsdp1 import (
+    HandleTrainingState,
+    TrainingState,
+    _div_if_needed,
+    _get_reduce_scatter_tensors,
+    _reshard,
+)
+from .sharded_model import inside_root
+from .step import is_inside
+
+
+class WholeParameter(NamedTuple):
+    """A parameter as it was before sharding."""
+
+    key: object
+    """The same for all names of a tied one."""
+    numel: int
+    is_trained: bool
+
+
+def units_of(root: nn.Module) -> list[Any]:
+    """Return the `FullyShardedDataParallel` units that have parameters, in one order on all ranks, parents first."""
+    return [unit for unit in _all_units(root) if unit._handle is not None]
+
+
+def names_of(root: nn.Module, units: Iterable[Any]) -> list[str]:
+    """Return the names of ``units`` inside ``root``, with the traces of wrappers."""
+    names = {module: name for name, module in root.named_modules()}
+    return [names[unit] for unit in units]
+
+
+def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
+    """Return the outermost units: the root itself, or the parts that stand in its place."""
+    if isinstance(root, FullyShardedDataParallel):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def owners_of(root: nn.Module) -> set[nn.Module]:
+    """Return the modules whose parameters are in a flat one, as ties too, and the units around modules."""
+    found: set[nn.Module] = set(_all_units(root))
+    for unit in units_of(root):
+        flat_param = unit._handle.flat_param
+        found.update(owner for _, owner, *_ in (*flat_param._param_infos, *flat_param._shared_param_infos))
+    return found
+
+
+def parameters_by_owner(root: nn.Module) -> dict[nn.Module, list[WholeParameter]]:
+    """Return the parameters that each module would have of its own without FSDP, for the modules of units."""
+    found: dict[nn.Module, list[WholeParameter]] = {}
+    for unit in units_of(root):
+        flat_param = unit._handle.flat_param
+        trained = flat_param._params or [flat_param] * len(flat_param._param_infos)
+        known: dict[tuple[nn.Module, str], WholeParameter] = {}
+        infos = zip(flat_param._param_infos, flat_param._shapes, trained, strict=True)
+        for (name, owner, _), shape, parameter in infos:
+            known[owner, name] = WholeParameter((id(unit), id(owner), name), shape.numel(), parameter.requires_grad)
+            found.setdefault(owner, []).append(known[owner, name])
+        for _, owner, _, name, first, _ in flat_param._shared_param_infos:
+            found.setdefault(owner, []).append(known[first, name])
+    return found
+
+
+def _all_units(root: nn.Module) -> list[Any]:
+    # Not FullyShardedDataParallel.fsdp_modules(), which takes ten times as long to the same list.
+    return [module for module in root.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def units_by_module(
+    root: nn.Module,
+) -> MutableMapping[nn.Module, tuple[FullyShardedDataParallel, FullyShardedDataParallel]]:
+    """Return for each module the outermost unit and the unit that gathers the module's own parameters.
+
+    By identity: the hash of a metric is another one after each update.
+    """
+    found: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
+
+    def visit(module: nn.Module, outermost: Any, unit: Any) -> None:
+        if isinstance(module, FullyShardedDataParallel):
+            outermost, unit = outermost or module, module
+        if unit is not None:
+            found.setdefault(module, (outermost, unit))
+        for child in module.children():
+            visit(child, outermost, unit)
+
+    visit(root, None, None)
+    return found
+
+
+VIEWS = "_accelight_views"
+"""Where a handle has the views that modules had when it was gathered, if it has hidden them."""
+
+
+def make_idle(root: nn.Module) -> None:
+    """Bring every unit to rest, whatever an exception left it in; all that is gathered is freed.
+
+    Source: torch 2.13 ``_post_backward_final_callback``, which a failed pass never reaches.
+    """
+    for unit in _all_units(root):
+        unit.training_state = TrainingState.IDLE
+        if unit._is_root:
+            unit._post_backward_callback_queued = False
+            unit._exec_order_data.next_iter()
+        handle = unit._handle
+        if handle is None:
+            continue
+        flat_param: Any = handle.flat_param
+        waiting: tuple[Any, ...] = getattr(flat_param, "_post_backward_hook_state", ())
+        if waiting:
+            waiting[-1].remove()
+            del flat_param._post_backward_hook_state
+        flat_param._post_backward_called = False
+        if hasattr(flat_param, "_saved_grad_shard"):
+            del flat_param._saved_grad_shard
+        handle._training_state = HandleTrainingState.IDLE
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+        handle._post_forward_index = None
+        if flat_param.grad is not None and flat_param.grad.shape != flat_param._local_shard.shape:
+            forget_gradient(handle)
+    reshard(root)
+
+
+def check_not_summoned(root: nn.Module) -> None:
+    """Look whether the user has the full parameters.
+
+    Raises:
+        RuntimeError: If so: what is written to them reaches the shards when the context ends, and not before.
+    """
+    if any(unit.training_state == TrainingState.SUMMON_FULL_PARAMS for unit in _all_units(root)):
+        raise RuntimeError(
+            "The model cannot be saved or loaded inside of summon_full_params(): what is written to full parameters "
+            "reaches the shards when the context ends. Leave it first."
+        )
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what is gathered, and let parameters be the sharded ones."""
+    for unit in units_of(root):
+        handle = unit._handle
+        if not handle.uses_sharded_strategy:
+            _show_parameters(handle)
+        elif is_gathered(handle):
+            _reshard(unit, handle, True)
+
+
+def _show_parameters(handle: Any) -> None:
+    """Let modules of a unit that is not sharded have their parameters again, and not views of the flat one.
+
+    torch 2.13 does it in the unit's backward alone, which a forward need not have; a state dict has no views.
+    """
+    name, module, _ = handle.flat_param._param_infos[0]
+    if handle.flat_param._params is not None and not isinstance(getattr(module, name), nn.Parameter):
+        handle._use_sharded_views()
+
+
+def is_gathered(handle: Any) -> bool:
+    """Return whether a unit's parameters are gathered, or torch still shows those that were."""
+    flat_param = handle.flat_param
+    gathered = [getattr(flat_param, name, None) for name in ("_full_param_padded", "_full_prec_full_param_padded")]
+    return (
+        any(tensor is not None and tensor.untyped_storage().size() > 0 for tensor in gathered)
+        or flat_param.data_ptr() != flat_param._local_shard.data_ptr()
+        or handle._skipped_use_sharded_views
+    )
+
+
+def hook_state(unit: Any) -> tuple[Any, ...]:
+    """Return the node that accumulates the unit's gradient and the hook on it; the hook alone if it is frozen."""
+    return getattr(unit._handle.flat_param, "_post_backward_hook_state", ())
+
+
+def waiting_units(root: nn.Module) -> list[Any]:
+    """Return the units that wait for the backward of a forward."""
+    return [unit for unit in units_of(root) if len(hook_state(unit)) == 2]
+
+
+def forget_frozen_hooks(root: nn.Module) -> None:
+    """Remove the hooks of units that were frozen when they ran: thawed, such a unit would reduce nothing.
+
+    torch 2.13 takes them for the hooks that reduce, and removes them in a backward alone, which may not come.
+    """
+    for unit in units_of(root):
+        if len(hook_state(unit)) == 1:
+            hook_state(unit)[0].remove()
+            del unit._handle.flat_param._post_backward_hook_state
+
+
+def forget_views(root: nn.Module) -> None:
+    """Forget what forwards without a backward have left of gathered parameters: no backward will ask for it.
+
+    A view knows its flat parameter in C++, and that its modules in Python: no garbage collector would see the circle.
+    """
+    for unit in units_of(root):
+        handle = unit._handle
+        if handle.flat_param._tensors is not None:
+            handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)
+        getattr(handle, VIEWS, {}).clear()
+
+
+def forget_order(root: nn.Module) -> None:
+    """Forget the forwards that no backward followed: they are no part of the order in which backward prefetches."""
+    for unit in _all_units(root):
+        unit._exec_order_data.handles_post_forward_order.clear()
+        if unit._handle is not None:
+            unit._handle._post_forward_index = None
+
+
+def forget_gradient(handle: Any) -> None:
+    """Clear the gradient of a flat parameter and of the original ones in it."""
+    handle.flat_param.grad = None
+    for parameter in handle.flat_param._params or ():
+        parameter.grad = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Where in the original parameters of an FSDP1 unit this rank's range lies.
+
+
+def layouts_of(unit: Any) -> list[FlatLayout | None]:
+    """Return where in each parameter of a sharded unit this rank's range lies; None for one without elements.
+
+    Raises:
+        ValueError: If a parameter lies in memory in a way that has no ranges.
+    """
+    handle = unit._handle
+    flat_param, mesh = handle.flat_param, unit._device_mesh
+    is_hybrid = mesh is not None and mesh.ndim == 2
+    replica, num_replicas = (mesh.get_coordinate()[0], mesh.size(0)) if is_hybrid else (0, 1)
+    layouts: list[FlatLayout | None] = []
+    ends = itertools.accumulate(flat_param._numels_with_padding)
+    begins = [
+        end - numel
+        for end, numel, is_padding in zip(
+            ends, flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True
+        )
+        if not is_padding
+    ]
+    for shape, strides, info, begin in zip(
+        flat_param._shapes, flat_param._strides, flat_param._shard_param_infos, begins, strict=True
+    ):
+        order = memory_order(shape, strides)
+        if order is None:
+            raise ValueError(f"A parameter with the shape {tuple(shape)} and the strides {tuple(strides)} has gaps.")
+        if not shape.numel():
+            layouts.append(None)
+            continue
+        start, count = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
+        place = FlatLayout(
+            shape,
+            tuple(strides),
+            order,
+            start,
+            count,
+            replica,
+            num_replicas,
+            handle.process_group,
+            unit.compute_device,
+            (begin, int(flat_param._local_shard.numel())),
+        )
+        layouts.append(place)
+    return layouts
+
+
+# ------------------------------------------------------------------------------------------------
+# Gradients of FSDP1 that a window has not reduced yet, kept beside the parameters.
+#
+# [Note: unreduced gradients of FSDP1] In ``no_sync`` torch leaves a flat parameter's full gradient on the sharded
+# parameter. Whatever comes between two micro-batches (a forward without gradient, a save, a second fit) meets a
+# gradient of another size than its parameter then. So after such a backward we take it away, and when the window's last
+# backward has accumulated its own, we add it, just before torch reduces the sum.
+
+
+_WAITING = "_accelight_unreduced"
+
+
+class FrozenGradients:
+    """Keeps the gradients of parameters that are frozen for a while (toggled off), which torch 2.13 would lose.
+
+    With original parameters torch clears the gradients of frozen ones at each forward; a flat one's it moves aside, and
+    fetches it again only if it is not frozen.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._units = units_of(root)
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def put_aside(self) -> None:
+        """Call this before torch looks at the parameters."""
+        for unit in self._units:
+            flat_param: Any = unit._handle.flat_param
+            for parameter in flat_param._params or [flat_param]:
+                if parameter.grad is not None and not parameter.requires_grad:
+                    self._kept.append((parameter, parameter.grad.clone()))
+
+    def give_back(self) -> None:
+        """Call this when control goes back to the user."""
+        for parameter, gradient in self._kept:
+            if not parameter.requires_grad and parameter.shape == gradient.shape:
+                parameter.grad = gradient
+        self._kept = []
+        for unit in self._units:
+            flat_param: Any = unit._handle.flat_param
+            if not flat_param.requires_grad and hasattr(flat_param, "_saved_grad_shard"):
+                del flat_param._saved_grad_shard
+
+
+def put_aside(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:
+    """Take the gradients that a backward left unreduced; see the note above.
+
+    Those that were reduced before and not cleared, which torch keeps beside until the next reduction, come back.
+
+    Args:
+        root: Sharded.
+        without: Numbers of the units and of their parameters that had no gradient before.
+        reduced: Whether the backward was not in ``no_sync``: torch 2.13 leaves out a unit all the same if it computes
+            in half precision and was called before with a graph that was dropped.
+    """
+    for number, unit in enumerate(units_of(root)):
+        handle = unit._handle
+        flat_param: Any = handle.flat_param
+        flat_param._post_backward_called = False
+        gradient = flat_param.grad
+        if gradient is None:
+            continue
+        if gradient.shape == flat_param._local_shard.shape if handle.uses_sharded_strategy else reduced:
+            continue
+        waiting = getattr(flat_param, _WAITING, None)
+        setattr(flat_param, _WAITING, gradient.data if waiting is None else waiting.add_(gradient.data))
+        forget_gradient(handle)
+        if hasattr(flat_param, "_saved_grad_shard"):
+            flat_param.grad = flat_param._saved_grad_shard
+            del flat_param._saved_grad_shard
+            for index in range(len(flat_param._params or ())):
+                if (number, index) not in without:
+                    give_gradient(handle, index)
+
+
+def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable[[], None]) -> None:
+    """Let the last backward of each window reduce what `put_aside` took from ``unit``.
+
+    Args:
+        unit: With parameters.
+        is_last: Whether the backward under way is a window's last.
+        tell: Called before torch reduces.
+    """
+    flat_param: Any = unit._handle.flat_param
+    if hasattr(flat_param, "_accelight_hook"):
+        flat_param._accelight_hook.remove()
+
+    def add(parameter: torch.Tensor) -> None:
+        waiting = getattr(parameter, _WAITING, None)
+        if parameter.grad is not None and is_last():
+            tell()
+        if waiting is not None and parameter.grad is not None and is_last():
+            parameter.grad.data = parameter.grad.data.add(waiting)
+            delattr(parameter, _WAITING)
+
+    is_trained = flat_param.requires_grad
+    flat_param.requires_grad_(True)  # torch hooks nothing else, and a frozen unit may be thawed
+    flat_param._accelight_hook = flat_param.register_post_accumulate_grad_hook(add)
+    flat_param.requires_grad_(is_trained)
+
+
+def has_unreduced(flat_param: Any) -> bool:
+    """Return whether a flat parameter has a gradient that the ranks have not reduced yet."""
+    return getattr(flat_param, _WAITING, None) is not None
+
+
+def add_unreduced(handle: Any, index: int, gradient: torch.Tensor) -> None:
+    """Add a full gradient of an original parameter to what its unit has not reduced yet."""
+    flat_param = handle.flat_param
+    waiting = getattr(flat_param, _WAITING, None)
+    if waiting is None:
+        waiting = torch.zeros(flat_param._unpadded_unsharded_size, dtype=flat_param.dtype, device=handle.device)
+        setattr(flat_param, _WAITING, waiting)
+    list(handle._get_unflat_views(waiting))[index].add_(gradient)
+
+
+def reduce_left_over(root: nn.Module) -> None:
+    """Reduce what waits in units that a window's last micro-batch did not reach: unused there, or frozen since."""
+    for unit in units_of(root):
+        handle = unit._handle
+        flat_param: Any = handle.flat_param
+        waiting = getattr(flat_param, _WAITING, None)
+        if waiting is None:
+            continue
+        delattr(flat_param, _WAITING)
+        reduced = _reduce(unit, waiting.to(handle._reduce_dtype)).to(flat_param.dtype)
+        if flat_param.grad is not None:
+            reduced += flat_param.grad
+        flat_param.grad = reduced.to(flat_param.device)
+        for index in range(len(flat_param._params or ())):
+            give_gradient(handle, index)
+
+
+def give_gradient(handle: Any, index: int) -> None:
+    """Let an original parameter's gradient be its piece of the flat parameter's."""
+    flat_param = handle.flat_param
+    if flat_param._params is None or flat_param.grad is None:
+        return
+    info = flat_param._shard_param_infos[index]
+    if not handle.uses_sharded_strategy:
+        flat_param._params[index].grad = list(handle._get_unflat_views(flat_param.grad))[index]
+    elif info.in_shard:
+        flat_param._params[index].grad = flat_param.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
+
+
+def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the mean of ``gradient`` over the ranks: this rank's shard of it, or all of it if nothing is sharded."""
+    if unit._handle.uses_sharded_strategy:
+        padded, reduced = _get_reduce_scatter_tensors(unit, gradient)
+        _div_if_needed(padded, unit._gradient_predivide_factor)
+        reduce_scatter_single(reduced, padded, group=unit.process_group)
+        if hasattr(unit, "_inter_node_pg"):
+            dist.all_reduce(reduced, group=unit._inter_node_pg)
+    else:
+        reduced = gradient
+        _div_if_needed(reduced, unit._gradient_predivide_factor)
+        dist.all_reduce(reduced, group=unit.process_group)
+    _div_if_needed(reduced, unit._gradient_postdivide_factor)
+    return reduced
+
+
+def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Forget what `put_aside` took: of all parameters, or of these."""
+    chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+    for unit in units_of(root):
+        flat_param: Any = unit._handle.flat_param
+        waiting = getattr(flat_param, _WAITING, None)
+        if waiting is None:
+            continue
+        if chosen is None or id(flat_param) in chosen or _all_in(flat_param, chosen):
+            delattr(flat_param, _WAITING)
+        elif flat_param._params is not None:
+            pieces = unit._handle._get_unflat_views(waiting)
+            for parameter, piece in zip(flat_param._params, pieces, strict=True):
+                if id(parameter) in chosen:
+                    piece.zero_()
+
+
+def _all_in(flat_param: Any, chosen: set[int]) -> bool:
+    own = flat_param._params
+    return own is not None and all(id(parameter) in chosen for parameter in own if parameter.requires_grad)
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights of FSDP1's units that are used while they are sharded: by name, and not as whatever torch leaves there.
+#
+# A unit's ``forward`` gathers its weights. Who reads one elsewhere in a step (a regulariser, a call past the unit) gets
+# this rank's piece of an original parameter, whose norm is another one; and of a flat parameter a tensor whose memory
+# is gone, which ends the process.
+
+
+class ShardedWeight:
+    """Stands where a weight stands while its unit is gathered; it has the looks of one, and nothing in it."""
+
+    def __init__(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        self.name, self.shape, self.dtype, self.device = name, shape, dtype, device
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__") or "name" not in self.__dict__:  # copies and pickles ask before it is filled
+            raise AttributeError(attribute)
+        raise AttributeError(_message(self.name))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, cls)]
+        raise RuntimeError(_message(found[0].name if found else "a weight"))
+
+
+def _message(name: str) -> str:
+    return (
+        f"{name} was used while it is sharded: by somebody who reads the weight, or calls a module inside of its unit "
+        "past the unit. Call the unit itself (the module that auto_wrap_policy wraps), or leave the module to the "
+        "root's unit. Instead of a penalty on weights, give the optimizer weight_decay."
+    )
+
+
+ONE_BACKWARD = (
+    "FSDP1 prepares one backward for each step: return the sum of all losses, and call backward() of it once; or use "
+    "fsdp_version=2."
+)
+
+
+def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeError | None:
+    """Return what to raise instead of an error of torch's inside a module that was called past its unit.
+
+    Args:
+        error: That ended a step, nothing of which has been put in order yet.
+        units: Each module's unit.
+    """
+    in_wrong_state = isinstance(error, ValueError) and "expected to be in states" in str(error)
+    if in_wrong_state or (isinstance(error, AssertionError) and "Expects `BACKWARD_PRE`" in str(error)):
+        return RuntimeError(f"A backward began at a tensor that training_step() did not return. {ONE_BACKWARD}")
+    if type(error) is not RuntimeError:
+        return None
+    if "you can only change requires_grad flags of leaf variables" in str(error):
+        return RuntimeError(
+            "requires_grad was changed inside of a step, where FSDP1 shows views of flat parameters. Freeze in a hook, "
+            "such as on_train_batch_start(); for the gradient of an input, which leaves weights alone, use "
+            "torch.autograd.grad(loss, input); or use fsdp_version=2."
+        )
+    if "being modified inplace" in str(error) or "has been modified inplace" in str(error):
+        return RuntimeError(
+            "A weight was changed in place inside of a forward, where FSDP1 shows views of a flat parameter. Change it "
+            "through weight.data, in training_step(), or in a hook; or use fsdp_version=2."
+        )
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, nn.Module) and module in units:
+            handle = units[module]._handle
+            own = handle is not None and any(owner is module for _, owner, _ in handle.flat_param._param_infos)
+            if own and handle.uses_sharded_strategy and not is_gathered(handle):
+                return RuntimeError(_message(f"A weight of {type(module).__name__}"))
+    return None
+
+
+def guard_shards(root: nn.Module) -> None:
+    """Let weights of ``root`` tell who uses them while they are sharded; those that do already go on."""
+    prefixes = {unit: prefix for prefix, unit in inside_root(root).named_modules()}
+    for unit in units_of(root):
+        handle = unit._handle
+        flat_param: Any = handle.flat_param
+        names = [clean_name(".".join(filter(None, [prefixes[unit], fqn]))) for fqn in flat_param._fqns]
+        if flat_param._params is None:
+            _guard_flat(handle, names)
+        elif handle.uses_sharded_strategy:
+            for name, parameter in zip(names, flat_param._params, strict=True):
+                _guard_original(name, parameter)
+
+
+def _guard_original(name: str, parameter: Any) -> None:
+    if hasattr(parameter, "_accelight_guard"):
+        return
+
+    def refuse(_: Tensor) -> None:
+        if is_inside():  # with original parameters, a step's own graph goes through the flat one
+            raise RuntimeError(_message(name))
+
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch hooks nothing else
+    parameter._accelight_guard = parameter.register_hook(refuse)
+    parameter.requires_grad_(is_trained)
+
+
+def _guard_flat(handle: Any, names: list[str]) -> None:
+    flat_param = handle.flat_param
+    if not handle.uses_sharded_strategy or "_use_sharded_flat_param" in vars(handle):
+        return
+    stand_ins: dict[tuple[nn.Module, str], ShardedWeight] = {}
+    for name, shape, (own, module, _) in zip(names, flat_param._shapes, flat_param._param_infos, strict=True):
+        stand_ins[module, own] = ShardedWeight(name, shape, flat_param.dtype, handle.device)
+    for own, module, _, first, first_module, _ in flat_param._shared_param_infos:
+        stand_ins[module, own] = stand_ins[first_module, first]
+    views: dict[tuple[nn.Module, str], Tensor] = {}
+    setattr(handle, VIEWS, views)
+
+    def take_away() -> None:
+        for (module, own), stand_in in stand_ins.items():
+            view = vars(module).get(own)
+            if isinstance(view, Tensor):
+                views[module, own] = view
+                object.__setattr__(module, own, stand_in)
+
+    def use_sharded_flat_param() -> None:
+        type(handle)._use_sharded_flat_param(handle)
+        take_away()
+
+    def use_unsharded_flat_param(unsharded: Tensor) -> None:
+        for (module, own), view in views.items():  # a backward that recomputes gets no new ones
+            if isinstance(vars(module).get(own), ShardedWeight):
+                object.__setattr__(module, own, view)
+        views.clear()
+        type(handle)._use_unsharded_flat_param(handle, unsharded)
+
+    handle._use_sharded_flat_param = use_sharded_flat_param
+    handle._use_unsharded_flat_param = use_unsharded_flat_param
+    take_away()
+    owner = handle._fully_sharded_module
+    inside = {module for module, _ in stand_ins}
+    for module in owner.modules():
+        if module is not owner and not inside.isdisjoint(module.modules()):
+            module.__dict__["requires_grad_"] = partial(_refuse_freezing, module, flat_param)
+
+
+def _refuse_freezing(module: nn.Module, flat_param: Tensor, requires_grad: bool = True) -> nn.Module:
+    if requires_grad == flat_param.requires_grad:  # it is so already
+        return module
+    raise RuntimeError(
+        f"requires_grad_({requires_grad}) of this {type(module).__name__} would do nothing: with use_orig_params=False "
+        "its parameters are part of its unit's flat one. Set use_orig_params=True (the default), or freeze a unit as a "
+        "whole."
+    )

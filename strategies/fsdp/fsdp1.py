@@ -1,0 +1,924 @@
+"""FSDP1: `FullyShardedDataParallel`, a wrapper module around each unit; its backward, and access to its shards."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ...checkpoint.names import clean_name
+from ..common.broadcast import send_from_rank_zero
+from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
+from ..common.modules import is_extra_state
+from ..common.rendezvous import BeginMax
+from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess
+from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
+from ..upstream.torch_core import tree_map_only
+from ..upstream.torch_fake import is_planned
+from ..upstream.torch_fsdp1 import (
+    HandleTrainingState,
+    _lazy_init,
+    _post_backward_hook,
+    _post_forward,
+    _post_forward_reshard,
+    _pre_forward,
+    _pre_forward_unshard,
+    _register_pre_backward_hooks,
+    _root_pre_forward,
+)
+from .engine import Engine, WaitingShardedGradScaler, check_flat_parameters
+from .flat_params import (
+    ONE_BACKWARD,
+    FrozenGradients,
+    add_unreduced,
+    add_waiting_gradients,
+    check_not_summoned,
+    drop_unreduced,
+    explained,
+    forget_frozen_hooks,
+    forget_order,
+    forget_views,
+    give_gradient,
+    guard_shards,
+    has_unreduced,
+    hook_state,
+    layouts_of,
+    make_idle,
+    names_of,
+    owners_of,
+    put_aside,
+    reduce_left_over,
+    reshard,
+    roots_of,
+    units_by_module,
+    units_of,
+    waiting_units,
+)
+from .settings import FSDP1Settings
+from .sharded_model import (
+    NamedTensor,
+    ShardedForm,
+    ShardedRoot,
+    load_model_state_dict,
+    model_state_dict,
+    named_tensors,
+    run_hooks,
+    swap_for_empty,
+)
+from .step import Close, FlatChanges, SamePath, other_parameters
+from .units import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..common.grads import Sharding
+
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_KEPT_AFTER_FORWARD = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+class FSDP1Engine(Engine[FSDP1Settings]):
+    """Shards through ``torch.distributed.fsdp.FullyShardedDataParallel``."""
+
+    version = 1
+    model_key = "model"
+    renews_parameters = False  # they are kept, or become part of a flat one
+    _accumulating = False
+    _waiting: Sequence[Any] = ()
+    """Units that a step has used and its backward has not reached yet."""
+
+    def __init__(self, settings: FSDP1Settings, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(settings, mesh, device)
+        self._graphs = KeptGraphs()
+
+    @override
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.to_be_filled:
+            for module in plan.ignored:
+                self._give_memory(module)
+        with warnings.catch_warnings():
+            # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
+            warnings.filterwarnings("ignore", ".*NO_SHARD.*")
+            if not plan.parts:
+                return self._wrap(model, plan)
+            _replace(model, {part: self._wrap(part, plan) for part in plan.parts})
+        return ShardedRoot(model)
+
+    def _wrap(self, model: nn.Module, plan: Plan) -> FullyShardedDataParallel:
+        chosen, settings = set(plan.units), self.settings
+
+        def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+            return recurse or module in chosen
+
+        with _registered_once(model, chosen) as others:
+            root = FullyShardedDataParallel(
+                model,
+                device_mesh=self.mesh,
+                sharding_strategy=self._sharding_strategy(),
+                # Shards of a CPU model are in host memory already, and torch 2.13 fails to pin them without a GPU.
+                cpu_offload=CPUOffload(offload_params=settings.cpu_offload and self.device.type != "cpu"),
+                auto_wrap_policy=policy if plan.units else None,
+                backward_prefetch=settings.backward_prefetch,
+                mixed_precision=self._mixed_precision(),
+                **_ignored(model, plan),
+                param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
+                device_id=self.device,
+                forward_prefetch=settings.forward_prefetch,
+                limit_all_gathers=settings.limit_all_gathers,
+                use_orig_params=settings.use_orig_params,
+            )
+            others.update({unit._fsdp_wrapped_module: unit for unit in units_of(root)})
+        return root
+
+    def _param_init_fn(self, model: nn.Module, *, to_be_filled: bool) -> Callable[[nn.Module], None] | None:
+        """Return what materializes modules on the meta device, with rank 0's values on all ranks."""
+        given = self.settings.param_init_fn
+        if to_be_filled:
+            return given or self._give_memory
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        if not self.settings.sync_module_states or not any(tensor.is_meta for tensor in tensors):
+            return given
+
+        def materialize(module: nn.Module) -> None:
+            if given is not None:
+                given(module)
+            elif any(tensor.is_meta for tensor in _own_tensors(module)):
+                with torch.no_grad():  # as torch does it
+                    module.to_empty(device=self.device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
+            send_from_rank_zero(_own_tensors(module), self.device)
+
+        return materialize
+
+    def _give_memory(self, module: nn.Module) -> None:
+        """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
+        for tensor in _own_tensors(module):
+            if tensor.is_meta:
+                swap_for_empty(tensor, self.device)
+
+    @override
+    @contextmanager
+    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        module = self.state_dict_module(form.root)
+        state = model_state_dict(module)
+        extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
+        names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
+        for alias, name in form.ties.items():
+            names[name].append(alias)
+        tensors = [NamedTensor(tuple(known), state[name], persistent=True) for name, known in names.items()]
+        tensors += [named for named in named_tensors(module) if not named.persistent]
+        yield tensors, lambda: [named.local() for named in tensors]
+        state.update({alias: state[name] for alias, name in form.ties.items()})
+        load_model_state_dict(module, {**state, **extra})
+
+    def _sharding_strategy(self) -> ShardingStrategy:
+        """Return the strategy that fits the mesh.
+
+        Raises:
+            ValueError: If a hybrid strategy has no two-dimensional mesh, or the other way round; or a mesh of copies
+                that are not sharded.
+        """
+        strategy, hybrid_mesh = self.settings.sharding_strategy, self.mesh.ndim == 2
+        if not self.settings.reshard_during_accumulation:  # these stay gathered through no_sync()
+            strategy = _KEPT_AFTER_FORWARD.get(strategy, strategy)
+        if (strategy in _HYBRID) != hybrid_mesh:
+            raise ValueError(
+                f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not fit. Hybrid "
+                "strategies need device_mesh=(replicate, shard), and such a mesh needs HYBRID_SHARD(_ZERO2)."
+            )
+        if hybrid_mesh and self.mesh.size(1) == 1 < self.mesh.size(0):  # torch 2.13 would not reduce at all
+            raise ValueError(
+                f"device_mesh={tuple(self.mesh.shape)} shards over one process, and FSDP1 would not reduce gradients "
+                "over its copies. Leave device_mesh out and use sharding_strategy='NO_SHARD', or fsdp_version=2."
+            )
+        return strategy
+
+    def _mixed_precision(self) -> MixedPrecision | None:
+        precision = self.settings.precision
+        if precision.param_dtype is precision.reduce_dtype is precision.buffer_dtype is None:
+            return None
+        return MixedPrecision(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            buffer_dtype=precision.buffer_dtype,
+            cast_forward_inputs=precision.cast_forward_inputs,
+            cast_root_forward_inputs=precision.cast_root_forward_inputs,
+        )
+
+    @override
+    def get_ready(self, root: nn.Module) -> None:
+        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+            _lazy_init(unit, unit)
+        self._units = units_by_module(root)
+        units = units_of(root)
+        self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
+        engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
+        self._watch = BackwardWatch(root, self.path, lambda: _is_in_step(engine()))
+        self._frozen = FrozenGradients(root)
+        self._has_begun = False
+        guard_shards(root)
+        for number, unit in enumerate(units):
+            add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
+        self.make_idle(root)
+        self._watch.forget_gradients()
+        drop_unreduced(root)
+
+    @override
+    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().check_optimizers(root, optimizers)
+        if not self.settings.use_orig_params:
+            check_flat_parameters(root, optimizers)
+
+    @override
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        return owners_of(root)
+
+    @override
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        return self._units
+
+    @override
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        outermost, unit = self._units[module]
+        handle: Any = unit._handle
+        hooked = unit is module  # its own forward does the rest
+        forget_frozen_hooks(root)
+        self._frozen.put_aside()
+        args = tree_map_only(torch.Tensor, _with_history, args)
+        args, _ = _root_pre_forward(outermost, outermost, args, {})
+        if not hooked:
+            inner = unit._fsdp_wrapped_module
+            args, _ = _pre_forward(unit, handle, _pre_forward_unshard, inner, args, {})
+
+        def close(output: Any) -> Any:
+            if not hooked:
+                output = _post_forward(unit, handle, _post_forward_reshard, unit, None, output)
+            if unit is not outermost:  # who ends the backward of this call, if there is one
+                output = _register_pre_backward_hooks(outermost, outermost, output, None)
+            self.reshard(root)
+            self._frozen.give_back()
+            return output
+
+        return args, close
+
+    @override
+    def explained(self, error: BaseException) -> RuntimeError | None:
+        return explained(error, {module: unit for module, (_, unit) in self._units.items()})
+
+    @override
+    def make_idle(self, root: nn.Module) -> None:
+        make_idle(root)
+        self.path.forget()
+        self._frozen.give_back()
+
+    @override
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        parameters = None if parameters is None else list(parameters)
+        self._watch.forget_gradients(parameters)
+        drop_unreduced(root, parameters)
+
+    @override
+    def end_training(self, root: nn.Module) -> None:
+        super().end_training(root)
+        self._graphs.forget(root)
+        forget_views(root)
+
+    @override
+    def begin_step(self, root: nn.Module) -> None:
+        self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
+        self._waiting = []
+        self._graphs.forget(root)
+        forget_order(root)
+
+    @override
+    def end_step(self, root: nn.Module) -> None:
+        self._waiting = waiting_units(root)
+
+    @override
+    def begin_backward(self, root: nn.Module) -> None:
+        expected, self._waiting = self._waiting, []
+        self._graphs.begin_backward(root)
+        expect_backward(root, expected)
+        self._watch.begin()
+        self._frozen.put_aside()
+
+    @override
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        put_aside(root, self._watch.without, reduced=reduced)
+        self._frozen.give_back()
+        if reduced:
+            reduce_left_over(root)
+            self._watch.settle(self.begin_max)
+
+    @override
+    def keep_graph(self) -> None:
+        self._graphs.keep()
+
+    @override
+    def reshard(self, root: nn.Module) -> None:
+        reshard(root)
+
+    @override
+    @contextmanager
+    def no_sync(self, root: nn.Module) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            with ExitStack() as stack:
+                for fsdp_root in roots_of(root):
+                    stack.enter_context(fsdp_root.no_sync())
+                yield
+        finally:
+            self._accumulating = False
+            put_aside(root, self._watch.without)  # what backwards of the user's own left
+
+    @override
+    def clip_grad_norm(
+        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        parameters = list(parameters)
+        sharded = _sharded_parameters(root)
+        ours = [parameter for parameter in parameters if parameter in sharded]
+        whole = [parameter for parameter in parameters if parameter not in sharded]
+        parts: dict[Sharding, list[torch.Tensor]] = {}
+        if ours:  # also where this rank has no gradient of them: the others wait for it
+            parts[self._sharding] = gradients_of(ours)
+        parts[None, ()] = gradients_of(whole)
+        total = norm_of_parts(parts, norm_type, self._devices(ours, whole))
+        return clip_to_norm(gradients_of(parameters), total, max_norm)
+
+    @property
+    def _sharding(self) -> Sharding:
+        return self.mesh, (self.mesh.ndim - 1,)
+
+    def _devices(self, sharded: Iterable[torch.Tensor], whole: Iterable[torch.Tensor]) -> dict[Sharding, torch.device]:
+        """Return where gradients of either kind lie, on this rank or on others."""
+        return {
+            kind: next((tensor.device for tensor in tensors), self.device)
+            for kind, tensors in ((self._sharding, sharded), ((None, ()), whole))
+        }
+
+    @override
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        parameters = _sharded_parameters(root)
+        sharded = {id(gradient) for gradient in gradients_of(parameters)}
+        if sharded and not gradients and not self.settings.use_orig_params:
+            raise RuntimeError(
+                "No gradients were given to be clipped: with use_orig_params=False, the parameters() of a part of a "
+                "unit are none. Set use_orig_params=True (the default), or clip all of self.parameters()."
+            )
+        parts: dict[Sharding, list[torch.Tensor]] = {
+            self._sharding: [one for one in gradients if id(one) in sharded],
+            (None, ()): [one for one in gradients if id(one) not in sharded],
+        }
+        return norm_of_parts(parts, norm_type, self._devices(parameters, parts[None, ()]))
+
+    @override
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        kind = WaitingShardedGradScaler if self.settings.cpu_offload else ShardedGradScaler
+        return kind(device=self.device.type)
+
+    @override
+    def hides_shards(self, root: nn.Module) -> bool:
+        return sum(unit._handle.uses_sharded_strategy for unit in units_of(root)) > 1
+
+    @override
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        access = FlatAccess(root, self._watch)
+        run_hooks_of_users(root, access)
+        return access
+
+    @override
+    def state_dict_module(self, root: nn.Module) -> nn.Module:
+        check_not_summoned(root)
+        # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
+        return root.module if isinstance(root, ShardedRoot) else root
+
+
+def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """Return what optimizers may hold whose gradients are this rank's part alone."""
+    sharded: set[nn.Parameter] = set()
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            sharded.update(cast("Iterable[nn.Parameter]", handle.flat_param._params or [handle.flat_param]))
+    return sharded
+
+
+def _ignored(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """Return what FSDP1 is to leave alone: it takes modules or parameters, and not both."""
+    modules = [module for module in model.modules() if module in plan.ignored and module is not model]
+    if not plan.scalars:
+        return {"ignored_modules": modules}
+    parameters = {parameter for module in modules for parameter in module.parameters(recurse=False)}
+    return {"ignored_states": [one for one in model.parameters() if one in parameters or one in plan.scalars]}
+
+
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    """Put each replacement where ``model`` registers the module that it stands for, under every name."""
+    for parent in list(model.modules()):
+        if parent not in replacements.values():
+            for name, child in list(parent._modules.items()):
+                if child is not None and child in replacements:
+                    parent._modules[name] = replacements[child]
+
+
+@contextmanager
+def _registered_once(model: nn.Module, units: set[nn.Module]) -> Iterator[dict[nn.Module, nn.Module]]:
+    """Let modules with units have one name in this context: torch would wrap the units once for each name.
+
+    Yields:
+        Takes the wrapper of each module, which then stands under all of its names.
+
+    Raises:
+        ValueError: If such a module has parameters outside of units as well, which torch must know by all names.
+    """
+    wrappers: dict[nn.Module, nn.Module] = {}
+    aliases: list[tuple[nn.Module, str, nn.Module]] = []
+    names: dict[nn.Module, str] = {}
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            if child not in names:
+                names[child] = prefix + name
+                visit(child, f"{prefix}{name}.")
+            elif not units.isdisjoint(child.modules()):
+                if _has_parameters_outside(child, units):
+                    raise ValueError(
+                        f"{prefix}{name} is another name of {names[child]}, which has units of FSDP1 in it and other "
+                        "parameters: torch would shard the units once for each name. Make the second name a property, "
+                        "or use fsdp_version=2."
+                    )
+                aliases.append((parent, name, child))
+
+    visit(model, "")
+    for parent, name, _ in aliases:
+        parent._modules[name] = None  # not removed: the order stays
+    try:
+        yield wrappers
+    finally:
+        for parent, name, child in aliases:
+            parent._modules[name] = wrappers.get(child, child)
+
+
+def _has_parameters_outside(module: nn.Module, units: set[nn.Module]) -> bool:
+    if module in units:
+        return False
+    if next(module.parameters(recurse=False), None) is not None:
+        return True
+    return any(_has_parameters_outside(child, units) for child in module.children())
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _is_reducing(engine: FSDP1Engine | None) -> bool:
+    return engine is None or not engine._accumulating
+
+
+def _is_in_step(engine: FSDP1Engine | None) -> bool:
+    return engine is not None and engine.in_step
+
+
+def _with_history(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a leaf: hooks that torch puts on what goes into frozen units stop ``torch.autograd.grad``."""
+    return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+
+# ------------------------------------------------------------------------------------------------
+# Where users' code finds this rank's ranges of FSDP1's parameters and their gradients, see `GlobalTensors`.
+
+
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+class FlatAccess(NoAccess):
+    """The `ShardAccess` of FSDP1.
+
+    Args:
+        root: Sharded and idle.
+        watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
+    """
+
+    shows_shards = True
+
+    def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
+        self._watch = watch
+        self._places: dict[int, tuple[int, int]] = {}
+        self._layouts: dict[int, FlatLayout] = {}
+        self._flat: dict[int, Any] = {}
+        for number, unit in enumerate(units_of(root)):
+            handle: Any = unit._handle
+            if not handle.uses_sharded_strategy:
+                continue
+            flat_param = handle.flat_param
+            if flat_param._params is None:
+                self._layouts[id(flat_param)], self._flat[id(flat_param)] = _whole_layout(unit), flat_param
+                continue
+            for index, (parameter, layout) in enumerate(zip(flat_param._params, layouts_of(unit), strict=True)):
+                if layout is not None:
+                    self._places[id(parameter)] = number, index
+                    self._layouts[id(parameter)], self._flat[id(parameter)] = layout, flat_param
+
+    def shard_of(self, tensor: Tensor) -> FlatShard | None:
+        """Return this rank's range of a parameter; None for any other tensor, and while the parameter is gathered."""
+        layout = self._layouts.get(id(tensor))
+        if layout is None:
+            return None
+        held, shards = tensor.detach(), self._flat[id(tensor)]._local_shard
+        if held.dim() != 1 or held.numel() != layout.count:
+            return None
+        if layout.count and held.untyped_storage().data_ptr() != shards.untyped_storage().data_ptr():
+            return None
+        return FlatShard(held, layout)
+
+    def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
+        """Return an alias of an unsharded parameter, which may be written to; None for any other tensor."""
+        storage = tensor.untyped_storage().data_ptr()
+        return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
+
+    def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
+        """Return a full tensor whose gradient is reduced with those of the unit.
+
+        Raises:
+            RuntimeError: With ``use_orig_params=False``.
+        """
+        if id(tensor) not in self._places:
+            raise RuntimeError(
+                "A flat parameter was used in a loss while it is sharded. Set use_orig_params=True (the default), and "
+                "use the original parameters."
+            )
+        anchor = torch.zeros((), requires_grad=True)
+        add = partial(self._watch.add_gradient, self._places[id(tensor)])
+        linked: Tensor = _Link.apply(full, anchor, add)  # type: ignore[no-untyped-call]
+        return linked
+
+    def is_unreduced(self, tensor: Tensor) -> bool:
+        """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""
+        flat_param = self._flat.get(id(tensor))
+        return flat_param is not None and has_unreduced(flat_param)
+
+    def owns_gradient(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a parameter of which this rank has a range now."""
+        return self.shard_of(tensor) is not None
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient; an empty one where only other ranks have elements."""
+        layout, gradient = self._layouts[id(parameter)], parameter.grad
+        if gradient is None:
+            if layout.count or id(parameter) not in self._watch.reduced:
+                return None
+            gradient = parameter.detach().new_empty(0)
+        return FlatShard(gradient, layout)
+
+    def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
+        """Replace the gradient."""
+        parameter.grad = None if gradient is None else gradient.held.detach()
+
+
+class _Link(torch.autograd.Function):
+    """A full tensor whose gradient goes to a function of ours; autograd would give it to this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, anchor: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        ctx.take = take
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.take(gradient)
+        return None, None, None
+
+
+def run_hooks_of_users(root: nn.Module, access: FlatAccess) -> None:
+    """Let ``apply()``, ``state_dict()`` and ``load_state_dict()`` of users' code work on shards.
+
+    torch's own gather each unit for them, one after the other, and write full parameters into modules.
+
+    Args:
+        root: Sharded.
+        access: Where the shards are.
+    """
+    if any(unit._handle.flat_param._params is not None for unit in units_of(root)):  # else modules have none
+        follow_state_dicts((module for module in owners_of(root)), access)
+    refuse_copies(units_of(root))
+    for unit in units_of(root):
+        unit.__dict__["apply"] = partial(_apply, unit)
+        replace_in_user_code(unit._state_dict_pre_hooks, lambda *_: None)
+        replace_in_user_code(unit._state_dict_hooks, _strip_wrapper)
+        replace_in_user_code(unit._load_state_dict_pre_hooks, partial(_add_wrapper, unit))
+        replace_in_user_code(unit._load_state_dict_post_hooks, lambda *_: None)
+
+
+def _apply(unit: Any, function: Callable[[nn.Module], None]) -> nn.Module:
+    return nn.Module.apply(unit, function) if is_user_code() else type(unit).apply(unit, function)
+
+
+def _strip_wrapper(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix + _WRAPPER)]:
+        state_dict[prefix + key[len(prefix + _WRAPPER) :]] = state_dict.pop(key)
+
+
+def _add_wrapper(unit: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _WRAPPER)]:
+        state_dict[prefix + _WRAPPER + key[len(prefix) :]] = state_dict.pop(key)
+
+
+def _whole_layout(unit: Any) -> FlatLayout:
+    """Return where this rank's range of a whole flat parameter lies, which users see with ``use_orig_params=False``."""
+    flat_param, group = unit._handle.flat_param, unit._handle.process_group
+    size = int(flat_param._local_shard.numel())
+    shape = torch.Size((dist.get_world_size(group) * size,))
+    return FlatLayout(shape, (1,), (0,), dist.get_rank(group) * size, size, 0, 1, group, unit.compute_device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Backwards of FSDP1: what they need to have been prepared, and which parameters they reached.
+
+
+def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
+    """Let the units be ready for a backward of what was computed before, whatever came in between.
+
+    Parameters may have been frozen or thawed since, which torch 2.13 takes for a mistake (``_finalize_params``).
+
+    Args:
+        root: Sharded.
+        expected: What `waiting_units` returned after the forward.
+
+    Raises:
+        RuntimeError: If another backward has run since, and has ended what the forward prepared.
+    """
+    if any(len(hook_state(unit)) != 2 for unit in expected):
+        raise RuntimeError(
+            "A backward of one's own ran between training_step() and its backward (in on_before_backward(), say): with "
+            "FSDP1 it ends what the step's forward has prepared. Run it in another hook, or use fsdp_version=2."
+        )
+    for unit in units_of(root):
+        _follow_gradients(unit._handle)
+        unit._handle._reset_flat_param_grad_info_if_needed()
+        flat_param: Any = unit._handle.flat_param
+        if hook_state(unit) and len(hook_state(unit)) != 1 + flat_param.requires_grad:
+            hook_state(unit)[-1].remove()
+            del flat_param._post_backward_hook_state
+
+
+class KeptGraphs:
+    """Prepares units for another backward of a graph that one has kept (``retain_graph=True``).
+
+    torch 2.13 prepares them in the forward, for one backward, which undoes it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Any, tuple[Any, list[Any]]] = {}
+        self._kept: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def begin_backward(self, root: nn.Module) -> None:
+        """Note what the forward has prepared, and prepare what has been used up."""
+        for unit, (node, tensors) in self._kept.items():
+            flat_param: Any = unit._handle.flat_param
+            unit._handle._reset_flat_param_grad_info_if_needed()
+            unit._handle._needs_pre_backward_unshard = True
+            if flat_param._tensors is not None:
+                flat_param._tensors = list(tensors)
+            if flat_param.requires_grad and not hook_state(unit):
+                hook = node.register_hook(partial(_post_backward_hook, unit, unit._handle))
+                flat_param._post_backward_hook_state = (node, hook)
+        for unit in waiting_units(root):
+            self._last[unit] = hook_state(unit)[0], list(unit._handle.flat_param._tensors or ())
+
+    def keep(self) -> None:
+        """The last backward has kept its graph."""
+        self._kept.update(self._last)
+
+    def forget(self, root: nn.Module) -> None:
+        """No other backward will come: what was prepared for one is undone.
+
+        The nodes know the parameters in C++, where Python's garbage collector does not look: kept, they would keep the
+        whole model.
+        """
+        self._last, self._kept = {}, {}
+        for unit in waiting_units(root):
+            hook_state(unit)[-1].remove()
+            del unit._handle.flat_param._post_backward_hook_state
+
+
+def _follow_gradients(handle: Any) -> None:
+    """Let a flat parameter's gradient be what its original parameters' are: cleared since, or set by the user.
+
+    torch 2.13 looks at them where it gathers, and not where a unit stays gathered between forward and backward.
+    """
+    flat_param = handle.flat_param
+    gradient = flat_param.grad
+    if flat_param._params is None or gradient is None or not handle._skipped_use_sharded_views:
+        return
+    for parameter, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True):
+        if not info.in_shard:
+            continue
+        piece = gradient.narrow(0, info.offset_in_shard, info.numel_in_shard)
+        if parameter.grad is None:
+            piece.zero_()
+        elif parameter.grad.data_ptr() != piece.data_ptr():
+            piece.copy_(parameter.grad)
+
+
+class BackwardWatch:
+    """Sees which original parameters a backward reached on this rank, and lets the ranks agree.
+
+    A flat parameter's gradient has zeros for those that nobody used; one process has no gradient there, so that neither
+    momentum nor decay touch them.
+    """
+
+    def __init__(self, root: nn.Module, path: SamePath, is_in_step: Callable[[], bool]) -> None:
+        self._units = units_of(root)
+        self._used: set[tuple[int, int]] = set()
+        self.without: set[tuple[int, int]] = set()
+        """Units and parameters, by their numbers, that had no gradient before the last backward."""
+        self.reduced: set[int] = set()
+        """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
+        self._prepared: set[Any] = set()
+        """Units that a forward has prepared for the backward that runs, which undoes it when it ends."""
+        self.probing = False
+        """Whether this is the first training step of a fit."""
+        self.changes: dict[int, FlatChanges] = {
+            number: FlatChanges(unit._handle, lambda: self.probing)
+            for number, unit in enumerate(self._units)
+            if unit._handle.uses_sharded_strategy
+        }
+        for number, unit in enumerate(self._units):
+            unit._handle._use_unsharded_views = self._around(number, unit._handle)
+            unit._handle.pre_unshard = partial(_check_parameters, unit._handle)
+            unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
+            unit._handle.prepare_gradient_for_backward = partial(self._prepare_gradient, unit, is_in_step)
+            unit._handle.prepare_gradient_for_optim = partial(_give_gradient_back, unit._handle)
+
+    def _around(self, number: int, handle: Any) -> Callable[..., None]:
+        use_views = type(handle)._use_unsharded_views
+
+        def run(as_params: bool) -> None:
+            use_views(handle, as_params)
+            for name, module, _ in handle.flat_param._param_infos:
+                if name in module._parameters:  # there torch.func.functional_call puts others; torch has it twice
+                    vars(module).pop(name, None)
+            if self.probing and not as_params and number in self.changes:
+                self.changes[number].after_unshard()
+            if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
+                return
+            owners = handle.flat_param._params or [handle.flat_param] * len(handle.flat_param._param_infos)
+            for index, ((name, module, _), owner) in enumerate(
+                zip(handle.flat_param._param_infos, owners, strict=True)
+            ):
+                view = getattr(module, name)
+                if view.requires_grad:
+                    arrive = partial(self._arrive, (number, index), owner if owner.requires_grad else None)
+                    view.register_hook(arrive)
+
+        return run
+
+    def _arrive(
+        self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
+        if owner is None or not owner.requires_grad:
+            return torch.zeros_like(gradient)
+        self._used.add(place)
+        return run_hooks(owner, gradient) if owner._backward_hooks else None
+
+    def _prepare_gradient(self, unit: Any, is_in_step: Callable[[], bool]) -> None:
+        """Move the gradient that a unit has aside, for the one that comes: a frozen unit gets none.
+
+        torch 2.13 moves a frozen one's, too, and adds it to the first gradient that the unit gets when it is thawed.
+        """
+        handle = unit._handle
+        refuse_second_derivatives(type(handle._fully_sharded_module).__name__)
+        if is_in_step():
+            return  # a backward of the user's own, for the gradient of an input: none of a parameter comes
+        if unit in self._prepared and not hook_state(unit):
+            raise RuntimeError(f"A second backward ran in the module's backward(). {ONE_BACKWARD}")
+        flat_param = handle.flat_param
+        if any(parameter.requires_grad for parameter in flat_param._params or [flat_param]):
+            type(handle).prepare_gradient_for_backward(handle)
+
+    def begin(self) -> None:
+        """Note which parameters have no gradient before a backward."""
+        self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
+        self._prepared = {unit for unit in self._units if hook_state(unit)}
+
+    def settle(self, begin_max: BeginMax) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            begin_max: Lets the ranks tell each other.
+
+        Raises:
+            RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.
+        """
+        sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
+        places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
+        used, self._used = self._used, set()
+        of_all = begin_max([int(place in used) for place in places])
+        if len(used) < len(places):  # else there is nothing to learn from the others
+            used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
+        for place, parameter in self._parameters():
+            if place in used:
+                self.reduced.add(id(parameter))
+            if place not in used and place in self.without:
+                parameter.grad = None
+            elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
+                give_gradient(self._units[place[0]]._handle, place[1])
+        for number, unit in enumerate(self._units):
+            self._check_flat(number, unit, sizes[number], used)
+
+    def add_gradient(self, place: tuple[int, int], gradient: torch.Tensor) -> None:
+        """Add a full gradient to those that a parameter's unit reduces, by this backward or the next that reduces.
+
+        Args:
+            place: The numbers of the unit and of the parameter in it.
+            gradient: Of this rank, of the parameter's shape.
+        """
+        number, index = place
+        add_unreduced(self._units[number]._handle, index, gradient)
+        self._used.add(place)
+
+    def forget_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Gradients of these parameters, or of all, are cleared, also those of an accumulation window under way."""
+        if parameters is None:
+            self.reduced.clear()
+            self._used.clear()
+            return
+        cleared = set(map(id, parameters))
+        self.reduced -= cleared
+        self._used = {place for place in self._used if id(self._owner(*place)) not in cleared}
+
+    def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
+        flat_param = unit._handle.flat_param
+        of_unit = [index for index in range(size) if (number, index) in used]
+        if flat_param._params is not None or len(of_unit) == size or not flat_param.requires_grad:
+            return
+        if not of_unit:
+            flat_param.grad = None if number in {place[0] for place in self.without} else flat_param.grad
+            return
+        names = ", ".join(name for index, name in enumerate(flat_param._fqns) if index not in of_unit)
+        raise RuntimeError(
+            f"{names} got no gradient in this step, and lie in one flat parameter with some that did: the optimizer's "
+            "momentum and decay would change them, which one process does not. Set use_orig_params=True."
+        )
+
+    def _owner(self, number: int, index: int) -> Any:
+        flat_param: Any = self._units[number]._handle.flat_param
+        return flat_param if flat_param._params is None else flat_param._params[index]
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], nn.Parameter]]:
+        for number, unit in enumerate(self._units):
+            flat_param: Any = unit._handle.flat_param
+            for index, parameter in enumerate(flat_param._params or [flat_param]):
+                yield (number, index), parameter
+
+
+def _check_parameters(handle: Any) -> Any:
+    """Refuse a call with other parameters, before torch takes them over as they are."""
+    flat_param = handle.flat_param
+    if handle._training_state == HandleTrainingState.FORWARD and not handle._skipped_use_sharded_views:
+        for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params or (), strict=False):
+            if module._parameters.get(name, parameter) is not parameter:
+                raise other_parameters(module)
+    return type(handle).pre_unshard(handle)
+
+
+def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:
+    path.gather(number)
+    return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
+
+
+def _give_gradient_back(handle: Any) -> None:
+    """Let a unit have the gradient that was moved aside where none has come: its input's was wanted alone, say.
+
+    torch 2.13 drops it then.
+    """
+    flat_param = handle.flat_param
+    before = getattr(flat_param, "_saved_grad_shard", None)
+    type(handle).prepare_gradient_for_optim(handle)
+    if before is not None and flat_param.grad is None:
+        flat_param.grad = before

@@ -1,0 +1,605 @@
+"""FSDP2: `fully_shard` turns parameters into DTensors and hooks the units in place; `fsdp2_prepare_model`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from ...checkpoint.names import clean_name
+from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
+from ..common.rendezvous import BeginMax
+from ..common.sharded_tensors import NoAccess, ShardAccess
+from ..common.user_code import follow_state_dicts, refuse_copies
+from ..upstream.lightning import rank_zero_info
+from ..upstream.torch_fake import is_planned
+from ..upstream.torch_fsdp2 import (
+    add_zeros,
+    disable_dynamo_once,
+    disabled_once,
+    drop_partly_reduced,
+    drop_unreduced_gradient,
+    give_frozen_group_dtypes,
+    groups_of_state,
+    label_quickly,
+    reset_iter_state,
+    settle_dtypes,
+)
+from .engine import Engine, WaitingGradScaler
+from .plugin import FullyShardedDataParallelPlugin
+from .settings import FSDP2Settings, resolve_ignored
+from .sharded_model import (
+    NamedTensor,
+    ShardedForm,
+    ShardedRoot,
+    build_mesh,
+    inside_root,
+    open_tensors,
+    recall_form,
+    run_hooks_on,
+)
+from .step import Close, GroupChanges, SamePath, other_parameters
+from .units import Plan, late_heads, make_masters
+from .weights import prepare_with_weights
+
+
+class FSDP2Engine(Engine[FSDP2Settings]):
+    """Shards through ``torch.distributed.fsdp.fully_shard``."""
+
+    version = 2
+    model_key = "state_dict"
+    renews_parameters = True
+
+    @override
+    def _possible_units(self, model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        impossible = [unit for unit in units if not can_be_unit(unit)]
+        if impossible:
+            names = {module: clean_name(name) for name, module in model.named_modules()}
+            rank_zero_info(
+                "FSDP2 gathers these with what is around them instead of on their own, since their classes cannot take "
+                f"FSDP2's as another base: {', '.join(f'{names[one]} ({type(one).__name__})' for one in impossible)}."
+            )
+        return [unit for unit in units if unit not in impossible]
+
+    @override
+    def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        root = model if isinstance(model, FSDPModule) else self._root_of(model)
+        common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
+        ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}
+        ignored_params |= plan.scalars
+        if ignored_params:
+            common["ignored_params"] = ignored_params
+        # What stays gathered through a window must not be freed by its forward passes either.
+        reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
+        policy = self._mp_policy(is_root=False)
+        for module in [*plan.parts, *([] if plan.parts else [root])]:
+            if not can_be_unit(module):
+                raise ValueError(
+                    f"FSDP2 cannot shard this {type(module).__name__}: its class cannot take FSDP2's as another base. "
+                    "Put it into a plain nn.Module as an attribute, and train that, or use FSDP1."
+                )
+        for unit in [*plan.units, *plan.parts]:
+            if not isinstance(unit, FSDPModule):
+                fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
+        heads = [] if plan.parts else self._heads(model, plan)
+        for head in heads:  # gathered once for each forward and backward, and treated otherwise as in the root's unit
+            fully_shard(head, reshard_after_forward=False, mp_policy=self._mp_policy(is_root=True), **common)
+        if not plan.parts and not isinstance(root, FSDPModule):
+            # No reshard_after_forward: torch keeps the root gathered, whose parameters backward needs first.
+            fully_shard(root, mp_policy=self._mp_policy(is_root=True), **common)
+        if self.settings.forward_prefetch:
+            _prefetch_in_order([unit for unit in [*plan.units, *heads] if isinstance(unit, FSDPModule)])
+        return root
+
+    def _heads(self, model: nn.Module, plan: Plan) -> list[nn.Module]:
+        """A policy that names layers says nothing of the rest; any other says what it wants."""
+        by_class = self.settings.wrap.kind == "transformer_based_wrap"
+        return late_heads(model, plan.units, plan.ignored) if by_class else []
+
+    def _root_of(self, model: nn.Module) -> nn.Module:
+        return ShardedRoot(model)
+
+    def _mp_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
+        precision = self.settings.precision
+        return MixedPrecisionPolicy(
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            output_dtype=precision.output_dtype,
+            cast_forward_inputs=precision.cast_root_forward_inputs if is_root else precision.cast_forward_inputs,
+        )
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.settings.cpu_offload:
+            return OffloadPolicy()
+        pin = self.settings.pin_memory
+        # Pinning on a machine without an accelerator raises (torch 2.13).
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu" if pin is None else pin)
+
+    @override
+    @contextmanager
+    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        yield open_tensors(form.root, self.device)
+
+    @override
+    def get_ready(self, root: nn.Module) -> None:
+        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+            unit._get_fsdp_state()._lazy_init()
+        self._units = Units(root)
+        for group in self._units.groups:
+            give_frozen_group_dtypes(group)
+        self._units_by_module = units_by_module(root)
+        self.path = SamePath([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
+        self._watch, self._has_begun = BackwardWatch(self._units, self.path, lambda: self.in_step), False
+        self.make_idle(root)
+        self._units.drop_unreduced()
+
+    @override
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        return {
+            module
+            for module in root.modules()
+            if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+        }
+
+    @override
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        return self._units_by_module
+
+    @override
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        unit: Any = self._units_by_module[module]
+        if unit is module:  # torch's hooks on the unit do the rest
+
+            def close(output: Any) -> Any:
+                self.reshard(root)
+                return output
+
+            return args, close
+        state = unit._get_fsdp_state()
+        args, _ = state._pre_forward(unit, args, {})
+
+        def close_unit(output: Any) -> Any:
+            output = state._post_forward(unit, args, output)
+            self.reshard(root)
+            return output
+
+        return args, close_unit
+
+    @override
+    def make_idle(self, root: nn.Module) -> None:
+        for unit in roots_of(root):
+            reset_iter_state(unit)
+        self.path.forget()
+
+    @override
+    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._units.drop_unreduced(parameters)
+
+    @override
+    def begin_step(self, root: nn.Module) -> None:
+        self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
+        self._units.forget_forwards()
+
+    @override
+    def begin_backward(self, root: nn.Module) -> None:
+        self._units.let_hooks_run()
+
+    @override
+    def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        if reduced:
+            self._watch.settle(self.begin_max)
+
+    @override
+    def reshard(self, root: nn.Module) -> None:
+        self._units.reshard()  # a forward without backward leaves at least the root's unit gathered
+
+    @override
+    @contextmanager
+    def no_sync(self, root: nn.Module) -> Iterator[None]:
+        sharded = _as_fsdp(root)
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(self.settings.reshard_during_accumulation)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
+
+    @override
+    def clip_grad_norm(
+        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        gradients = gradients_of(parameters)
+        return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
+
+    @override
+    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        return global_norm(gradients, norm_type)  # torch's is a partial sum to whoever reads it
+
+    @override
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        kind = WaitingGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
+        return kind(self.device.type)
+
+    @override
+    def shard_access(self, root: nn.Module) -> ShardAccess:
+        access = UnitAccess(self._units)
+        sharded = list(self.sharded_modules(root))
+        follow_state_dicts(sharded, access)
+        refuse_copies([*sharded, *(module for module in root.modules() if isinstance(module, FSDPModule))])
+        return access
+
+    @override
+    def state_dict_module(self, root: nn.Module) -> nn.Module:
+        return inside_root(root)
+
+
+def _as_fsdp(root: nn.Module) -> FSDPModule:
+    if not isinstance(root, FSDPModule):
+        raise TypeError(f"expected the FSDP2 root that prepare() returned, got {type(root).__name__}.")
+    return root
+
+
+def _prefetch_in_order(units: list[FSDPModule]) -> None:
+    """Let each unit gather the next one's parameters: registration order is the order of a static graph."""
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+# ------------------------------------------------------------------------------------------------
+# The units of an FSDP2 model as torch keeps them: their states, their groups, and what a backward leaves in them.
+
+
+class Units:
+    """The units of a sharded root, looked up once: on each step that costs more than what is done with them.
+
+    Args:
+        root: Sharded; no unit may come or go afterwards.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+        self.states: list[Any] = list(dict.fromkeys(states))
+        """Torch's state of each unit, parents before children."""
+        self.groups: list[Any] = [group for state in self.states for group in groups_of_state(state)]
+        """Torch's parameter groups, the same order on every rank."""
+        self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
+        """Torch's records of the parameters in them."""
+        self._root = root
+        self.root_groups: list[Any] = [
+            group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
+        ]
+        """Groups of the outermost units."""
+
+    def places(self) -> dict[Any, tuple[nn.Module, str]]:
+        """Return in which module, and under which name, each parameter is registered; all of them are sharded now."""
+        own = {id(each): (module, name) for module in self._root.modules() for name, each in module._parameters.items()}
+        return {param: own[id(param.sharded_param)] for param in self.params}
+
+    def reshard(self) -> None:
+        """Leave none gathered."""
+        for group in self.groups:
+            if not group.is_sharded:
+                group.reshard()
+
+    def let_hooks_run(self) -> None:
+        """Let users' hooks on parameters run in the backward that comes."""
+        for param in self.params:
+            if param.sharded_param._backward_hooks and (leaf := getattr(param, "_unsharded_param", None)) is not None:
+                run_hooks_on(leaf, param)
+
+    def forget_forwards(self) -> None:
+        """Forget forwards without a backward (validation): they are no part of the next step's order."""
+        for state in self.states:
+            state._comm_ctx.post_forward_order.clear()
+        for group in self.groups:
+            group._post_forward_indices.clear()
+
+    def drop_unreduced(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the gradients that no backward has reduced yet.
+
+        Args:
+            parameters: Sharded parameters whose gradients to forget; None for all.
+        """
+        if parameters is None:
+            for group in self.groups:
+                drop_partly_reduced(group)
+        held = [
+            param
+            for param in self.params
+            if (leaf := getattr(param, "_unsharded_param", None)) is not None
+            and (leaf.grad is not None or param.unsharded_accumulated_grad is not None)
+        ]
+        if not held:
+            return
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        for param in held:
+            if chosen is None or id(param.sharded_param) in chosen:
+                drop_unreduced_gradient(param)
+
+
+class UnitAccess(NoAccess):
+    """The `ShardAccess` of FSDP2, whose parameters are DTensors.
+
+    Args:
+        units: Of the sharded root.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self._params = {id(param.sharded_param): param for param in units.params}
+
+    def is_unreduced(self, tensor: torch.Tensor) -> bool:
+        """Return whether a parameter has a gradient that the ranks have not reduced yet."""
+        param = self._params.get(id(tensor))
+        leaf = getattr(param, "_unsharded_param", None)
+        return leaf is not None and (
+            leaf.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None
+        )
+
+
+def roots_of(root: nn.Module) -> list[FSDPModule]:
+    """Return the outermost units: the root itself, or the parts that stand in its place."""
+    if isinstance(root, FSDPModule):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child)]
+
+
+def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:
+    """Return the unit that gathers each module's own parameters; modules outside of all units are left out.
+
+    By identity: the hash of a metric is another one after each update.
+    """
+    found: MutableMapping[nn.Module, Any] = WeakIdKeyDictionary()
+
+    def visit(module: nn.Module, unit: FSDPModule | None) -> None:
+        unit = module if isinstance(module, FSDPModule) else unit
+        if unit is not None:
+            found.setdefault(module, unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(root, None)
+    return found
+
+
+class BackwardWatch:
+    """Sees which parameters a backward reached on this rank, and lets the ranks agree.
+
+    torch reduces those parameters of a unit that have a gradient. Ranks that use different ones would add up gradients
+    of different parameters, so whoever lacks a gradient contributes zeros. What none of them used is without a gradient
+    afterwards, as in one process.
+    """
+
+    def __init__(self, units: Units, path: SamePath, is_in_step: Callable[[], bool]) -> None:
+        self._units, self._path, self._is_in_step = units, path, is_in_step
+        self._used: set[Any] = set()
+        self._filled: set[Any] = set()
+        self.probing = False
+        """Whether this is the first training step of a fit."""
+        label_quickly()
+        for state in units.states:
+            disable_dynamo_once(state)
+        places = units.places()
+        for number, group in enumerate(units.groups):
+            GroupChanges(group, lambda: self.probing)
+            registered = [(param, *places[param]) for param in group.fsdp_params]
+            group.unshard = self._before_unshard(number, group, registered, type(group).unshard)
+            group.post_backward = self._around(number, group, disabled_once(type(group).post_backward))
+            group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))
+
+    def _before_unshard(
+        self, number: int, group: Any, registered: list[tuple[Any, nn.Module, str]], unshard: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        path = self._path
+
+        def run(async_op: bool = False) -> None:
+            if group.is_sharded:
+                for param, module, name in registered:
+                    if module._parameters[name] is not param.sharded_param:
+                        raise other_parameters(module)
+            if path.at is not None and group._all_gather_result is None and not group.is_unsharded:
+                path.gather(number)
+            unshard(group, async_op)
+
+        return run
+
+    def _around(self, number: int, group: Any, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+        is_of_root = group in self._units.root_groups
+
+        def run(*unused: Any) -> None:
+            if self._is_in_step():  # for the gradient of an input; the backward of the step itself follows
+                if not is_of_root:
+                    with _not_reducing(group):
+                        post_backward(group, *unused)
+                return
+            if group.reduce_grads:
+                self._fill(number, group)
+            post_backward(group, *unused)
+
+        return run
+
+    def _fill(self, number: int, group: Any) -> None:
+        used, unused = [], []
+        for param in group.fsdp_params:
+            leaf = getattr(param, "_unsharded_param", None)
+            if leaf is None:
+                continue
+            if leaf.grad is not None or param.unsharded_accumulated_grad is not None:
+                used.append(param)
+            elif leaf.requires_grad:
+                unused.append(param)
+        if not used and group._training_state.name != "PRE_BACKWARD":
+            return  # no rank has come through this unit
+        if used or unused:
+            self._path.reduce(number)
+        self._used.update(used)
+        if unused:
+            self._filled |= {param for param in unused if param.sharded_param.grad is None}
+            add_zeros(unused)
+            used += unused
+        settle_dtypes(used)
+
+    def settle(self, begin_max: BeginMax) -> None:
+        """Let the ranks agree, after a backward that reduced; every rank calls it.
+
+        Args:
+            begin_max: Lets the ranks tell each other.
+        """
+        params, used, filled = self._units.params, self._used, self._filled
+        self._used, self._filled = set(), set()
+        of_all = begin_max([int(param in used) for param in params])
+        if not filled:  # nothing to learn from the others
+            return
+        for param, anywhere in zip(params, of_all(), strict=True):
+            if param in filled and not anywhere:
+                param.sharded_param.grad = None
+
+
+@contextmanager
+def _not_reducing(group: Any) -> Iterator[None]:
+    reduces, group.reduce_grads = group.reduce_grads, False
+    try:
+        yield
+    finally:
+        group.reduce_grads = reduces
+
+
+def _first_derivatives_only(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
+    refuse_second_derivatives(group._module_fqn)
+    pre_backward(group, *args)
+
+
+def can_be_unit(module: nn.Module) -> bool:
+    """Return whether torch can put FSDP2's class before the module's own, as `fully_shard` does.
+
+    A class of several bases whose objects Python lays out in another way cannot take it; `fully_shard` finds that out
+    when the module is half sharded.
+    """
+    own: Any = type(module)
+    if isinstance(module, FSDPModule):
+        return True
+    try:
+        module.__class__ = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
+    except TypeError:
+        return False
+    module.__class__ = own
+    return True
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before FSDP2 put one of its own before it."""
+    found: type[nn.Module] = type(module)
+    if isinstance(module, FSDPModule) and found.__bases__[0] is FSDPModule:
+        found = found.__bases__[1]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# FSDP2 in a plain PyTorch loop: the same sharding as under the strategy, with the model itself as the root.
+
+
+class Accelerator(Protocol):
+    """What is needed of an ``accelerator``; it may have a ``device_mesh``, too."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        ...
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
+        """How to shard."""
+        ...
+
+
+class _InPlaceEngine(FSDP2Engine):
+    """Makes the model itself the root: nobody redirects its ``forward`` here."""
+
+    refuses_holders = False  # users hold the original parameters, for `map_parameters`
+
+    @override
+    def _root_of(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard ``model`` in place as the plugin says; a model that is sharded already is left alone.
+
+    Every rank calls it, in a running process group. Parameters become new objects: make the optimizer afterwards, or
+    switch it (`parameters_by_name`, `map_parameters`, `fsdp2_switch_optimizer_parameters`). Where the plugin's
+    ``mixed_precision_policy`` has a ``param_dtype``, what is trained is stored in fp32, as in Accelerate. With
+    ``cpu_ram_efficient_loading=True`` rank 0's weights and buffers are sent to all; the other ranks' may be on the
+    meta device.
+
+    Args:
+        accelerator: Anything with ``device``, ``is_main_process``, ``fsdp_plugin`` and, if it likes, ``device_mesh``:
+            a mesh, ``(replicate, shard)``, or None to shard over every rank. A connected strategy gives its precision.
+        model: Not sharded with FSDP1.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: If the plugin is for FSDP1, or does not fit the model.
+        RuntimeError: If there is no process group, if ``model`` was sharded by a strategy, or if rank 0's weights
+            cannot be sent.
+
+    Source: accelerate 1.15 ``utils/fsdp_utils.py``.
+    """
+    plugin = accelerator.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"fsdp2_prepare_model needs a plugin with fsdp_version=2, got fsdp_version={plugin.fsdp_version}. "
+            "Set FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    if isinstance(model, FSDPModule):
+        return model
+    if recall_form(model, FSDP2Engine.version) is not None:
+        raise RuntimeError(
+            f"{type(model).__name__} was sharded by AccelFSDPStrategy, whose Trainer calls it through a root of its "
+            "own. Use it under that strategy, or build a new model."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError("There is no process group: call torch.distributed.init_process_group() first.")
+    engine = _engine_for(accelerator)
+    if engine.settings.precision.param_dtype is not None:
+        make_masters(model, without=resolve_ignored(model, engine.settings.ignored_modules))
+    prepare_with_weights(engine, model, accelerator)
+    return model
+
+
+def _engine_for(accelerator: Accelerator) -> _InPlaceEngine:
+    connected = getattr(accelerator, "_engine", None)  # a strategy knows the Trainer's precision
+    if isinstance(connected, FSDP2Engine):
+        return _InPlaceEngine(connected.settings, connected.mesh, connected.device)
+    given = getattr(accelerator, "device_mesh", None)
+    if isinstance(given, DeviceMesh) and given.ndim == 1:
+        mesh = given
+    else:
+        mesh = build_mesh(given, dist.get_world_size(), accelerator.device.type)
+    settings = accelerator.fsdp_plugin.settings(dp_replicate=mesh.size(0) if mesh.ndim == 2 else 1)
+    if not isinstance(settings, FSDP2Settings):
+        raise TypeError(f"expected FSDP2Settings, got {type(settings).__name__}.")
+    return _InPlaceEngine(settings, mesh, accelerator.device)

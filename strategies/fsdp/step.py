@@ -1,0 +1,537 @@
+"""Around a step: calls of units from users' code, one order of all-gathers on all ranks, changed weights, callbacks.
+
+Between the strategy's steps every parameter is in its sharded form, so that what hooks read and change is what trains.
+A module that is called there (sampling with ``self(x)``, a part of the model in a callback, a network in manual
+optimization) needs gathered ones. `OutsideCalls` gathers the unit that the module lies in for the while of the
+outermost call, as the unit's own ``forward`` would, and shards it again afterwards.
+
+Modules carry no hooks for it: one global hook of torch's stands while no step runs, so a step pays nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..common.rendezvous import ComparedActions, num_ranks
+from ..common.sharded_tensors import local_part, part_of
+from ..common.user_code import library_code
+from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+
+Close = Callable[[Any], Any]
+"""Ends a call that succeeded: given the module's output, returns what the caller gets."""
+_ATTRIBUTE = "_accelight_outside_calls"
+
+
+class UnitOpener(Protocol):
+    """What an engine does for a call."""
+
+    path: SamePath
+    """Follows what is gathered."""
+
+    def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
+        """Return the modules with sharded parameters of their own."""
+        ...
+
+    def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
+        """Return the modules whose calls need something gathered."""
+        ...
+
+    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+        """Gather what ``module`` needs; return its arguments, and what ends the call."""
+        ...
+
+    def make_idle(self, root: nn.Module) -> None:
+        """End whatever a failed call left open."""
+        ...
+
+
+class OutsideCalls:
+    """Takes care of the calls of one sharded model.
+
+    Args:
+        root: What the engine made of the model; it keeps this alive, and nobody here keeps it.
+        opener: The engine.
+        context: Entered around each call (autocast under mixed precision).
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        opener: UnitOpener,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._root = weakref.ref(root)
+        self._opener = opener
+        self._context = context
+        self._numbers: MutableMapping[nn.Module, int] = WeakIdKeyDictionary()
+        self._parameters: MutableMapping[nn.Module, list[int]] = WeakIdKeyDictionary()
+        root.__dict__[_ATTRIBUTE] = self  # to live as long as it
+        known = weakref.ref(self)
+        owners = opener.sharded_modules(root)
+        for number, module in enumerate(opener.modules_in_units(root)):
+            self._numbers[module] = number
+            self._parameters[module] = _ids_of_parameters(module)
+            if not owners.isdisjoint(module.modules()):  # any other needs nothing, such as an average in buffers
+                _known[module] = known
+        _watch()
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Begin the outermost call, of ``module``; what ends it are hooks that live as long as it."""
+        root, context = self._root(), self._context()
+        if root is None:
+            return args
+        self._check_parameters(module)
+        succeeded: list[bool] = []
+        handles: list[RemovableHandle] = []
+
+        library = library_code()
+
+        def finish() -> None:
+            library.__exit__(None, None, None)
+            for handle in handles:
+                handle.remove()
+            context.__exit__(None, None, None)
+            _leave()
+            if not succeeded:
+                self._opener.make_idle(root)
+
+        library.__enter__()
+        _enter()
+        context.__enter__()
+        path = self._opener.path
+        try:
+            path.begin(("call", self._numbers[module], torch.is_grad_enabled()))
+            args, close = self._opener.open_unit(root, module, args)
+        except BaseException:
+            finish()
+            raise
+
+        def succeed(_: nn.Module, __: Any, output: Any) -> Any:
+            output = close(output)
+            path.end()
+            succeeded.append(True)
+            return output
+
+        # The first runs after a call that came to its end, the second whatever its end.
+        handles.append(module.register_forward_hook(succeed))
+        handles.append(module.register_forward_hook(lambda *_: finish(), always_call=True))
+        return args
+
+    def _check_parameters(self, module: nn.Module) -> None:
+        """Refuse a call with other parameters in the places of the sharded ones.
+
+        Raises:
+            RuntimeError: If users' code has replaced parameters; the call would use the sharded ones.
+        """
+        for inner in module.modules():
+            if self._parameters.get(inner, _NO_IDS) not in (_NO_IDS, _ids_of_parameters(inner)):
+                raise other_parameters(module)
+
+
+def other_parameters(module: nn.Module) -> RuntimeError:
+    """Return the error of a call with other parameters in the places of the sharded ones."""
+    return RuntimeError(
+        f"{type(module).__name__} was called with other parameters than those that are sharded "
+        "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the module "
+        "itself, or a copy of it that was made in __init__() and kept out of the model (in a list), with the values of "
+        "'strategy.full_state_dict()'; or leave the module to the root's unit and call it in training_step()."
+    )
+
+
+_NO_IDS: list[int] = [-1]
+
+
+def _ids_of_parameters(module: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in module._parameters.values()]
+
+
+_known: MutableMapping[nn.Module, weakref.ref[OutsideCalls]] = WeakIdKeyDictionary()
+"""Both are weak: the calls know the engine, which knows the modules. By identity, as a metric's hash changes."""
+_depth = 0
+"""How many steps, backwards and calls are under way: inside of them nobody is outside."""
+_handle: RemovableHandle | None = None
+
+
+class _Inside:
+    """A step or a backward runs in this context, whose calls find gathered what they need."""
+
+    def __enter__(self) -> None:
+        _enter()
+
+    def __exit__(self, *_: object) -> None:
+        _leave()
+
+
+inside = _Inside()
+"""It may be entered again inside of itself."""
+
+
+def is_inside() -> bool:
+    """Return whether a step, a backward or a call is under way."""
+    return _depth > 0
+
+
+def _enter() -> None:
+    global _depth
+    _depth += 1
+    _watch()
+
+
+def _leave() -> None:
+    global _depth
+    _depth -= 1
+    _watch()
+
+
+def _watch() -> None:
+    """Let torch's hook stand where it is needed, and only there."""
+    global _handle
+    wanted = _depth == 0 and len(_known) > 0
+    if wanted and _handle is None:
+        _handle = register_module_forward_pre_hook(_before_call)  # type: ignore[arg-type] # it may return, too
+    elif not wanted and _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    known = _known.get(module)
+    calls = None if known is None else known()
+    if calls is None or torch._C._current_graph_task_id() != -1:  # recomputing, in a backward not the strategy's
+        return None
+    return calls.begin(module, args)
+
+
+# ------------------------------------------------------------------------------------------------
+# Refuses, by name, to gather or reduce another unit than the other ranks do at that moment.
+#
+# Units are gathered and reduced by all ranks together, in the order in which the model uses them. A rank that goes
+# another way would mix its values with those of other units, or end the process.
+#
+# What all ranks have done once, from the beginning of a step on, is a known path: as long as a rank follows one nothing
+# is compared. Where paths part, and where nothing is known yet, the ranks compare what each is about to do. A rank that
+# leaves the only known path waits for the others to say the same.
+
+
+WAY_OUT = (
+    "FSDP gathers and reduces a unit on all processes together. Let each process call the same units (add 0 * "
+    "unit(x).sum() to its loss), or set find_unused_parameters=True, which makes one unit of the whole model."
+)
+_END = 0
+
+
+class SamePath:
+    """Follows one rank through the units of a model.
+
+    Args:
+        names: Of the units, in the same order on every rank.
+        timeout: How long ranks wait for each other where they compare.
+    """
+
+    def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
+        self._names, self._compared = names, ComparedActions(WAY_OUT, timeout)
+        self._known: dict[Hashable, dict[int, Any]] = {}
+        self.at: dict[int, Any] | None = None
+        """Where this rank is; None while it follows nothing, as when it is the only one."""
+        self._around: list[dict[int, Any] | None] = []
+        self._alone = num_ranks() == 1
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a step, or a call within one; ``kind`` is alike on every rank, and tells what has paths of its own."""
+        self._around.append(self.at)
+        self.at = None if self._alone else self._known.setdefault(kind, {})
+
+    def gather(self, unit: int) -> None:
+        """Say that this rank is about to gather a unit.
+
+        Raises:
+            RuntimeError: If the others are not.
+        """
+        self._take(2 * unit + 1)
+
+    def reduce(self, unit: int) -> None:
+        """Say that this rank is about to reduce a unit's gradients.
+
+        Raises:
+            RuntimeError: If the others are not.
+        """
+        self._take(2 * unit + 2)
+
+    def end(self) -> None:
+        """End what `begin` began last.
+
+        Raises:
+            RuntimeError: If the others go on.
+        """
+        self._take(_END)
+        self.at = self._around.pop() if self._around else None
+
+    def forget(self) -> None:
+        """Follow nothing any more, until the next `begin`."""
+        self.at, self._around = None, []
+
+    def _take(self, step: int) -> None:
+        at = self.at
+        if at is None:
+            return
+        if step not in at or len(at) > 1:
+            self._compared.compare(self._describe(step))
+        self.at = at.setdefault(step, {})
+
+    def _describe(self, step: int) -> str:
+        if step == _END:
+            return "is through with its step"
+        unit, reduces = divmod(step - 1, 2)
+        return f"{'reduces' if reduces else 'gathers'} {self._names[unit] or 'the unit of the root'!r}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights that users' code changes while they are unsharded: in a forward, a forward hook, or `training_step`.
+#
+# FSDP frees unsharded parameters, and every change with them. Under ``ddp`` a change stays: momentum encoders, initial
+# values from the first batch, clamps before a forward. So before a unit is resharded, each rank takes the changed
+# elements of its own part over.
+#
+# Version counters show changes in place. A change through ``parameter.data`` leaves them as they are, so the first
+# training step of a fit compares checksums as well; a unit whose weights it finds changed is compared in every step.
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 2**20
+_version = attrgetter("_version")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a sum over the bits of a tensor, each element weighted by its place."""
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    weights = torch.arange(1, min(_PIECE, bits.numel()) + 1, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in torch.split(bits, _PIECE):  # each needs eight bytes an element
+        total = total * 31 + (piece * weights[: piece.numel()]).sum()
+    return total
+
+
+def take_changes(part: Tensor, shard: Tensor) -> None:
+    """Let ``shard`` have the elements of ``part`` that differ from it in the dtype of ``part``."""
+    part = part.to(shard.device)
+    torch.where(part != shard.to(part.dtype), part.to(shard.dtype), shard, out=shard)
+
+
+class GroupChanges:
+    """Follows one parameter group of FSDP2.
+
+    Args:
+        group: torch's.
+        is_probing: Whether checksums are to be compared now.
+    """
+
+    def __init__(self, group: Any, is_probing: Callable[[], bool]) -> None:
+        self._group, self._is_probing = group, is_probing
+        self._versions: list[int] = []
+        self._sums: list[Tensor] = []
+        self._compares = False
+        self._reshard, self._wait = type(group).reshard, type(group).wait_for_unshard
+        group.reshard, group.wait_for_unshard = self.reshard, self.wait_for_unshard
+
+    def wait_for_unshard(self) -> None:
+        """Note what the parameters are when they have been gathered."""
+        group = self._group
+        was_unsharded = group.is_unsharded
+        self._wait(group)
+        if was_unsharded or not group.is_unsharded:
+            return
+        leaves = self._leaves()
+        self._versions = list(map(_version, leaves))
+        if self._is_probing():
+            self._sums = [checksum(leaf) for leaf in leaves]
+
+    def reshard(self) -> None:
+        """Take over what has changed, then reshard."""
+        group = self._group
+        if group.is_unsharded and self._versions:
+            leaves = self._leaves()
+            versions = list(map(_version, leaves))
+            if versions != self._versions or self._compares or self._sums:
+                self._take(leaves, versions)
+        self._reshard(group)
+
+    def _leaves(self) -> list[Any]:
+        return [param._unsharded_param for param in self._group.fsdp_params]
+
+    @torch.no_grad()
+    def _take(self, leaves: list[Any], versions: list[int]) -> None:
+        if self._sums:
+            sums = [checksum(leaf) for leaf in leaves]
+            self._compares |= any(bool(one != other) for one, other in zip(sums, self._sums, strict=True))
+            self._sums = []
+        if versions == self._versions and not self._compares:
+            return
+        self._versions = versions
+        for param, leaf in zip(self._group.fsdp_params, leaves, strict=True):
+            shard = param.sharded_param
+            take_changes(local_part(part_of(leaf, shard)), local_part(shard))
+
+
+class FlatChanges:
+    """Follows the flat parameter of one unit of FSDP1.
+
+    Changes in place of FSDP1's views raise an error of torch's; those through ``.data`` are taken over.
+
+    Args:
+        handle: torch's, of a sharded unit.
+        is_probing: Whether checksums are to be compared now.
+    """
+
+    def __init__(self, handle: Any, is_probing: Callable[[], bool]) -> None:
+        self._handle, self._is_probing = handle, is_probing
+        self._sum: Tensor | None = None
+        self._compares = False
+        self._reshard = type(handle).reshard
+        handle.reshard = self.reshard
+
+    def after_unshard(self) -> None:
+        """Note what the parameters are when they have been gathered."""
+        if self._is_probing():
+            self._sum = checksum(self._handle.flat_param)
+
+    def takes_writes(self, storage: int) -> bool:
+        """Return whether ``storage`` is that of the unsharded parameters; if so, they are compared from now on."""
+        flat_param = self._handle.flat_param
+        is_mine = storage == flat_param.untyped_storage().data_ptr()
+        self._compares |= is_mine
+        return bool(is_mine)
+
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """Take over what has changed, then reshard."""
+        if self._sum is not None or self._compares:
+            self._take()
+        self._reshard(self._handle, free_unsharded_flat_param)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        flat_param = self._handle.flat_param
+        shard: Tensor = flat_param._local_shard
+        if flat_param.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
+            return  # sharded already
+        before, self._sum = self._sum, None
+        if before is not None and bool(before != checksum(flat_param)):
+            self._compares = True
+        if self._compares:
+            full = flat_param.detach().view(-1)
+            begin = min(full.numel(), self._handle.rank * shard.numel())
+            part = full.narrow(0, begin, min(shard.numel(), full.numel() - begin))
+            take_changes(part, shard.narrow(0, 0, part.numel()))
+
+
+# ------------------------------------------------------------------------------------------------
+# Gradients that a window has accumulated and not reduced yet: cleared where the user clears gradients.
+#
+# The engines keep them beside the parameters, whose ``grad`` is None until a window's last backward has reduced it. So
+# `zero_grad`, wherever it is called, has to reach them, too.
+
+
+_METHOD = "zero_grad"
+
+
+class ZeroGradFollowing:
+    """Lets ``zero_grad`` of optimizers and of a module clear what is not reduced.
+
+    Args:
+        drop: Clears the unreduced gradients of the parameters it is given.
+    """
+
+    def __init__(self, drop: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        self._drop = drop
+        self._followed: list[Any] = []
+
+    def follow(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Begin with these; those of before are let go."""
+        self.let_go()
+        self._attach(module, lambda: module.parameters())
+        for optimizer in optimizers:
+            self._attach(optimizer, partial(_parameters_of, optimizer))
+
+    def let_go(self) -> None:
+        """Undo `follow`."""
+        for owner in self._followed:
+            owner.__dict__.pop(_METHOD, None)
+        self._followed = []
+
+    def _attach(self, owner: Any, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        clear = getattr(owner, _METHOD)
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            self._drop(parameters())
+            return clear(*args, **kwargs)
+
+        # On the instance: the class is the user's.
+        owner.__dict__[_METHOD] = zero_grad
+        self._followed.append(owner)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+# ------------------------------------------------------------------------------------------------
+# Whether the user's code runs at certain moments of a window, and may look at parameters or change them there.
+
+
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+_BETWEEN_BATCHES = (
+    *_BEFORE_BACKWARD,
+    "on_after_backward",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "on_validation_model_zero_grad",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_save_checkpoint",
+)
+_ONLY_LOOK = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.", "accelight.")
+"""Modules whose callbacks change no weights there, but for those that say so by their names."""
+_CHANGE_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def looks_before_backward(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether anybody's code runs between a training step and its backward."""
+    return _overrides(trainer, module, _BEFORE_BACKWARD)
+
+
+def looks_between_batches(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether anybody's code runs between the micro-batches of a window."""
+    return _overrides(trainer, module, _BETWEEN_BATCHES)
+
+
+def _overrides(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]) -> bool:
+    callbacks = [each for each in trainer.callbacks if not _only_looks(each)]  # type: ignore[attr-defined]
+    return any(
+        hasattr(parent, hook) and is_overridden(hook, each)
+        for parent, each in [(LightningModule, module), *((Callback, each) for each in callbacks)]
+        for hook in hooks
+    )
+
+
+def _only_looks(callback: Callback) -> bool:
+    changes = any(cls.__name__ in _CHANGE_WEIGHTS for cls in type(callback).__mro__)
+    return type(callback).__module__.startswith(_ONLY_LOOK) and not changes

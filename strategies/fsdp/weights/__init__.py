@@ -1,1 +1,0 @@
-"""First values of a sharded model, and full weights into it."""
