@@ -119,10 +119,10 @@ def _packed() -> list[Any]:
 
 
 def _places(rank: int, num_items: int) -> Any:
-    from accelight.strategies.fsdp.checkpoint.planner import Places
+    from accelight.strategies.fsdp.checkpoint.planner import WriteLocations
 
     numbers = array("q", [number for place in range(num_items) for number in (1000, 0, place * 2000, 2000, 7)])
-    return Places([f"__{rank}_0.distcp"], numbers)
+    return WriteLocations([f"__{rank}_0.distcp"], numbers)
 
 
 def _plan_and_write(folder: Path) -> Iterator[str]:
@@ -147,14 +147,14 @@ def _later_save(folder: Path) -> Iterator[str]:
 
     from accelight.state.upstream import TCPStore
     from accelight.strategies.common.rendezvous import StoreMessages
-    from accelight.strategies.fsdp.checkpoint.planner import Places, RankResults, merge_plans
+    from accelight.strategies.fsdp.checkpoint.planner import RankResults, WriteLocations, merge_plans
     from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
     merged = merge_plans(1, _packed())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=NUM_RANKS)
     group: Any = dist.group.WORLD
-    other, own = StoreMessages(group, "a save"), Places([], array("q"))
+    other, own = StoreMessages(group, "a save"), WriteLocations([], array("q"))
     for rank, items in enumerate(merged.indices):
         if rank == 0:
             own = _places(rank, len(items))
@@ -164,10 +164,10 @@ def _later_save(folder: Path) -> Iterator[str]:
     del other
     yield ""
 
-    def finish(told: list[Places]) -> None:
+    def finish(told: list[WriteLocations]) -> None:
         FolderWriter(folder).finish(merged.metadata, list(map(RankResults, merged.indices, told)))
 
-    StoreMessages(group, "a save").through_rank_zero(own, finish, "saving")
+    StoreMessages(group, "a save").gather_then_broadcast(own, finish, "saving")
     yield "collect and write"
 
 

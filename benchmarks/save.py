@@ -143,10 +143,10 @@ def _ways() -> dict[str, _Way]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from accelight.strategies.fsdp.checkpoint.async_save import choose_saves
+    from accelight.strategies.fsdp.checkpoint.async_save import make_async_saver
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    processes: Any = choose_saves("process", timedelta(minutes=30))
+    processes: Any = make_async_saver("process", timedelta(minutes=30))
 
     def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
         checkpointer = trainer.strategy._checkpointer

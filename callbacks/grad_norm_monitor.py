@@ -21,7 +21,7 @@ from typing_extensions import override
 from ..checkpoint.names import clean_name
 from ..state.utils import named_arguments
 from ..strategies.common.grads import local_tensor, norm_powers, reduce_powers
-from ..strategies.fsdp.sharded_model import inside_root
+from ..strategies.fsdp.sharded_model import unwrap_root
 from ..strategies.upstream.lightning import (
     Callback,
     DeepSpeedStrategy,
@@ -241,7 +241,7 @@ def named_gradients(root: nn.Module, parameters: Collection[Tensor]) -> Iterator
     for prefix, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield from _of_handle(prefix, module._handle, chosen, flattened)
-    plain = root.module if isinstance(root, DistributedDataParallel) else inside_root(root)
+    plain = root.module if isinstance(root, DistributedDataParallel) else unwrap_root(root)
     for name, parameter in plain.named_parameters():
         if id(parameter) in chosen and id(parameter) not in flattened and parameter.grad is not None:
             yield NamedGradient(clean_name(name), local_tensor(parameter.grad), _groups_of(parameter.grad))

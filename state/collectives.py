@@ -446,7 +446,7 @@ def _raise_mismatch(mine: list[str], group: dist.ProcessGroup) -> None:
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
-def meet(what: str) -> None:
+def store_barrier(what: str) -> None:
     """Wait until every process has come to ``what``, at most as long as the group's timeout.
 
     Args:

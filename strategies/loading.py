@@ -19,7 +19,7 @@ from .common.rendezvous import raise_together, run_on_rank_zero
 from .deepspeed.checkpoint import read_trainer_state
 from .fsdp.checkpoint.loader import read_metadata
 from .fsdp.checkpoint.writer import METADATA_FILE
-from .fsdp.sharded_model import ShardedRoot
+from .fsdp.sharded_model import RootWrapper
 from .upstream.lightning import LightningModule, _load_state, rank_zero_warn
 
 ModuleT = TypeVar("ModuleT", bound=LightningModule)
@@ -162,6 +162,6 @@ def _inside(model: nn.Module) -> Any:
 def _wrappers() -> tuple[type[nn.Module], ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    found = [DistributedDataParallel, torch.nn.DataParallel, FullyShardedDataParallel, ShardedRoot]
+    found = [DistributedDataParallel, torch.nn.DataParallel, FullyShardedDataParallel, RootWrapper]
     deepspeed = sys.modules.get("deepspeed")  # else there is no engine
     return (*found, deepspeed.DeepSpeedEngine) if deepspeed is not None else tuple(found)

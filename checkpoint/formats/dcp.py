@@ -51,9 +51,9 @@ from .torch_save import (
     TENSOR_NAMES,
     DescribedTensor,
     Fixed,
+    GradientAccumulator,
     PlacedTensor,
     TorchArchive,
-    Window,
     place,
     read_progress,
     storage_of,
@@ -588,7 +588,7 @@ class RecordReader:
         """
         what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
-        window = Window(self._fd, offset, length)
+        window = GradientAccumulator(self._fd, offset, length)
         key, data = (length, window.beginning), window.all_bytes
         try:
             archive = TorchArchive(window, _MAX_PICKLE, what)
@@ -658,7 +658,7 @@ class RecordReader:
         what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
         try:
-            archive = TorchArchive(Window(self._fd, offset, length), _MAX_DIRECTORY, what)
+            archive = TorchArchive(GradientAccumulator(self._fd, offset, length), _MAX_DIRECTORY, what)
             check_digest(what, archive.digest, digest)
             return archive.check() if bytes_too else 0
         except (struct.error, UnicodeDecodeError) as error:

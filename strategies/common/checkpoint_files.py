@@ -33,7 +33,7 @@ from ...checkpoint.manifest import MANIFEST_NAME
 from ...checkpoint.writing.plan import RESULT_NAMES
 from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
-from .rendezvous import failing_together, run_on_rank_zero
+from .rendezvous import raise_on_all_ranks, run_on_rank_zero
 
 
 class NewFolder:
@@ -144,7 +144,7 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
     folder = folder_named(path)
     made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
-        with failing_together(f"saving {path}", group):
+        with raise_on_all_ranks(f"saving {path}", group):
             folder.check_shared(made)
         yield folder.unfinished
         run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
@@ -606,7 +606,7 @@ def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
             f"{path} is no checkpoint: what torch.save() writes is a zip file. Give ckpt_path what "
             "trainer.save_checkpoint() wrote; a file of torch before 1.6 becomes one by torch.save(torch.load(file))."
         )
-    with failing_together(f"loading {path}"):
+    with raise_on_all_ranks(f"loading {path}"):
         if bytes_are_checked():
             check_bytes(path, (dist.get_rank(), dist.get_world_size()))
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)

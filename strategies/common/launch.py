@@ -148,7 +148,7 @@ T = TypeVar("T")
 _GIVEN = "_accelight_arguments"
 
 
-def made_again(cls: type[T]) -> type[T]:
+def pickle_by_init_args(cls: type[T]) -> type[T]:
     """Decorate a class whose objects are to be copied that way; classes derived from it decide for themselves."""
     initialize: Any = cls.__init__
 

@@ -30,7 +30,7 @@ class LoopFollowing(ParallelStrategy):
     _tracker: LoopTracker
     _termination: Termination
     _process_group_backend: str | None
-    _held_weights: HeldWeights
+    _held_weights: DeferredWeightLoad
     _loader_places: LoaderPlaces
     _buffers: BufferSync
     where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
@@ -396,7 +396,7 @@ STORED_WEIGHTS = "sharded_state_dict"
 """Key in the Trainer's checkpoint, while it is restored, of what loads weights that only shards can take."""
 
 
-class HeldWeights:
+class DeferredWeightLoad:
     """Holds the loading of weights back until the strategy has set up their model."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ _LOGGING = ("log", "log_dict")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traces:
+class ShardingArtifacts:
     """What a library leaves on the modules that it shards."""
 
     packages: tuple[str, ...]
@@ -38,7 +38,7 @@ class Traces:
 
 
 @contextmanager
-def plain_modules(state: Mapping[str, Any], traces: Traces) -> Iterator[None]:
+def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Iterator[None]:
     """Let modules and callbacks in ``state`` be pickled inside this context; they are the same objects there.
 
     Args:
@@ -92,7 +92,7 @@ def _give_class(layer: nn.Module, cls: type[nn.Module]) -> None:
         layer.__class__ = cls
 
 
-def _strip(attributes: dict[str, Any], traces: Traces) -> None:
+def _strip(attributes: dict[str, Any], traces: ShardingArtifacts) -> None:
     traces.restore(attributes)
     for name, value in list(attributes.items()):
         if callable(value) and not isinstance(value, nn.Module) and _is_foreign(value, traces):
@@ -105,7 +105,7 @@ def _strip(attributes: dict[str, Any], traces: Traces) -> None:
             attributes[name] = type(found)((key, one) for key, one in found.items() if key not in foreign)
 
 
-def _is_foreign(function: Any, traces: Traces) -> bool:
+def _is_foreign(function: Any, traces: ShardingArtifacts) -> bool:
     function = getattr(function, "func", function)  # of a partial
     name = str(getattr(function, "__module__", ""))
     return any(name == package or name.startswith(f"{package}.") for package in traces.packages)

@@ -54,11 +54,11 @@ def raise_together(
     if num_ranks() > 1:
         everyone = [None] * num_ranks()
         dist.all_gather_object(everyone, list(problems), group=group)
-    if lines := told_by_rank([found or () for found in everyone]):
+    if lines := format_errors_by_rank([found or () for found in everyone]):
         raise RuntimeError("\n".join([f"{what} failed.", *lines])) from cause
 
 
-def told_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
+def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each problem, with the ranks that have it.
 
     Args:
@@ -72,7 +72,7 @@ def told_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextmanager
-def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a body that does not communicate, on every rank; an exception of one is raised on all.
 
     Raises:
@@ -154,7 +154,7 @@ class StoreMessages:
         """How many messages this rank has sent or received."""
         rendezvous.count(group, f"what process 0 tells of {name}", self)
 
-    def from_rank_zero(self, action: Callable[[], R], what: str) -> R:
+    def broadcast_from_rank_zero(self, action: Callable[[], R], what: str) -> R:
         """Run ``action`` on rank 0 and return its result, pickled for the others, who wait for that alone.
 
         Raises:
@@ -162,7 +162,7 @@ class StoreMessages:
         """
         return self._told_by_rank_zero(action, what)
 
-    def through_rank_zero(
+    def gather_then_broadcast(
         self, content: T, action: Callable[[list[T]], R], what: str, watched_over: dist.ProcessGroup | None = None
     ) -> R:
         """Send ``content`` to rank 0, run ``action`` there on everybody's in rank order, and return its result.
@@ -185,7 +185,7 @@ class StoreMessages:
         return self._told_by_rank_zero(lambda: action(self._collect(key, content, _Watch(watched_over))), what)
 
     @contextmanager
-    def failing_together(self, what: str) -> Iterator[None]:
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         """Run a body that does not communicate, on every rank; an exception of one is raised on all.
 
         Raises:
@@ -197,7 +197,7 @@ class StoreMessages:
         except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
             error = caught
         problems = [] if error is None else [f"{type(error).__name__}: {error}"]
-        if failures := self.through_rank_zero(problems, told_by_rank, what):
+        if failures := self.gather_then_broadcast(problems, format_errors_by_rank, what):
             raise RuntimeError("\n".join([f"{what} failed.", *failures])) from error
 
     def num_missing(self) -> int:
@@ -348,7 +348,7 @@ _LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.", "contextlib
 _COUNT = itertools.count()
 
 
-class ComparedActions:
+class CollectiveOrderChecker:
     """Compares actions of all ranks, in the order in which each calls `compare`.
 
     Every rank makes it at the same time. One comparison takes a rank three requests to the store, whatever the number
@@ -413,12 +413,12 @@ class ComparedPlaces:
     A line that all ranks have come to once is not compared again.
 
     Args:
-        way_out: As for `ComparedActions`.
+        way_out: As for `CollectiveOrderChecker`.
         timeout: As there.
     """
 
     def __init__(self, way_out: str, timeout: timedelta) -> None:
-        self._compared = ComparedActions(way_out, timeout)
+        self._compared = CollectiveOrderChecker(way_out, timeout)
         self._known: set[tuple[CodeType, int]] = set()
 
     def come(self, action: str) -> None:
@@ -428,7 +428,7 @@ class ComparedPlaces:
             action: What this rank is about to do there.
 
         Raises:
-            RuntimeError: If the others do something else, as `ComparedActions.compare`.
+            RuntimeError: If the others do something else, as `CollectiveOrderChecker.compare`.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
@@ -458,11 +458,11 @@ def _said(store: Store, rank: int) -> tuple[int, str]:
 # The maximum of small numbers over all ranks, on its way while each rank goes on.
 
 
-BeginMax = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
+AllReduceMaxAsync = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
 """Begins to reduce numbers to their maximum over all ranks, and returns what waits for them."""
 
 
-class PendingMaximum:
+class PendingAllReduceMax:
     """Begins to reduce; all ranks must make one at the same place, and whoever wants the numbers waits.
 
     A rank that waits, waits for the slowest. Where most ranks need not know, most need not wait.

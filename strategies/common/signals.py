@@ -17,7 +17,7 @@ from ...state.collectives import sending_device
 from ...state.deadlocks import watch_for_deadlocks
 from ...state.process_group import group_store, require_group
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
-from .rendezvous import PendingMaximum, run_on_rank_zero
+from .rendezvous import PendingAllReduceMax, run_on_rank_zero
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -66,7 +66,7 @@ class Termination:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
-        self._told: list[PendingMaximum] = []
+        self._told: list[PendingAllReduceMax] = []
         """Whether to leave, as the last of their numbers: what ranks have told each other in the present batch."""
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
@@ -152,7 +152,7 @@ class Termination:
         if is_noted:
             self._leave()
 
-    def begin_max(self, values: Sequence[int]) -> Callable[[], Sequence[int]]:
+    def all_reduce_max_async(self, values: Sequence[int]) -> Callable[[], Sequence[int]]:
         """Begin to reduce small numbers to their maximum over all ranks, and tell by the way.
 
         What ranks were told before is known to all of them at the next training batch, and they need not meet there.
@@ -161,7 +161,7 @@ class Termination:
         Returns:
             What waits for the numbers.
         """
-        maximum = PendingMaximum([*values, self.message(), int(self._is_noted)])
+        maximum = PendingAllReduceMax([*values, self.message(), int(self._is_noted)])
         if self._trainer is not None and self._trainer.world_size > 1:
             self._told.append(maximum)
         return lambda: maximum.wait()[:-2]

@@ -9,7 +9,7 @@ Left to itself, DeepSpeed 0.19 gets some windows wrong:
   not use. Its optimizers step on all gradients that they have.
 
 So the engine never decides what a window is (``managed_gradient_accumulation`` is false): each backward adds to it,
-`Window.complete` ends it, and `Window.forget` drops it.
+`GradientAccumulator.complete` ends it, and `GradientAccumulator.forget` drops it.
 
 Ranks agree on the parameters that have a gradient on any of them: before each backward at stages 2 and 3, at the end of
 a window at stages 0 and 1. Where they differ, the gradients of this backward are held back and reduced after it, in one
@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..common.rendezvous import ComparedActions
+from ..common.rendezvous import CollectiveOrderChecker
 from ..common.user_code import library_code, running_as_library
 from ..upstream.torch_fake import is_planned
 from . import zero_optimizer
 from .library import is_gathered_by_user
 from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node
-from .zero_optimizer import ChangedWeights, PiecewiseSteps, let_go, step_on_all_values, tell_window
+from .zero_optimizer import ChangedWeights, PerParameterStep, let_go, step_on_all_values, tell_window
 
 _NAME = "accelight_window"
 _BACKWARD_OF_ITS_OWN = (
@@ -49,7 +49,7 @@ _BACKWARD_OF_ITS_OWN = (
 
 
 @running_as_library("zero_grad", "forget")  # to users' code, p.grad is the reduced one alone
-class Window:
+class GradientAccumulator:
     """Follows one engine.
 
     Args:
@@ -77,7 +77,7 @@ class Window:
         self.is_plain = isinstance(zero, torch.optim.Optimizer)
         """Whether the optimizer is torch's own, with the parameters as they are."""
         self.given: tuple[torch.optim.Optimizer, list[list[nn.Parameter]]] | None = None
-        """The optimizer of the user's code, and the parameters of its groups; see `EarlierStates`."""
+        """The optimizer of the user's code, and the parameters of its groups; see `OptimizerStateTransfer`."""
         self.used: set[nn.Parameter] = set()
         """Parameters that have a gradient in this window, on any rank."""
         self._leaves: set[nn.Parameter] = set()
@@ -93,7 +93,7 @@ class Window:
         """Whether the user's code runs between the end of a window and the step."""
         self.has_stepped = False
         """Whether the last `step` had gradients to step on."""
-        self.steps: PiecewiseSteps | None = None
+        self.steps: PerParameterStep | None = None
         self.changes: ChangedWeights | None = None
         """Of a ZeRO optimizer: the weights that it steps on beside those that the model computes with."""
         if self._is_partitioned:
@@ -128,7 +128,7 @@ class Window:
 
     def _follow_zero(self) -> None:
         zero = self._zero
-        self.steps = PiecewiseSteps(zero, self.names)
+        self.steps = PerParameterStep(zero, self.names)
         step_on_all_values(zero)
         self.changes = ChangedWeights(zero, self._parameters, self.names)
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
@@ -442,9 +442,9 @@ class Window:
         drop_gradients(self.engine)
 
 
-def window_of(engine: Any) -> Window | None:
+def window_of(engine: Any) -> GradientAccumulator | None:
     """Return what follows an engine, if it trains under the Trainer."""
-    window: Window | None = engine.__dict__.get(_NAME)
+    window: GradientAccumulator | None = engine.__dict__.get(_NAME)
     return window
 
 
@@ -452,7 +452,7 @@ class EngineBackwards(TorchFunctionMode):
     """Makes each ``loss.backward()`` of the user's code the engine's.
 
     Args:
-        backward: Of a `Window`.
+        backward: Of a `GradientAccumulator`.
     """
 
     def __init__(self, backward: Callable[..., None]) -> None:
@@ -778,7 +778,7 @@ def finish_gather(engine: Any, parameter: nn.Parameter) -> None:
         device.current_stream().wait_stream(coordinator._PartitionedParameterCoordinator__allgather_stream)
 
 
-class SamePath:
+class CollectiveOrder:
     """Refuses, by name, to gather the parameters of another layer than the other ranks.
 
     While DeepSpeed records in which order layers are used, ranks compare each of them. From then on nothing is
@@ -790,7 +790,7 @@ class SamePath:
     """
 
     def __init__(self, engine: Any, timeout: timedelta) -> None:
-        self._compared = ComparedActions(WAY_OUT, timeout)
+        self._compared = CollectiveOrderChecker(WAY_OUT, timeout)
         # By identity: a metric's hash is another one after each update, on each rank at its own time.
         self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary(
             {layer: name for name, layer in engine.module.named_modules()}

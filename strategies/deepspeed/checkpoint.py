@@ -19,7 +19,7 @@ from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
 from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
 from ...checkpoint.manifest import FileDigest, read_manifest, write_manifest
 from ...state import gather_object
-from ...state.collectives import meet
+from ...state.collectives import store_barrier
 from ..common import dataloader_state
 from ..common.checkpoint_files import (
     bytes_are_checked,
@@ -33,8 +33,8 @@ from ..common.checkpoint_files import (
 )
 from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
-from ..common.modules import Traces, find_ties, is_extra_state, load_extra_states, plain_modules
-from ..common.rendezvous import failing_together, run_on_rank_zero, store_messages
+from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
+from ..common.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_messages
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from . import universal, zero_optimizer
 from .accumulation import window_of
@@ -42,7 +42,7 @@ from .ds_config import DeepSpeedSettings
 from .library import deepspeed_library, quietly
 from .plugin import DeepSpeedPlugin
 from .universal import reading_safely
-from .zero_optimizer import take_changed_weights
+from .zero_optimizer import sync_master_weights
 
 _WHAT = "sharded checkpoints"
 
@@ -109,7 +109,7 @@ class Checkpointer:
         if storage_options is not None:
             raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
-        meet("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
+        store_barrier("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
         own = places.own(None if module is None else module._trainer, checkpoint)
         random = random_state(self._strategy.root_device)
@@ -120,7 +120,7 @@ class Checkpointer:
             of_all[:] = [each for each, _ in told]
             return str(path), [places for _, places in told]
 
-        common, states = store_messages().through_rank_zero((random, own), on_rank_zero, f"saving {path}")
+        common, states = store_messages().gather_then_broadcast((random, own), on_rank_zero, f"saving {path}")
         if "optimizer_states" in checkpoint:  # not one of weights alone
             checkpoint[RANDOM_STATES_KEY] = of_all
         dataloader_state.keep(states, checkpoint)
@@ -128,7 +128,7 @@ class Checkpointer:
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
-        with plain_modules(state, TRACES):
+        with strip_sharding(state, TRACES):
             save(
                 engine,
                 folder,
@@ -237,7 +237,7 @@ def save(
         window.changes.reach_model()
         window.follow_changed_weights()  # since the last step: the next would have done it
     elif zero_optimizer.is_partitioned_optimizer(engine.optimizer):
-        take_changed_weights(engine.optimizer)
+        sync_master_weights(engine.optimizer)
     weights: dict[str, torch.Tensor] = gather_16bit(engine) if write_16bit else {}
 
     with _told_what_is_trained(engine):
@@ -298,7 +298,7 @@ def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weig
     _check_folder(path)
     if with_optimizer:
         _check_layout(path / universal.TAG, stage, any_number=any_number)
-    with failing_together(f"loading {path}"):
+    with raise_on_all_ranks(f"loading {path}"):
         check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
     checkpoint = read_trainer_state(path / universal.TAG, weights_only=weights_only)
     checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
@@ -677,7 +677,7 @@ def guarded_files(engine: Any, path: Path) -> Iterator[None]:
     finally:
         engine.checkpoint_engine = files.engine
         del engine._copy_recovery_script  # of the instance: the class has its own
-    with failing_together(f"saving {path}"):
+    with raise_on_all_ranks(f"saving {path}"):
         if files.error is not None:
             raise files.error
 
@@ -741,7 +741,7 @@ def _is_partitioned(layer: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in layer.parameters(recurse=False))
 
 
-TRACES = Traces(
+TRACES = ShardingArtifacts(
     packages=("deepspeed", "accelight"),
     restore=_restore,
     holds_shards=_is_partitioned,

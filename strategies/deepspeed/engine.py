@@ -20,7 +20,7 @@ from torch.optim import Adagrad, Optimizer
 
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.launch import RunSummary
-from .accumulation import Window, window_of
+from .accumulation import GradientAccumulator, window_of
 from .ds_config import DeepSpeedSettings
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
 from .zero_optimizer import MasterWeights, State, clear_padding, is_partitioned_optimizer, pieces
@@ -100,7 +100,7 @@ def _plain_gradients(engine: Any) -> list[torch.Tensor]:
     return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
 
 
-def step(engine: Any, window: Window, factor: float, **kwargs: Any) -> torch.Tensor | None:
+def step(engine: Any, window: GradientAccumulator, factor: float, **kwargs: Any) -> torch.Tensor | None:
     """Let the optimizer step on the window's gradients multiplied by ``factor``.
 
     Returns:
@@ -152,7 +152,7 @@ def drive_adagrad(engine: Any) -> None:
         stepping.param_groups = made.param_groups
 
 
-class EarlierStates:
+class OptimizerStateTransfer:
     """Carries the state of the user's optimizer from engine to engine."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class EarlierStates:
         optimizer.state.clear()
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
 
-    def give(self, window: Window) -> None:
+    def give(self, window: GradientAccumulator) -> None:
         """Give the state to the optimizer of the next engine; every rank must call it.
 
         Raises:
@@ -269,7 +269,7 @@ class Kept:
 
     masters: MasterWeights = field(default_factory=MasterWeights)
     """The fp32 weights of what was trained in 16 bits."""
-    states: EarlierStates = field(default_factory=EarlierStates)
+    states: OptimizerStateTransfer = field(default_factory=OptimizerStateTransfer)
     """Of the optimizers of the user's code."""
 
 

@@ -24,8 +24,14 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
-from ..common.launch import CLIPPING, made_again, tell_what_comes_too_late, warn_if_overruled, warn_of_other_precision
-from ..common.loop import HeldWeights, LoopFollowing, LoopTracker
+from ..common.launch import (
+    CLIPPING,
+    pickle_by_init_args,
+    tell_what_comes_too_late,
+    warn_if_overruled,
+    warn_of_other_precision,
+)
+from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, check_callbacks, refuse_module_of_fsdp
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library
@@ -43,7 +49,13 @@ from ..upstream.lightning import (
     is_overridden,
 )
 from . import engine as engines
-from .accumulation import EngineBackwards, SamePath, Window, hold_parameters, hold_parameters_in_forward
+from .accumulation import (
+    CollectiveOrder,
+    EngineBackwards,
+    GradientAccumulator,
+    hold_parameters,
+    hold_parameters_in_forward,
+)
 from .checkpoint import Checkpointer
 from .ds_config import (
     AUTO,
@@ -103,7 +115,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     skipped_steps: SkippedSteps
     """Whether the loss scaler left the last optimizer step out."""
     _settings: DeepSpeedSettings | None = None
-    _window: Window | None
+    _window: GradientAccumulator | None
     _user_code: UserCode | None = None
     _access: ZeroAccess
     _checkpointer: Checkpointer
@@ -235,7 +247,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             )
 
     @property
-    def _present_window(self) -> Window:
+    def _present_window(self) -> GradientAccumulator:
         if self._window is None:
             raise RuntimeError("There is no optimizer to train with outside fit().")
         return self._window
@@ -331,7 +343,7 @@ _REFUSED_CALLBACKS = {
     *("optimizer_step", "clip_step", "take_step", "save_checkpoint", "load_checkpoint", "load_model_state_dict"),
     *("lightning_module_state_dict", "barrier", "on_exception"),
 )
-@made_again
+@pickle_by_init_args
 @named_arguments
 class AccelDeepSpeedStrategy(TrainerHooks):
     """Training with DeepSpeed's ZeRO, on any device that DeepSpeed knows, CPU included.
@@ -428,7 +440,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
-        self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
+        self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
         self._buffers = BufferSync(broadcast_buffers)
         self._window = None
         self._checkpointer = Checkpointer(self)
@@ -564,8 +576,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if holds_parameters:
             hold_parameters(engine)
         elif settings.zero_stage == 3:
-            SamePath(engine, self._timeout or default_pg_timeout)
-        self._window = Window(engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters)
+            CollectiveOrder(engine, self._timeout or default_pg_timeout)
+        self._window = GradientAccumulator(
+            engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters
+        )
         self._access.follow(engine)
         self._window.hooks_before_step = any(
             is_overridden("on_before_optimizer_step", each, parent)

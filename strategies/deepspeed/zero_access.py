@@ -16,7 +16,7 @@ from ..common.grads import gradients_of
 from ..common.sharded_tensors import FlatLayout, FlatShard
 from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from . import zero_optimizer
-from .accumulation import Window, finish_gather, window_of
+from .accumulation import GradientAccumulator, finish_gather, window_of
 from .library import is_gathered_by_user
 
 _IS_LIBRARY = "_accelight_is_library"
@@ -36,7 +36,7 @@ class ZeroAccess:
         self._module, self._device = module, device
         self._parameters: dict[int, nn.Parameter] = {id(each): each for each in module.parameters()}
         self._engine: Any = None
-        self._window: Window | None = None
+        self._window: GradientAccumulator | None = None
         self.in_step = self.ends_window = False
         self._pieces: dict[int, zero_optimizer.Piece] = {}
 
@@ -165,7 +165,7 @@ class ZeroAccess:
             part.held.copy_(gradient.held)
             window.used.add(cast("nn.Parameter", parameter))
 
-    def _complete_window(self) -> Window | None:
+    def _complete_window(self) -> GradientAccumulator | None:
         window = self._window
         if window is None or not window.has_begun:
             return None

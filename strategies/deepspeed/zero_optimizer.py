@@ -251,7 +251,7 @@ class ChangedWeights:
                     "weights of optimizer.param_groups were changed, too, before either had reached the other. Change "
                     "one of them: the module's parameters."
                 )
-        take_changed_weights(self._zero, except_for=changed)
+        sync_master_weights(self._zero, except_for=changed)
         self.accept()
 
     def reach_model(self) -> None:
@@ -325,7 +325,7 @@ def push_masters(zero: Any) -> None:
 
 
 @torch.no_grad()
-def take_changed_weights(zero: Any, *, except_for: Sequence[int] = ()) -> None:
+def sync_master_weights(zero: Any, *, except_for: Sequence[int] = ()) -> None:
     """Let the weights that a ZeRO optimizer steps on follow what the user's code has written into the parameters.
 
     Args:
@@ -409,7 +409,7 @@ State = dict[str, Any]
 """What an optimizer keeps for a tensor."""
 
 
-class PiecewiseSteps:
+class PerParameterStep:
     """Takes the place of ``_optimizer_step`` in a ZeRO optimizer of the stages 1 to 3.
 
     Args:

@@ -19,17 +19,17 @@ from typing_extensions import override
 
 from ..common.modules import find_ties
 from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
-from ..common.rendezvous import BeginMax, PendingMaximum
+from ..common.rendezvous import AllReduceMaxAsync, PendingAllReduceMax
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.torch_fake import is_planned
 from .flat_params import units_of
 from .settings import EngineSettings, resolve_ignored, units_to_wrap
 from .sharded_model import (
-    EarlyParameters,
     NamedTensor,
+    OriginalParameters,
     References,
-    ShardedForm,
+    ShardedModel,
     check_parameters,
     explained_mixture,
     module_attribute_of,
@@ -37,7 +37,7 @@ from .sharded_model import (
     recall_form,
     remember_form,
 )
-from .step import Close, SamePath, inside
+from .step import Close, CollectiveOrder, inside
 from .units import (
     Plan,
     check_modules,
@@ -47,7 +47,7 @@ from .units import (
     explained_recomputation,
     hide_wrapper_names,
     is_marked,
-    left_over,
+    modules_outside,
     parts_called_alone,
     scalars_of,
     without_attention_of_encoders,
@@ -79,8 +79,8 @@ class Engine(ABC, Generic[SettingsT]):
     refuses_holders: ClassVar[bool] = True
     """Whether it is an error that somebody still holds replaced parameters."""
 
-    path: SamePath
-    """What this rank gathers and reduces, followed; there is one from `get_ready` on."""
+    path: CollectiveOrder
+    """What this rank gathers and reduces, followed; there is one from `lazy_init` on."""
     timeout: timedelta = default_pg_timeout
     """How long a rank waits for the others where it does what none did before."""
     in_step = False
@@ -90,17 +90,17 @@ class Engine(ABC, Generic[SettingsT]):
         self.settings = settings
         self.mesh = mesh
         self.device = device
-        self.begin_max: BeginMax = lambda values: PendingMaximum(values).wait
+        self.all_reduce_max_async: AllReduceMaxAsync = lambda values: PendingAllReduceMax(values).wait
         """For what the ranks have to tell each other about each step."""
 
-    def prepare(self, model: nn.Module, *, to_be_filled: bool = False) -> ShardedForm:
+    def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:
         """Shard ``model``, whose submodules are changed in place.
 
         A module that comes back (validation after training) keeps the form it has.
 
         Args:
             model: Under Lightning the LightningModule.
-            to_be_filled: Whether all of it is on the meta device, and its values come through `named_tensors`.
+            deferred_init: Whether all of it is on the meta device, and its values come through `named_tensors`.
 
         Raises:
             RuntimeError: If ``model`` is sharded by the other FSDP version.
@@ -121,7 +121,7 @@ class Engine(ABC, Generic[SettingsT]):
             units = without_attention_of_encoders(model, units)
             units = without_split_ties(model, self._possible_units(model, units), ignored)
             parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
-            unsharded = ignored | left_over(model, parts) if parts else ignored
+            unsharded = ignored | modules_outside(model, parts) if parts else ignored
             precision = self.settings.precision
             check_modules(model, [*units, *parts], unsharded, version=self.version, precision=precision)
             flat = not getattr(self.settings, "use_orig_params", True)
@@ -140,16 +140,16 @@ class Engine(ABC, Generic[SettingsT]):
                 rank_zero_info(_memory_estimate(model))
             if self.settings.cpu_offload and self.device.type == "cpu":
                 rank_zero_warn("cpu_offload has no effect on the CPU: the shards are in host memory already.")
-            early = EarlyParameters(
+            early = OriginalParameters(
                 model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
             )
             references = References(model, kept=unsharded_parameters) if self.renews_parameters else None
-            root = self._shard(model, Plan(units, unsharded, scalars, parts, to_be_filled))
+            root = self._shard(model, Plan(units, unsharded, scalars, parts, deferred_init))
             if references is not None:
                 references.switch(model)
                 if self.refuses_holders:
                     references.check_holders()
-            form = ShardedForm(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
+            form = ShardedModel(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
             hide_wrapper_names(root)
             remember_form(model, form)
         return form
@@ -173,9 +173,9 @@ class Engine(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def named_tensors(
-        self, form: ShardedForm
+        self, form: ShardedModel
     ) -> AbstractContextManager[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
-        """Open a model that was prepared ``to_be_filled``.
+        """Open a model that was prepared ``deferred_init``.
 
         Returns:
             A context of its tensors and of a function that returns the memory to fill, one part for each tensor. The
@@ -183,7 +183,7 @@ class Engine(ABC, Generic[SettingsT]):
         """
 
     @abstractmethod
-    def get_ready(self, root: nn.Module) -> None:
+    def lazy_init(self, root: nn.Module) -> None:
         """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
 
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -200,27 +200,29 @@ class Engine(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def modules_in_units(self, root: nn.Module) -> Iterable[nn.Module]:
-        """Return the modules whose calls need something gathered, once `get_ready` has been called."""
+        """Return the modules whose calls need something gathered, once `lazy_init` has been called."""
 
     @abstractmethod
-    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+    def unshard_for_call(
+        self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Close]:
         """Gather what a call of ``module`` needs, see `UnitOpener`."""
 
-    def explained(self, error: BaseException) -> RuntimeError | None:
+    def translate_error(self, error: BaseException) -> RuntimeError | None:
         """Return what to raise in place of an error that ended a step and says nothing of sharding; as a rule None."""
         return None
 
     @abstractmethod
-    def make_idle(self, root: nn.Module) -> None:
+    def reset_to_idle(self, root: nn.Module) -> None:
         """End whatever an exception left open: all that is gathered is sharded again."""
 
     @abstractmethod
-    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def discard_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
 
     def end_training(self, root: nn.Module) -> None:
         """Let go of gradients and graphs: no backward will come any more, and no optimizer step."""
-        self.drop_unreduced(root)
+        self.discard_unreduced_grads(root)
 
     def begin_step(self, root: nn.Module) -> None:
         """Begin a training step: no backward of an earlier forward will come."""
@@ -259,7 +261,7 @@ class Engine(ABC, Generic[SettingsT]):
     ) -> torch.Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
 
-    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Return the norm of gradients of the model over all ranks, each of which calls it; None if torch knows it."""
         return None
 
@@ -268,7 +270,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""
 
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        """Return what users' code needs to find shards, once `get_ready` has been called."""
+        """Return what users' code needs to find shards, once `lazy_init` has been called."""
         return NoAccess()
 
     def hides_shards(self, root: nn.Module) -> bool:
@@ -389,7 +391,7 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
 # a copy that comes late may overwrite what was found out about overflows (github.com/pytorch/pytorch/issues/176429).
 
 
-class WaitingGradScaler(torch.amp.GradScaler):
+class CPUOffloadGradScaler(torch.amp.GradScaler):
     """torch's, dividing by a scale that has arrived."""
 
     @override
@@ -417,7 +419,7 @@ class WaitingShardedGradScaler(ShardedGradScaler):
 T = TypeVar("T")
 
 
-class Running:
+class StepRunner:
     """Runs the steps of one sharded module.
 
     Args:
@@ -426,7 +428,7 @@ class Running:
         is_manual: Whether it optimizes manually; it may change between fits.
     """
 
-    def __init__(self, engine: Engine[Any], form: ShardedForm, is_manual: Callable[[], bool]) -> None:
+    def __init__(self, engine: Engine[Any], form: ShardedModel, is_manual: Callable[[], bool]) -> None:
         self._engine, self._form, self._is_manual = engine, form, is_manual
         self._accumulating = False
         self.resharded_before_backward = False
@@ -479,8 +481,8 @@ class Running:
             try:
                 result = step()
             except BaseException as error:  # whoever catches it may save, evaluate and fit again
-                instead = self._engine.explained(error)
-                self._engine.make_idle(root)
+                instead = self._engine.translate_error(error)
+                self._engine.reset_to_idle(root)
                 if instead is not None:
                     raise instead from error
                 raise
@@ -509,8 +511,10 @@ class Running:
                 run()
                 self._engine.path.end()
             except BaseException as error:
-                self._engine.make_idle(root)
-                instead = explained_mixture(error) or explained_recomputation(error) or self._engine.explained(error)
+                self._engine.reset_to_idle(root)
+                instead = (
+                    explained_mixture(error) or explained_recomputation(error) or self._engine.translate_error(error)
+                )
                 if instead is not None:
                     raise instead from error
                 raise

@@ -24,7 +24,7 @@ from ..upstream.torch_fsdp1 import (
     _get_reduce_scatter_tensors,
     _reshard,
 )
-from .sharded_model import inside_root
+from .sharded_model import unwrap_root
 from .step import is_inside
 
 
@@ -110,7 +110,7 @@ VIEWS = "_accelight_views"
 """Where a handle has the views that modules had when it was gathered, if it has hidden them."""
 
 
-def make_idle(root: nn.Module) -> None:
+def reset_to_idle(root: nn.Module) -> None:
     """Bring every unit to rest, whatever an exception left it in; all that is gathered is freed.
 
     Source: torch 2.13 ``_post_backward_final_callback``, which a failed pass never reaches.
@@ -303,7 +303,7 @@ class FrozenGradients:
         self._units = units_of(root)
         self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
 
-    def put_aside(self) -> None:
+    def stash(self) -> None:
         """Call this before torch looks at the parameters."""
         for unit in self._units:
             flat_param: Any = unit._handle.flat_param
@@ -311,7 +311,7 @@ class FrozenGradients:
                 if parameter.grad is not None and not parameter.requires_grad:
                     self._kept.append((parameter, parameter.grad.clone()))
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Call this when control goes back to the user."""
         for parameter, gradient in self._kept:
             if not parameter.requires_grad and parameter.shape == gradient.shape:
@@ -323,7 +323,7 @@ class FrozenGradients:
                 del flat_param._saved_grad_shard
 
 
-def put_aside(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:
+def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:
     """Take the gradients that a backward left unreduced; see the note above.
 
     Those that were reduced before and not cleared, which torch keeps beside until the next reduction, come back.
@@ -355,7 +355,7 @@ def put_aside(root: nn.Module, without: Container[tuple[int, int]], *, reduced: 
 
 
 def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable[[], None]) -> None:
-    """Let the last backward of each window reduce what `put_aside` took from ``unit``.
+    """Let the last backward of each window reduce what `stash` took from ``unit``.
 
     Args:
         unit: With parameters.
@@ -440,8 +440,8 @@ def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
     return reduced
 
 
-def drop_unreduced(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
-    """Forget what `put_aside` took: of all parameters, or of these."""
+def discard_unreduced_grads(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    """Forget what `stash` took: of all parameters, or of these."""
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     for unit in units_of(root):
         flat_param: Any = unit._handle.flat_param
@@ -501,7 +501,7 @@ ONE_BACKWARD = (
 )
 
 
-def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeError | None:
+def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeError | None:
     """Return what to raise instead of an error of torch's inside a module that was called past its unit.
 
     Args:
@@ -536,7 +536,7 @@ def explained(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeEr
 
 def guard_shards(root: nn.Module) -> None:
     """Let weights of ``root`` tell who uses them while they are sharded; those that do already go on."""
-    prefixes = {unit: prefix for prefix, unit in inside_root(root).named_modules()}
+    prefixes = {unit: prefix for prefix, unit in unwrap_root(root).named_modules()}
     for unit in units_of(root):
         handle = unit._handle
         flat_param: Any = handle.flat_param

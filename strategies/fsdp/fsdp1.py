@@ -27,7 +27,7 @@ from ...checkpoint.names import clean_name
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
-from ..common.rendezvous import BeginMax
+from ..common.rendezvous import AllReduceMaxAsync
 from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
 from ..upstream.torch_core import tree_map_only
@@ -50,8 +50,7 @@ from .flat_params import (
     add_unreduced,
     add_waiting_gradients,
     check_not_summoned,
-    drop_unreduced,
-    explained,
+    discard_unreduced_grads,
     forget_frozen_hooks,
     forget_order,
     forget_views,
@@ -60,13 +59,14 @@ from .flat_params import (
     has_unreduced,
     hook_state,
     layouts_of,
-    make_idle,
     names_of,
     owners_of,
-    put_aside,
     reduce_left_over,
+    reset_to_idle,
     reshard,
     roots_of,
+    stash,
+    translate_error,
     units_by_module,
     units_of,
     waiting_units,
@@ -74,15 +74,15 @@ from .flat_params import (
 from .settings import FSDP1Settings
 from .sharded_model import (
     NamedTensor,
-    ShardedForm,
-    ShardedRoot,
+    RootWrapper,
+    ShardedModel,
     load_model_state_dict,
     model_state_dict,
     named_tensors,
     run_hooks,
     swap_for_empty,
 )
-from .step import Close, FlatChanges, SamePath, other_parameters
+from .step import Close, CollectiveOrder, FlatChanges, other_parameters
 from .units import Plan
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     def __init__(self, settings: FSDP1Settings, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(settings, mesh, device)
-        self._graphs = KeptGraphs()
+        self._graphs = RetainedGraphs()
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
-        if plan.to_be_filled:
+        if plan.deferred_init:
             for module in plan.ignored:
                 self._give_memory(module)
         with warnings.catch_warnings():
@@ -123,7 +123,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             if not plan.parts:
                 return self._wrap(model, plan)
             _replace(model, {part: self._wrap(part, plan) for part in plan.parts})
-        return ShardedRoot(model)
+        return RootWrapper(model)
 
     def _wrap(self, model: nn.Module, plan: Plan) -> FullyShardedDataParallel:
         chosen, settings = set(plan.units), self.settings
@@ -142,7 +142,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
                 backward_prefetch=settings.backward_prefetch,
                 mixed_precision=self._mixed_precision(),
                 **_ignored(model, plan),
-                param_init_fn=self._param_init_fn(model, to_be_filled=plan.to_be_filled),
+                param_init_fn=self._param_init_fn(model, deferred_init=plan.deferred_init),
                 device_id=self.device,
                 forward_prefetch=settings.forward_prefetch,
                 limit_all_gathers=settings.limit_all_gathers,
@@ -151,10 +151,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             others.update({unit._fsdp_wrapped_module: unit for unit in units_of(root)})
         return root
 
-    def _param_init_fn(self, model: nn.Module, *, to_be_filled: bool) -> Callable[[nn.Module], None] | None:
+    def _param_init_fn(self, model: nn.Module, *, deferred_init: bool) -> Callable[[nn.Module], None] | None:
         """Return what materializes modules on the meta device, with rank 0's values on all ranks."""
         given = self.settings.param_init_fn
-        if to_be_filled:
+        if deferred_init:
             return given or self._give_memory
         tensors = itertools.chain(model.parameters(), model.buffers())
         if not self.settings.sync_module_states or not any(tensor.is_meta for tensor in tensors):
@@ -179,7 +179,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     @contextmanager
-    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+    def named_tensors(self, form: ShardedModel) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         module = self.state_dict_module(form.root)
         state = model_state_dict(module)
         extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
@@ -227,22 +227,22 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         )
 
     @override
-    def get_ready(self, root: nn.Module) -> None:
+    def lazy_init(self, root: nn.Module) -> None:
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             _lazy_init(unit, unit)
         self._units = units_by_module(root)
         units = units_of(root)
-        self.path = SamePath([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
+        self.path = CollectiveOrder([clean_name(unit_name) for unit_name in names_of(root, units)], self.timeout)
         engine = weakref.ref(self)  # torch's hooks on gradients keep what they know, past any garbage collector
-        self._watch = BackwardWatch(root, self.path, lambda: _is_in_step(engine()))
+        self._watch = UsedParameterTracker(root, self.path, lambda: _is_in_step(engine()))
         self._frozen = FrozenGradients(root)
         self._has_begun = False
         guard_shards(root)
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
-        self.make_idle(root)
+        self.reset_to_idle(root)
         self._watch.forget_gradients()
-        drop_unreduced(root)
+        discard_unreduced_grads(root)
 
     @override
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -259,12 +259,14 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         return self._units
 
     @override
-    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+    def unshard_for_call(
+        self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Close]:
         outermost, unit = self._units[module]
         handle: Any = unit._handle
         hooked = unit is module  # its own forward does the rest
         forget_frozen_hooks(root)
-        self._frozen.put_aside()
+        self._frozen.stash()
         args = tree_map_only(torch.Tensor, _with_history, args)
         args, _ = _root_pre_forward(outermost, outermost, args, {})
         if not hooked:
@@ -277,26 +279,26 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             if unit is not outermost:  # who ends the backward of this call, if there is one
                 output = _register_pre_backward_hooks(outermost, outermost, output, None)
             self.reshard(root)
-            self._frozen.give_back()
+            self._frozen.restore()
             return output
 
         return args, close
 
     @override
-    def explained(self, error: BaseException) -> RuntimeError | None:
-        return explained(error, {module: unit for module, (_, unit) in self._units.items()})
+    def translate_error(self, error: BaseException) -> RuntimeError | None:
+        return translate_error(error, {module: unit for module, (_, unit) in self._units.items()})
 
     @override
-    def make_idle(self, root: nn.Module) -> None:
-        make_idle(root)
+    def reset_to_idle(self, root: nn.Module) -> None:
+        reset_to_idle(root)
         self.path.forget()
-        self._frozen.give_back()
+        self._frozen.restore()
 
     @override
-    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def discard_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         parameters = None if parameters is None else list(parameters)
         self._watch.forget_gradients(parameters)
-        drop_unreduced(root, parameters)
+        discard_unreduced_grads(root, parameters)
 
     @override
     def end_training(self, root: nn.Module) -> None:
@@ -321,15 +323,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._graphs.begin_backward(root)
         expect_backward(root, expected)
         self._watch.begin()
-        self._frozen.put_aside()
+        self._frozen.stash()
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
-        put_aside(root, self._watch.without, reduced=reduced)
-        self._frozen.give_back()
+        stash(root, self._watch.without, reduced=reduced)
+        self._frozen.restore()
         if reduced:
             reduce_left_over(root)
-            self._watch.settle(self.begin_max)
+            self._watch.sync_used_parameters(self.all_reduce_max_async)
 
     @override
     def keep_graph(self) -> None:
@@ -350,7 +352,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
                 yield
         finally:
             self._accumulating = False
-            put_aside(root, self._watch.without)  # what backwards of the user's own left
+            stash(root, self._watch.without)  # what backwards of the user's own left
 
     @override
     def clip_grad_norm(
@@ -379,7 +381,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         }
 
     @override
-    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         parameters = _sharded_parameters(root)
         sharded = {id(gradient) for gradient in gradients_of(parameters)}
         if sharded and not gradients and not self.settings.use_orig_params:
@@ -412,7 +414,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         check_not_summoned(root)
         # Only the FSDP root can switch all its units to another state-dict type; around several roots there is ours.
-        return root.module if isinstance(root, ShardedRoot) else root
+        return root.module if isinstance(root, RootWrapper) else root
 
 
 def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
@@ -525,7 +527,7 @@ class FlatAccess(NoAccess):
 
     shows_shards = True
 
-    def __init__(self, root: nn.Module, watch: BackwardWatch) -> None:
+    def __init__(self, root: nn.Module, watch: UsedParameterTracker) -> None:
         self._watch = watch
         self._places: dict[int, tuple[int, int]] = {}
         self._layouts: dict[int, FlatLayout] = {}
@@ -685,7 +687,7 @@ def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
             del flat_param._post_backward_hook_state
 
 
-class KeptGraphs:
+class RetainedGraphs:
     """Prepares units for another backward of a graph that one has kept (``retain_graph=True``).
 
     torch 2.13 prepares them in the forward, for one backward, which undoes it.
@@ -744,14 +746,14 @@ def _follow_gradients(handle: Any) -> None:
             piece.copy_(parameter.grad)
 
 
-class BackwardWatch:
+class UsedParameterTracker:
     """Sees which original parameters a backward reached on this rank, and lets the ranks agree.
 
     A flat parameter's gradient has zeros for those that nobody used; one process has no gradient there, so that neither
     momentum nor decay touch them.
     """
 
-    def __init__(self, root: nn.Module, path: SamePath, is_in_step: Callable[[], bool]) -> None:
+    def __init__(self, root: nn.Module, path: CollectiveOrder, is_in_step: Callable[[], bool]) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
         self.without: set[tuple[int, int]] = set()
@@ -826,11 +828,11 @@ class BackwardWatch:
         self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
         self._prepared = {unit for unit in self._units if hook_state(unit)}
 
-    def settle(self, begin_max: BeginMax) -> None:
+    def sync_used_parameters(self, all_reduce_max_async: AllReduceMaxAsync) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            begin_max: Lets the ranks tell each other.
+            all_reduce_max_async: Lets the ranks tell each other.
 
         Raises:
             RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.
@@ -838,7 +840,7 @@ class BackwardWatch:
         sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
         places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
         used, self._used = self._used, set()
-        of_all = begin_max([int(place in used) for place in places])
+        of_all = all_reduce_max_async([int(place in used) for place in places])
         if len(used) < len(places):  # else there is nothing to learn from the others
             used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
         for place, parameter in self._parameters():
@@ -907,7 +909,7 @@ def _check_parameters(handle: Any) -> Any:
     return type(handle).pre_unshard(handle)
 
 
-def _gather_together(handle: Any, path: SamePath, number: int, *args: Any, **kwargs: Any) -> Any:
+def _gather_together(handle: Any, path: CollectiveOrder, number: int, *args: Any, **kwargs: Any) -> Any:
     path.gather(number)
     return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
-from ..common.rendezvous import BeginMax
+from ..common.rendezvous import AllReduceMaxAsync
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
@@ -42,21 +42,21 @@ from ..upstream.torch_fsdp2 import (
     reset_iter_state,
     settle_dtypes,
 )
-from .engine import Engine, WaitingGradScaler
+from .engine import CPUOffloadGradScaler, Engine
 from .plugin import FullyShardedDataParallelPlugin
 from .settings import FSDP2Settings, resolve_ignored
 from .sharded_model import (
     NamedTensor,
-    ShardedForm,
-    ShardedRoot,
+    RootWrapper,
+    ShardedModel,
     build_mesh,
-    inside_root,
     open_tensors,
     recall_form,
     run_hooks_on,
+    unwrap_root,
 )
-from .step import Close, GroupChanges, SamePath, other_parameters
-from .units import Plan, late_heads, make_masters
+from .step import Close, CollectiveOrder, GroupChanges, other_parameters
+from .units import Plan, make_masters, output_heads
 from .weights import prepare_with_weights
 
 
@@ -111,10 +111,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def _heads(self, model: nn.Module, plan: Plan) -> list[nn.Module]:
         """A policy that names layers says nothing of the rest; any other says what it wants."""
         by_class = self.settings.wrap.kind == "transformer_based_wrap"
-        return late_heads(model, plan.units, plan.ignored) if by_class else []
+        return output_heads(model, plan.units, plan.ignored) if by_class else []
 
     def _root_of(self, model: nn.Module) -> nn.Module:
-        return ShardedRoot(model)
+        return RootWrapper(model)
 
     def _mp_policy(self, *, is_root: bool) -> MixedPrecisionPolicy:
         precision = self.settings.precision
@@ -134,21 +134,21 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     @contextmanager
-    def named_tensors(self, form: ShardedForm) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+    def named_tensors(self, form: ShardedModel) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         yield open_tensors(form.root, self.device)
 
     @override
-    def get_ready(self, root: nn.Module) -> None:
+    def lazy_init(self, root: nn.Module) -> None:
         for unit in roots_of(root):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
         self._units = Units(root)
         for group in self._units.groups:
             give_frozen_group_dtypes(group)
         self._units_by_module = units_by_module(root)
-        self.path = SamePath([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
-        self._watch, self._has_begun = BackwardWatch(self._units, self.path, lambda: self.in_step), False
-        self.make_idle(root)
-        self._units.drop_unreduced()
+        self.path = CollectiveOrder([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
+        self._watch, self._has_begun = UsedParameterTracker(self._units, self.path, lambda: self.in_step), False
+        self.reset_to_idle(root)
+        self._units.discard_unreduced_grads()
 
     @override
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
@@ -163,7 +163,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         return self._units_by_module
 
     @override
-    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+    def unshard_for_call(
+        self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Close]:
         unit: Any = self._units_by_module[module]
         if unit is module:  # torch's hooks on the unit do the rest
 
@@ -183,14 +185,14 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         return args, close_unit
 
     @override
-    def make_idle(self, root: nn.Module) -> None:
+    def reset_to_idle(self, root: nn.Module) -> None:
         for unit in roots_of(root):
             reset_iter_state(unit)
         self.path.forget()
 
     @override
-    def drop_unreduced(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        self._units.drop_unreduced(parameters)
+    def discard_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._units.discard_unreduced_grads(parameters)
 
     @override
     def begin_step(self, root: nn.Module) -> None:
@@ -204,7 +206,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
         if reduced:
-            self._watch.settle(self.begin_max)
+            self._watch.sync_used_parameters(self.all_reduce_max_async)
 
     @override
     def reshard(self, root: nn.Module) -> None:
@@ -230,12 +232,12 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
 
     @override
-    def norm_of(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+    def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         return global_norm(gradients, norm_type)  # torch's is a partial sum to whoever reads it
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
-        kind = WaitingGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
+        kind = CPUOffloadGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
         return kind(self.device.type)
 
     @override
@@ -248,7 +250,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
-        return inside_root(root)
+        return unwrap_root(root)
 
 
 def _as_fsdp(root: nn.Module) -> FSDPModule:
@@ -312,7 +314,7 @@ class Units:
         for group in self.groups:
             group._post_forward_indices.clear()
 
-    def drop_unreduced(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def discard_unreduced_grads(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the gradients that no backward has reduced yet.
 
         Args:
@@ -379,7 +381,7 @@ def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:
     return found
 
 
-class BackwardWatch:
+class UsedParameterTracker:
     """Sees which parameters a backward reached on this rank, and lets the ranks agree.
 
     torch reduces those parameters of a unit that have a gradient. Ranks that use different ones would add up gradients
@@ -387,7 +389,7 @@ class BackwardWatch:
     afterwards, as in one process.
     """
 
-    def __init__(self, units: Units, path: SamePath, is_in_step: Callable[[], bool]) -> None:
+    def __init__(self, units: Units, path: CollectiveOrder, is_in_step: Callable[[], bool]) -> None:
         self._units, self._path, self._is_in_step = units, path, is_in_step
         self._used: set[Any] = set()
         self._filled: set[Any] = set()
@@ -456,15 +458,15 @@ class BackwardWatch:
             used += unused
         settle_dtypes(used)
 
-    def settle(self, begin_max: BeginMax) -> None:
+    def sync_used_parameters(self, all_reduce_max_async: AllReduceMaxAsync) -> None:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            begin_max: Lets the ranks tell each other.
+            all_reduce_max_async: Lets the ranks tell each other.
         """
         params, used, filled = self._units.params, self._used, self._filled
         self._used, self._filled = set(), set()
-        of_all = begin_max([int(param in used) for param in params])
+        of_all = all_reduce_max_async([int(param in used) for param in params])
         if not filled:  # nothing to learn from the others
             return
         for param, anywhere in zip(params, of_all(), strict=True):

@@ -30,7 +30,7 @@ from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 
 
-class ShardedRoot(nn.Module):
+class RootWrapper(nn.Module):
     """Calls its one child; FSDP2 hooks its root unit here.
 
     Lightning sends ``training_step`` through ``forward`` of the outermost module. Were the LightningModule itself
@@ -69,13 +69,13 @@ def explained_mixture(error: BaseException) -> RuntimeError | None:
     )
 
 
-def inside_root(root: nn.Module) -> nn.Module:
+def unwrap_root(root: nn.Module) -> nn.Module:
     """Return the module whose names are the plain ones."""
-    return root.module if isinstance(root, ShardedRoot) else root
+    return root.module if isinstance(root, RootWrapper) else root
 
 
 @dataclass(frozen=True)
-class ShardedForm:
+class ShardedModel:
     """What sharding made of a module, and what it hid."""
 
     root: nn.Module
@@ -92,24 +92,24 @@ class ShardedForm:
     """Parameters of ignored modules: unsharded, their gradients reduced by nobody but us."""
     order: Mapping[str, int]
     """Each parameter's place in ``parameters()`` before sharding, see `parameter_order`."""
-    early: EarlyParameters
+    early: OriginalParameters
     """The parameters as they were, for optimizers made before sharding."""
 
 
-def remember_form(module: nn.Module, form: ShardedForm) -> None:
+def remember_form(module: nn.Module, form: ShardedModel) -> None:
     """Note on ``module`` what it was sharded into."""
     # Past nn.Module.__setattr__, which would register the root as a child of its own child.
     module.__dict__[SHARDED_FORM] = form
 
 
-def recall_form(module: nn.Module, version: int) -> ShardedForm | None:
+def recall_form(module: nn.Module, version: int) -> ShardedModel | None:
     """Return what ``module`` was sharded into, or None if it has not been sharded.
 
     Raises:
         RuntimeError: If it was sharded by the other FSDP version, or by DeepSpeed.
     """
     refuse_module_of_stage_3(module)
-    form: ShardedForm | None = module.__dict__.get(SHARDED_FORM)
+    form: ShardedModel | None = module.__dict__.get(SHARDED_FORM)
     if form is not None and form.version != version:
         raise RuntimeError(
             f"{type(module).__name__} is already sharded with FSDP{form.version} and cannot be sharded again with "
@@ -198,7 +198,7 @@ def open_tensors(root: nn.Module, device: torch.device) -> tuple[list[NamedTenso
         device: Where meta tensors get memory; shards under CPU offloading get it on the CPU.
     """
     reshard(root)
-    model = inside_root(root)
+    model = unwrap_root(root)
     tensors = [named for named in named_tensors(model) if named.persistent or named.tensor.is_meta]
 
     def targets() -> list[Tensor]:
@@ -266,7 +266,7 @@ def map_parameters(before: Mapping[str, nn.Parameter], model: nn.Module) -> dict
     return {parameter: after[name] for name, parameter in before.items() if name in after}
 
 
-class EarlyParameters:
+class OriginalParameters:
     """The parameters of a model before sharding, for optimizers that may hold them.
 
     It keeps none of them alive: without such an optimizer they are freed.

@@ -2,7 +2,7 @@
 
 Between the strategy's steps every parameter is in its sharded form, so that what hooks read and change is what trains.
 A module that is called there (sampling with ``self(x)``, a part of the model in a callback, a network in manual
-optimization) needs gathered ones. `OutsideCalls` gathers the unit that the module lies in for the while of the
+optimization) needs gathered ones. `UnshardOnCall` gathers the unit that the module lies in for the while of the
 outermost call, as the unit's own ``forward`` would, and shards it again afterwards.
 
 Modules carry no hooks for it: one global hook of torch's stands while no step runs, so a step pays nothing.
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..common.rendezvous import ComparedActions, num_ranks
+from ..common.rendezvous import CollectiveOrderChecker, num_ranks
 from ..common.sharded_tensors import local_part, part_of
 from ..common.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
@@ -38,7 +38,7 @@ _ATTRIBUTE = "_accelight_outside_calls"
 class UnitOpener(Protocol):
     """What an engine does for a call."""
 
-    path: SamePath
+    path: CollectiveOrder
     """Follows what is gathered."""
 
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
@@ -49,16 +49,18 @@ class UnitOpener(Protocol):
         """Return the modules whose calls need something gathered."""
         ...
 
-    def open_unit(self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Close]:
+    def unshard_for_call(
+        self, root: nn.Module, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Close]:
         """Gather what ``module`` needs; return its arguments, and what ends the call."""
         ...
 
-    def make_idle(self, root: nn.Module) -> None:
+    def reset_to_idle(self, root: nn.Module) -> None:
         """End whatever a failed call left open."""
         ...
 
 
-class OutsideCalls:
+class UnshardOnCall:
     """Takes care of the calls of one sharded model.
 
     Args:
@@ -106,7 +108,7 @@ class OutsideCalls:
             context.__exit__(None, None, None)
             _leave()
             if not succeeded:
-                self._opener.make_idle(root)
+                self._opener.reset_to_idle(root)
 
         library.__enter__()
         _enter()
@@ -114,7 +116,7 @@ class OutsideCalls:
         path = self._opener.path
         try:
             path.begin(("call", self._numbers[module], torch.is_grad_enabled()))
-            args, close = self._opener.open_unit(root, module, args)
+            args, close = self._opener.unshard_for_call(root, module, args)
         except BaseException:
             finish()
             raise
@@ -158,7 +160,7 @@ def _ids_of_parameters(module: nn.Module) -> list[int]:
     return [id(parameter) for parameter in module._parameters.values()]
 
 
-_known: MutableMapping[nn.Module, weakref.ref[OutsideCalls]] = WeakIdKeyDictionary()
+_known: MutableMapping[nn.Module, weakref.ref[UnshardOnCall]] = WeakIdKeyDictionary()
 """Both are weak: the calls know the engine, which knows the modules. By identity, as a metric's hash changes."""
 _depth = 0
 """How many steps, backwards and calls are under way: inside of them nobody is outside."""
@@ -233,7 +235,7 @@ WAY_OUT = (
 _END = 0
 
 
-class SamePath:
+class CollectiveOrder:
     """Follows one rank through the units of a model.
 
     Args:
@@ -242,7 +244,7 @@ class SamePath:
     """
 
     def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
-        self._names, self._compared = names, ComparedActions(WAY_OUT, timeout)
+        self._names, self._compared = names, CollectiveOrderChecker(WAY_OUT, timeout)
         self._known: dict[Hashable, dict[int, Any]] = {}
         self.at: dict[int, Any] | None = None
         """Where this rank is; None while it follows nothing, as when it is the only one."""

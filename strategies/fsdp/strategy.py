@@ -39,8 +39,8 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
-from ..common.launch import check_offload, made_again, tell_what_comes_too_late, warn_of_other_precision
-from ..common.loop import HeldWeights, LoopFollowing, LoopTracker
+from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
+from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, check_callbacks
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
@@ -57,16 +57,16 @@ from ..upstream.lightning import (
     rank_zero_info,
 )
 from ..upstream.lightning import MixedPrecision as LightningMixedPrecision
-from .checkpoint.async_save import check_kind, check_places, choose_saves, told_choice
+from .checkpoint.async_save import check_kind, check_places, describe_async_mode, make_async_saver
 from .checkpoint.checkpointer import Checkpointer
-from .engine import Engine, Running
+from .engine import Engine, StepRunner
 from .fsdp1 import FSDP1Engine
 from .fsdp2 import FSDP2Engine
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
-from .sharded_model import ShardedForm, build_mesh, inside_root
-from .step import OutsideCalls, ZeroGradFollowing, looks_before_backward, looks_between_batches
+from .sharded_model import ShardedModel, build_mesh, unwrap_root
+from .step import UnshardOnCall, ZeroGradFollowing, looks_before_backward, looks_between_batches
 from .summary import let_go, summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
 from .weights import materialize_alike, parameters_on_meta, prepare_with_weights
@@ -84,8 +84,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     """Runs steps, gradients and checkpoints of a sharded module; `AccelFSDPStrategy` is the whole."""
 
     _engine: Engine[Any] | None = None
-    _form: ShardedForm | None = None
-    _running: Running
+    _form: ShardedModel | None = None
+    _running: StepRunner
     _user_code: UserCode | None = None
     _reshard_during_accumulation: bool
     _checkpointer: Checkpointer
@@ -109,7 +109,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return self._engine
 
     @property
-    def form(self) -> ShardedForm:
+    def form(self) -> ShardedModel:
         """The sharded model and what sharding hid of it.
 
         Raises:
@@ -157,7 +157,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self._running.backward(backward, keeps_graph=keeps_graph)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.engine.drop_unreduced(self.form.root, parameters)
+        self.engine.discard_unreduced_grads(self.form.root, parameters)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +254,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             return None
         if self._is_manual:
             average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
-        return self.engine.norm_of(self.form.root, gradients, norm_type)
+        return self.engine.total_norm(self.form.root, gradients, norm_type)
 
     def _average_unsharded(self, optimizer: Optimizer) -> None:
         unsharded = self.form.unsharded
@@ -388,7 +388,7 @@ _REFUSED_CALLBACKS = {
     *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "save_safetensors"),
     *("wait_for_saves", "barrier", "on_exception"),
 )
-@made_again
+@pickle_by_init_args
 @named_arguments
 class AccelFSDPStrategy(TrainerHooks):
     """Fully sharded training with FSDP1 or FSDP2, on any device, CPU included.
@@ -526,9 +526,9 @@ class AccelFSDPStrategy(TrainerHooks):
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
-        self._held_weights, self._loader_places = HeldWeights(), LoaderPlaces()
+        self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
         self._buffers = BufferSync(broadcast_buffers)
-        self._checkpointer = Checkpointer(self, choose_saves(async_save, timeout))
+        self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms = TotalNorms(self._norm_of)
 
@@ -564,7 +564,7 @@ class AccelFSDPStrategy(TrainerHooks):
             check_offload(self.root_device)
         self._checkpointer.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
-        self._engine.begin_max = self._termination.begin_max
+        self._engine.all_reduce_max_async = self._termination.all_reduce_max_async
         if self._timeout is not None:
             self._engine.timeout = self._timeout
         precision = self.precision_plugin.accelerate_name
@@ -590,8 +590,8 @@ class AccelFSDPStrategy(TrainerHooks):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        from_rank_zero = self.fsdp_plugin.settings().weights_from_rank_zero
-        without_values = self._pretrained_weights is not None or (from_rank_zero and not self.is_global_zero)
+        broadcast_from_rank_zero = self.fsdp_plugin.settings().weights_from_rank_zero
+        without_values = self._pretrained_weights is not None or (broadcast_from_rank_zero and not self.is_global_zero)
         with super().tensor_init_context(empty_init), parameters_on_meta() if without_values else nullcontext():
             yield
 
@@ -627,7 +627,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            saved_by = told_choice(self._checkpointer.saves)
+            saved_by = describe_async_mode(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
             summarise_run(name, self.engine, self.form, precision, saved_by).tell(trainer)
 
@@ -641,15 +641,15 @@ class AccelFSDPStrategy(TrainerHooks):
         model = self.precision_plugin.convert_module(model)
         self._form = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
         root = self._form.root
-        self._running = Running(self.engine, self._form, lambda: self._is_manual)
+        self._running = StepRunner(self.engine, self._form, lambda: self._is_manual)
         materialize_alike(self.engine, root)
         for module in root.modules():
             if isinstance(module, Metric):  # its states are neither parameters nor buffers: nobody else moves them
                 module.to(self.root_device)
         if self.precision_plugin.precision == "16-mixed" and self.precision_plugin.scaler is None:
             self.precision_plugin.scaler = self.engine.grad_scaler()
-        self.engine.get_ready(root)
-        OutsideCalls(root, self.engine, self.precision_plugin.outside_context)
+        self.engine.lazy_init(root)
+        UnshardOnCall(root, self.engine, self.precision_plugin.outside_context)
         return root
 
     @override
@@ -661,7 +661,7 @@ class AccelFSDPStrategy(TrainerHooks):
             super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
             with_plain_states(optimizer)
-            self.form.early.switch(optimizer, inside_root(self.form.root))
+            self.form.early.switch(optimizer, unwrap_root(self.form.root))
         self.engine.check_optimizers(self.form.root, self.optimizers)
         module = self.lightning_module
         if module is not None:

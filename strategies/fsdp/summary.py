@@ -23,7 +23,7 @@ from .engine import Engine
 from .flat_params import WholeParameter, parameters_by_owner
 from .fsdp2 import own_class
 from .settings import EngineSettings, FSDP2Settings
-from .sharded_model import ShardedForm, ShardedRoot, inside_root
+from .sharded_model import RootWrapper, ShardedModel, unwrap_root
 
 
 def summarise_whole(callbacks: Iterable[object], root: nn.Module) -> None:
@@ -121,7 +121,7 @@ class _WholeSummary(Summary):
 # What a fit with FSDP tells of itself at its start.
 
 
-def summarise_run(strategy: str, engine: Engine[Any], form: ShardedForm, precision: str, saved_by: str) -> RunSummary:
+def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precision: str, saved_by: str) -> RunSummary:
     """Return what a fit tells.
 
     Args:
@@ -132,7 +132,7 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedForm, precisi
         saved_by: Who writes checkpoints, empty if training does.
     """
     settings, root = engine.settings, form.root
-    whole = sum(one.numel for one in WholeParameters(root).of(inside_root(root)))
+    whole = sum(one.numel for one in WholeParameters(root).of(unwrap_root(root)))
     return RunSummary(
         strategy=strategy,
         engine=f"FSDP{engine.version}",
@@ -180,7 +180,7 @@ def _unit_classes(root: nn.Module) -> list[type[nn.Module]]:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     while True:
-        if isinstance(module, (FullyShardedDataParallel, ShardedRoot)):
+        if isinstance(module, (FullyShardedDataParallel, RootWrapper)):
             module = module.module
         elif isinstance(module, ActivationWrapper):
             module = module._checkpoint_wrapped_module

@@ -35,7 +35,7 @@ class Plan:
     parts: list[nn.Module] = field(default_factory=list)
     """Empty where one root unit is gathered around the whole training step; else what stands in its place, see
     `parts_called_alone`."""
-    to_be_filled: bool = False
+    deferred_init: bool = False
     """Whether all of the model is on the meta device, and its values come afterwards."""
 
 
@@ -62,7 +62,7 @@ def parts_called_alone(model: nn.Module, ignored: set[nn.Module]) -> list[nn.Mod
     return list(dict.fromkeys(_callable_children(model, ignored)))
 
 
-def left_over(model: nn.Module, parts: list[nn.Module]) -> set[nn.Module]:
+def modules_outside(model: nn.Module, parts: list[nn.Module]) -> set[nn.Module]:
     """Return the modules outside of all ``parts``."""
     inside = {submodule for part in parts for submodule in part.modules()}
     return set(model.modules()) - inside
@@ -130,7 +130,7 @@ def without_attention_of_encoders(model: nn.Module, units: list[nn.Module]) -> l
     return [unit for unit in units if unit not in read]
 
 
-def late_heads(model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module]) -> list[nn.Module]:
+def output_heads(model: nn.Module, units: list[nn.Module], unsharded: Collection[nn.Module]) -> list[nn.Module]:
     """Return the large linear layers registered after the last unit, output heads as a rule.
 
     In the root's unit they would be gathered before the first layer runs, and reduced after the last one has, with
@@ -614,7 +614,7 @@ def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> I
     ignored = resolve_ignored(model, settings.ignored_modules)
     units = without_split_ties(model, [unit for _, unit in units_to_wrap(model, settings.wrap, ignored)], ignored)
     parts = without_split_ties(model, parts_called_alone(model, ignored), ignored)
-    unsharded = ignored | left_over(model, parts) if parts else ignored
+    unsharded = ignored | modules_outside(model, parts) if parts else ignored
     yield from parameters_by_unit(model, [*units, *parts], unsharded)
 
 

@@ -20,23 +20,23 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.formats.base import read_weight_map
 from ...state.collectives import sending_device
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
-from ..common.rendezvous import failing_together, num_ranks, raise_together
+from ..common.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..upstream.lightning import _materialize_distributed_module
 from .engine import Engine
 from .sharded_model import (
     NamedTensor,
-    ShardedForm,
-    inside_root,
+    ShardedModel,
     named_tensors,
     open_tensors,
     recall_form,
     swap_for_empty,
+    unwrap_root,
 )
 
 
 def prepare_with_weights(
     engine: Engine[Any], model: nn.Module, process: Process, pretrained_weights: str | os.PathLike[str] | None = None
-) -> ShardedForm:
+) -> ShardedModel:
     """Shard ``model`` and see to it that every shard has the right values; every rank calls it.
 
     All ranks begin with rank 0's values. Where the values come from elsewhere, nothing that this rank holds is kept
@@ -62,7 +62,7 @@ def prepare_with_weights(
     taken = take_weights(model, keep=process.is_main_process or pretrained_weights is not None)
     if pretrained_weights is not None:
         taken.state_dict.clear()  # buffers are all that no file holds
-    form = engine.prepare(model, to_be_filled=True)
+    form = engine.prepare(model, deferred_init=True)
     with engine.named_tensors(form) as (tensors, targets):
         if pretrained_weights is None:
             send_shards(process, tensors, taken.state_dict, taken.buffers, targets)
@@ -201,9 +201,9 @@ def fsdp2_load_full_state_dict(
 
     Source: accelerate 1.15 ``utils/fsdp_utils.py``, which broadcasts each full tensor to every rank.
     """
-    with failing_together(_WHAT):
+    with raise_on_all_ranks(_WHAT):
         tensors, targets = open_tensors(model, accelerator.device)
-        buffers = buffers_by_name(inside_root(model) if buffers_from is None else buffers_from)
+        buffers = buffers_by_name(unwrap_root(model) if buffers_from is None else buffers_from)
     send_shards(accelerator, tensors, full_sd or {}, buffers, targets)
 
 
@@ -227,7 +227,7 @@ def send_shards(
         RuntimeError: On every rank, before anything is sent, if names, shapes, dtypes or ties do not fit.
     """
     reports: list[Any] = [None] * num_ranks()
-    with failing_together(_WHAT):
+    with raise_on_all_ranks(_WHAT):
         needs = [_need(named) for named in tensors]
         if accelerator.is_main_process != (_rank() == 0):
             raise ValueError(f"is_main_process={accelerator.is_main_process}: the state dict must be on rank 0.")
@@ -245,7 +245,7 @@ def send_shards(
         problems += _compare_dtypes(reports)
         problems += _find_buffers(sources, buffers, reports)
     raise_together(_WHAT, problems)
-    with failing_together(_WHAT):
+    with raise_on_all_ranks(_WHAT):
         parts = targets()
     device = accelerator.device if num_ranks() == 1 else sending_device(accelerator.device, _world())
     if num_ranks() > 1 and device.type != "cpu":  # NCCL's first communication must be one of all ranks
@@ -552,7 +552,7 @@ def fsdp2_load_safetensors(
         RuntimeError: On every rank, before anything is changed: if a file cannot be read, names are missing or
             unexpected, or shapes differ.
     """
-    with failing_together(f"Loading {path} into the sharded model"):
+    with raise_on_all_ranks(f"Loading {path} into the sharded model"):
         tensors, targets = open_tensors(model, accelerator.device)
         buffers = {} if buffers_from is None else buffers_by_name(buffers_from)
     read_slices(path, tensors, buffers, targets, prefixes=(prefix,))
@@ -580,7 +580,7 @@ def read_slices(
     """
     what = f"Loading {path} into the sharded model"
     with ExitStack() as files:
-        with failing_together(what):
+        with raise_on_all_ranks(what):
             opened = _open(Path(path), files)
             names = {name for named in tensors for name in named.names}
             prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in names for name in opened))
@@ -589,7 +589,7 @@ def read_slices(
             found, problems = _match(tensors, stored)
             problems += _check_buffers(tensors, buffers)
         raise_together(what, problems)
-        with failing_together(what):
+        with raise_on_all_ranks(what):
             for named, part, (offsets, sizes) in zip(tensors, targets(), wanted, strict=True):
                 if not named.persistent:
                     part.copy_(buffers[named.name])

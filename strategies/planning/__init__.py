@@ -9,10 +9,10 @@ from ..common.config import lazy_names
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
     from .planner import plan_memory
-    from .shape_tensors import CannotPlanError
+    from .shape_tensors import PlanningError
 
-__all__ = ["CannotPlanError", "MemoryPlan", "plan_memory"]
+__all__ = ["PlanningError", "MemoryPlan", "plan_memory"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"CannotPlanError": ".shape_tensors", "MemoryPlan": ".memory_plan", "plan_memory": ".planner"}
+    __name__, {"PlanningError": ".shape_tensors", "MemoryPlan": ".memory_plan", "plan_memory": ".planner"}
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .wishes import STRATEGIES, Wishes
+from .wishes import STRATEGIES, PlanConfig
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -66,7 +66,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.module is None) == (arguments.hf_config is None):
         raise ValueError("Give either MODULE:CLASS or --hf-config.")
-    wishes = Wishes(
+    wishes = PlanConfig(
         module=arguments.module,
         module_args=arguments.module_args,
         hf_config=arguments.hf_config,
@@ -82,18 +82,18 @@ def _run(arguments: argparse.Namespace) -> int:
         accumulate=arguments.accumulate,
         clip=arguments.clip,
     )
-    from .shape_tensors import CannotPlanError
+    from .shape_tensors import PlanningError
 
     try:
         return _plan(wishes, arguments)
-    except CannotPlanError as error:
+    except PlanningError as error:
         if arguments.debug:
             raise
         print(f"accelight: error: {error}", file=sys.stderr)
         return EXIT_NO_PLAN
 
 
-def _plan(wishes: Wishes, arguments: argparse.Namespace) -> int:
+def _plan(wishes: PlanConfig, arguments: argparse.Namespace) -> int:
     if arguments.memory is None:
         plan = plan_of(wishes)
         print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
@@ -101,7 +101,7 @@ def _plan(wishes: Wishes, arguments: argparse.Namespace) -> int:
     return _try(wishes, arguments.memory, as_json=arguments.json)
 
 
-def _try(wishes: Wishes, memory_bytes: int, *, as_json: bool) -> int:
+def _try(wishes: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
     from .planner import advice, table, try_variants
 
     variants = try_variants(wishes, memory_bytes, plan_of)
@@ -127,7 +127,7 @@ def _try(wishes: Wishes, memory_bytes: int, *, as_json: bool) -> int:
     return EXIT_OK if fits else EXIT_NOTHING_FITS
 
 
-def plan_of(wishes: Wishes) -> MemoryPlan:
+def plan_of(wishes: PlanConfig) -> MemoryPlan:
     """Return the plan of what is asked for."""
     from .planner import plan_memory
 

@@ -35,10 +35,10 @@ class MemoryPlan:
     parts: Mapping[str, int]
     """What is held then, in bytes: ``parameters``, ``gathered``, ``gradients``, ``optimizer``, ``activations`` and
     ``temporary``. Their sum is `peak_bytes`."""
-    building_bytes: int
+    init_peak_bytes: int
     """The most that is held while the model is built, sharded and given to its optimizer. Where it is built on the CPU
     and trained on an accelerator, this is host memory."""
-    resting_bytes: int
+    steady_state_bytes: int
     """What is held between steps."""
     num_parameters: int
     """Elements of all parameters of the whole model."""
@@ -50,7 +50,7 @@ class MemoryPlan:
     @property
     def highest_bytes(self) -> int:
         """The most that is held at any time, building included: what a CPU process needs."""
-        return max(self.peak_bytes, self.building_bytes)
+        return max(self.peak_bytes, self.init_peak_bytes)
 
     def fits(self, memory_bytes: int) -> bool:
         """Return whether training takes no more than ``memory_bytes``, with nothing left for what is not counted."""
@@ -70,8 +70,8 @@ class MemoryPlan:
                 "",
                 f"{'peak of each process, in ' + self.phase:{width}}  {size(self.peak_bytes):>10}",
                 *(f"  {what:{width - 2}}  {size(num_bytes):>10}" for what, num_bytes in rows),
-                f"{'between steps':{width}}  {size(self.resting_bytes):>10}",
-                f"{'while the model is built and sharded':{width}}  {size(self.building_bytes):>10}",
+                f"{'between steps':{width}}  {size(self.steady_state_bytes):>10}",
+                f"{'while the model is built and sharded':{width}}  {size(self.init_peak_bytes):>10}",
                 "",
                 NOT_COUNTED,
             ]

@@ -30,8 +30,8 @@ from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
 from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
 from .example_model import batch_size_of
 from .memory_plan import MemoryPlan, size
-from .shape_tensors import PARTS, CannotPlanError, HollowTensors, Part, Peak, Phase, Storages
-from .wishes import Wishes
+from .shape_tensors import PARTS, HollowTensors, Part, Peak, Phase, PlanningError, Storages
+from .wishes import PlanConfig
 
 
 def plan_memory(
@@ -64,7 +64,7 @@ def plan_memory(
         The peak, where in a step it is, and what it is made of.
 
     Raises:
-        CannotPlanError: If the training cannot be planned: it depends on values that are computed from weights, has
+        PlanningError: If the training cannot be planned: it depends on values that are computed from weights, has
             operations that do not say what they return, compiles, or optimizes manually with several optimizers.
         RuntimeError: If this process is in a process group.
         ValueError: If ``world_size`` or ``accumulate_grad_batches`` is less than 1.
@@ -81,9 +81,9 @@ def plan_memory(
         accumulate_grad_batches=accumulate_grad_batches,
         gradient_clip_val=gradient_clip_val,
     )
-    plan, is_sorted = in_a_fork(partial(run_plan, order), "The plan")
+    plan, is_sorted = run_in_fork(partial(run_plan, order), "The plan")
     if not is_sorted:  # the most is held before the last step: sort what is held when it comes to that again
-        plan, is_sorted = in_a_fork(partial(run_plan, order, plan.peak_bytes), "The plan")
+        plan, is_sorted = run_in_fork(partial(run_plan, order, plan.peak_bytes), "The plan")
     if not is_sorted:
         raise RuntimeError(f"What is held at the highest, {plan.peak_bytes} bytes, came out otherwise the second time.")
     said = {"precision": precision, "accumulate": accumulate_grad_batches}
@@ -127,7 +127,7 @@ class _Steps:
         self._strategy, self._storages = strategy, storages
         self._num_sorted_after, self._expected = num_sorted_after, expected
         self.building: Peak | None = None
-        self.resting_bytes = 0
+        self.steady_state_bytes = 0
         self.peaks: list[Peak] = []
         self.num_steps = 0
         self.num_parameters = 0
@@ -155,7 +155,7 @@ class _Steps:
 
     def _begin_step(self) -> None:
         _check_optimizers(self._strategy)
-        self.resting_bytes = max(self._storages.num_bytes, self.resting_bytes) if self.peaks else 0
+        self.steady_state_bytes = max(self._storages.num_bytes, self.steady_state_bytes) if self.peaks else 0
         peak = self._storages.look()
         if self.building is None:
             self.building = peak
@@ -185,7 +185,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         The plan, and whether what is held at its highest could be sorted into parts.
 
     Raises:
-        CannotPlanError: If what is to be planned cannot be.
+        PlanningError: If what is to be planned cannot be.
     """
     _be_quiet()
     strategy = order.strategy()
@@ -196,7 +196,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
     with pretended_group(order.world_size), HollowTensors(storages).running():
         module = order.module()
         if not isinstance(module, LightningModule):
-            raise CannotPlanError(f"A plan trains a LightningModule, and got {type(module).__name__}.")
+            raise PlanningError(f"A plan trains a LightningModule, and got {type(module).__name__}.")
         batch = order.batch(module)
         steps = _Steps(strategy, storages, window * (_STEPS - 1), expected)
         classify.append(lambda: parts_of(strategy.model, strategy.optimizers))
@@ -221,7 +221,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         trainer.fit(module, _loader(batch, window * (_STEPS + 1)))
         highest = steps.end()
     if steps.building is None or steps.num_steps < window * _STEPS:
-        raise CannotPlanError(
+        raise PlanningError(
             f"Training ended after {steps.num_steps} micro-batches of {window * _STEPS}: something in the module or "
             "its callbacks ends it early, or training_step() returns None."
         )
@@ -230,8 +230,8 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         peak_bytes=highest.num_bytes,
         phase=highest.phase,
         parts=parts,
-        building_bytes=steps.building.num_bytes,
-        resting_bytes=steps.resting_bytes,
+        init_peak_bytes=steps.building.num_bytes,
+        steady_state_bytes=steps.steady_state_bytes,
         num_parameters=steps.num_parameters,
         world_size=order.world_size,
     )
@@ -247,7 +247,7 @@ def _loader(batch: Any, num_batches: int) -> DataLoader[Any]:
 def _check_optimizers(strategy: Any) -> None:
     module = strategy.lightning_module
     if module is not None and not module.automatic_optimization and len(strategy.optimizers) > 1:
-        raise CannotPlanError(
+        raise PlanningError(
             f"{type(module).__name__} optimizes manually with {len(strategy.optimizers)} optimizers: which of them "
             "steps when, and so what is held, is up to its code. Plan a module with one of them at a time."
         )
@@ -257,21 +257,21 @@ def _prepare(strategy: Any) -> None:
     """Refuse what a plan would be wrong about; let DeepSpeed run without kernels of its own.
 
     Raises:
-        CannotPlanError: If the strategy compiles, or is none of ours.
+        PlanningError: If the strategy compiles, or is none of ours.
     """
     from ..deepspeed.strategy import AccelDeepSpeedStrategy
     from ..fsdp.strategy import AccelFSDPStrategy
 
     if isinstance(strategy, AccelDeepSpeedStrategy):
         if "nvme" in str(strategy.deepspeed_config):
-            raise CannotPlanError("What is offloaded to NVMe cannot be planned. Plan with offloading to the CPU.")
+            raise PlanningError("What is offloaded to NVMe cannot be planned. Plan with offloading to the CPU.")
         without_compiled_kernels()
     elif not isinstance(strategy, AccelFSDPStrategy):
-        raise CannotPlanError(
+        raise PlanningError(
             f"Plans are for AccelFSDPStrategy and AccelDeepSpeedStrategy, not for {type(strategy).__name__}."
         )
     elif strategy._compile_options is not None:
-        raise CannotPlanError(
+        raise PlanningError(
             "compile decides by itself what is kept for backward, and a plan runs nothing compiled. Plan without it: "
             "as a rule it takes less."
         )
@@ -456,7 +456,7 @@ def _of_zero(optimizer: Any, names: tuple[str, ...]) -> Iterator[Any]:
 T = TypeVar("T")
 
 
-def in_a_fork(action: Callable[[], T], what: str) -> T:
+def run_in_fork(action: Callable[[], T], what: str) -> T:
     """Run ``action`` in a fork of this process, which has everything that this one has, and return its result.
 
     Args:
@@ -546,7 +546,7 @@ class Variant:
 
     change: str
     """What differs from what was asked for; empty for that itself."""
-    wishes: Wishes
+    wishes: PlanConfig
     plan: MemoryPlan | None
     refused: str = ""
     """Why there is no plan."""
@@ -556,7 +556,7 @@ class Variant:
         return self.plan is not None and self.plan.fits(memory_bytes)
 
 
-def try_variants(wishes: Wishes, memory_bytes: int, plan: Callable[[Wishes], MemoryPlan]) -> list[Variant]:
+def try_variants(wishes: PlanConfig, memory_bytes: int, plan: Callable[[PlanConfig], MemoryPlan]) -> list[Variant]:
     """Plan what is asked for, and what could be set otherwise while it does not fit, the least intrusive first.
 
     Args:
@@ -568,7 +568,7 @@ def try_variants(wishes: Wishes, memory_bytes: int, plan: Callable[[Wishes], Mem
         All that were planned; where what is asked for fits, that alone.
 
     Raises:
-        CannotPlanError: If what is asked for cannot be planned.
+        PlanningError: If what is asked for cannot be planned.
     """
     found = [Variant("", wishes, plan(wishes))]
     if found[0].fits(memory_bytes):
@@ -576,12 +576,12 @@ def try_variants(wishes: Wishes, memory_bytes: int, plan: Callable[[Wishes], Mem
     for change, changed in _changes(wishes):
         try:
             found.append(Variant(change, changed, plan(changed)))
-        except (CannotPlanError, ValueError) as error:
+        except (PlanningError, ValueError) as error:
             found.append(Variant(change, changed, None, str(error)))
     return found
 
 
-def _changes(wishes: Wishes) -> Iterator[tuple[str, Wishes]]:
+def _changes(wishes: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Yield what could be otherwise: what changes neither results nor the number of processes comes first."""
     sharded = None
     if (other := wishes.fully_sharded()) is not None:

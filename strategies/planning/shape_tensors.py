@@ -55,7 +55,7 @@ _BETWEEN = {"_tensor.py", "_compile.py", "_ops.py", "utils", "_dynamo"}
 _OF_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "torchmetrics")
 
 
-class CannotPlanError(RuntimeError):
+class PlanningError(RuntimeError):
     """What was to be planned cannot be: the message says why, and what to do."""
 
     def __init__(self, message: str) -> None:
@@ -135,7 +135,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_if_small(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             shapes = self._shapes(func, args, kwargs, {})
-        except CannotPlanError:  # its shape depends on values, which are known
+        except PlanningError:  # its shape depends on values, which are known
             shapes = None
         if sum(leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)) > _SMALL_BYTES:
             return _UNKNOWN
@@ -178,14 +178,14 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self._fake:
                 return func(*fake_args, **fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CannotPlanError(
+            raise PlanningError(
                 f"The size of what {func} returns depends on values that are computed from weights{_place()}, and a "
                 "plan has no values. Plan with that part replaced by one of a fixed size."
             ) from error
         except (UnsupportedOperatorException, RuntimeError) as error:  # NotImplementedError among them
             if type(error) is RuntimeError and "fake impl" not in str(error):
                 raise  # the user's own: shapes that do not fit
-            raise CannotPlanError(
+            raise PlanningError(
                 f"{func}{_place()} does not say what it returns without running: it has no fake implementation. "
                 "Register one with torch.library.register_fake."
             ) from error
@@ -200,11 +200,11 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a harmless value to a library that checks for overflows and the like.
 
         Raises:
-            CannotPlanError: If it is anybody else who asks: what is done next may depend on it.
+            PlanningError: If it is anybody else who asks: what is done next may depend on it.
         """
         if _asker_is_a_library():
             return 0.0 if tensor.is_floating_point() else False if tensor.dtype == torch.bool else 0
-        raise CannotPlanError(
+        raise PlanningError(
             f"A value that is computed from weights is read{_place()} (item(), float(), bool(), an if on a tensor), "
             "and a plan has no values. What is only logged can stay a tensor: self.log('loss', loss.detach()). What "
             "decides what is computed cannot be planned."
@@ -246,14 +246,14 @@ def _unwritten(fake: torch.Tensor) -> torch.Tensor:
     """Return memory that nobody has written, and that takes none therefore.
 
     Raises:
-        CannotPlanError: If the operating system does not even give addresses for it.
+        PlanningError: If the operating system does not even give addresses for it.
     """
     try:
         return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
-        raise CannotPlanError(
+        raise PlanningError(
             f"The operating system gives no addresses for a tensor of {fake.nbytes:,} bytes, though nobody would write "
             "it. Plan where that is allowed (sysctl vm.overcommit_memory=1, or 0 and more memory; no ulimit -v)."
         ) from error

@@ -19,7 +19,7 @@ _RESHARD = {1: "sharding_strategy", 2: "reshard_after_forward"}
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanConfig:
     """What is asked for."""
 
     module: str | None = None
@@ -62,7 +62,7 @@ class Wishes:
         """The sharding in words."""
         return f"{self.strategy}, fully sharded" if self.is_fsdp else self.strategy.replace("zero", "ZeRO stage ")
 
-    def fully_sharded(self) -> Wishes | None:
+    def fully_sharded(self) -> PlanConfig | None:
         """Return the same with everything sharded; None if it is."""
         if not self.is_fsdp:
             return None if self.strategy == "zero3" else replace(self, strategy="zero3")
@@ -73,7 +73,7 @@ class Wishes:
         rest = {key: value for key, value in self.strategy_args.items() if key != name}
         return replace(self, strategy_args=rest)
 
-    def recomputed(self) -> Wishes | None:
+    def recomputed(self) -> PlanConfig | None:
         """Return the same with activation checkpointing; None if it is, or is the module's own business."""
         if self.activation_checkpointing or self.strategy_args.get("activation_checkpointing"):
             return None
@@ -81,7 +81,7 @@ class Wishes:
             return None
         return replace(self, activation_checkpointing=True)
 
-    def in_micro_batches(self, factor: int) -> Wishes | None:
+    def in_micro_batches(self, factor: int) -> PlanConfig | None:
         """Return the same optimizer step in more, smaller micro-batches; None if the batch cannot be divided."""
         if self.hf_config is None or not self.batch_size or self.batch_size % factor:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.launch import made_again
+from ..common.launch import pickle_by_init_args
 from ..deepspeed.strategy import AccelDeepSpeedStrategy
 from ..upstream.lightning import DeepSpeedStrategy
 from .worker import InRayWorker, ray_lightning
@@ -15,7 +15,7 @@ else:
     RayDeepSpeedStrategy = ray_lightning("RayAccelDeepSpeedStrategy", DeepSpeedStrategy).RayDeepSpeedStrategy
 
 
-@made_again
+@pickle_by_init_args
 class RayAccelDeepSpeedStrategy(InRayWorker, AccelDeepSpeedStrategy, RayDeepSpeedStrategy):
     """`AccelDeepSpeedStrategy` for the workers of Ray Train: Ray's ``prepare_trainer`` takes it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.launch import made_again
+from ..common.launch import pickle_by_init_args
 from ..fsdp.strategy import AccelFSDPStrategy
 from ..upstream.lightning import FSDPStrategy
 from .worker import InRayWorker, ray_lightning
@@ -15,7 +15,7 @@ else:
     RayFSDPStrategy = ray_lightning("RayAccelFSDPStrategy", FSDPStrategy).RayFSDPStrategy
 
 
-@made_again
+@pickle_by_init_args
 class RayAccelFSDPStrategy(InRayWorker, AccelFSDPStrategy, RayFSDPStrategy):
     """`AccelFSDPStrategy` for the workers of Ray Train: Ray's ``prepare_trainer`` takes it.
 

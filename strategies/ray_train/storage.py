@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.config import require_installed
-from ..common.rendezvous import failing_together, num_ranks, raise_together, run_on_rank_zero
+from ..common.rendezvous import num_ranks, raise_on_all_ranks, raise_together, run_on_rank_zero
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """Of the Trainer's checkpoint inside of a reported folder: the name that Ray's own callback gives it, too."""
@@ -137,7 +137,7 @@ def _download(checkpoint: Any, context: Any) -> Path:
         return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{uuid.uuid4().hex}")
 
     folder = place() if num_ranks() == 1 else run_on_rank_zero(place, what)
-    with failing_together(what):
+    with raise_on_all_ranks(what):
         if context.get_local_rank() == 0:
             _downloaded.add(folder)
             checkpoint.to_directory(str(folder))

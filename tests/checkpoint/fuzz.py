@@ -50,7 +50,7 @@ _LOCAL_FIELDS = ((0, 4), (4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26,
 _CENTRAL_FIELDS = ((0, 4), (6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (32, 2), (42, 4))
 _END_FIELDS = ((0, 4), (8, 2), (10, 2), (12, 4), (16, 4), (20, 2))
 
-Places = list[tuple[int, int]]
+WriteLocations = list[tuple[int, int]]
 
 
 def zips_in(data: bytes) -> Iterator[tuple[int, zipfile.ZipFile]]:
@@ -66,10 +66,10 @@ def zips_in(data: bytes) -> Iterator[tuple[int, zipfile.ZipFile]]:
         start = end + 22
 
 
-def places_of(data: bytes) -> tuple[Places, Places]:
+def places_of(data: bytes) -> tuple[WriteLocations, WriteLocations]:
     """Return what may be damaged, as ranges: all but the tensors' own bytes; and the zips' fields."""
-    ranges: Places = []
-    fields: Places = []
+    ranges: WriteLocations = []
+    fields: WriteLocations = []
     before = 0
     for zip_start, archive in zips_in(data):
         central = zip_start + archive.start_dir
@@ -91,7 +91,7 @@ def places_of(data: bytes) -> tuple[Places, Places]:
     return [*ranges, (before, len(data))], fields
 
 
-def damaged(draw: st.DrawFn, good: bytes, ranges: Places, fields: Places) -> bytes:
+def damaged(draw: st.DrawFn, good: bytes, ranges: WriteLocations, fields: WriteLocations) -> bytes:
     """Return the file after one to three changes."""
     data = bytearray(good)
     kinds = ["byte", "opcode", "number", "fragment", "insert", "cut", "remove", "copy"] + ["field"] * 6 * bool(fields)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from accelight.state import PartialState
-from accelight.state.collectives import meet
+from accelight.state.collectives import store_barrier
 from accelight.state.process_group import group_store
 from tests.ranks import run_on_ranks
 
@@ -17,7 +17,7 @@ def _meet(calls: list[int]) -> list[str]:
     errors = []
     for _ in range(calls[dist.get_rank()]):
         try:
-            meet("saving")
+            store_barrier("saving")
             errors.append("")
         except RuntimeError as error:
             errors.append(str(error))

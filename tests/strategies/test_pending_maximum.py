@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from accelight.strategies.common.rendezvous import PendingMaximum
+from accelight.strategies.common.rendezvous import PendingAllReduceMax
 from tests.ranks import run_on_ranks
 
 WORLD_SIZE = 3
@@ -13,8 +13,8 @@ WORLD_SIZE = 3
 
 def _only_one_waits() -> list[list[int]]:
     rank = dist.get_rank()
-    first = PendingMaximum([rank, 10 - rank, 0])
-    second = PendingMaximum([int(rank == 2)])
+    first = PendingAllReduceMax([rank, 10 - rank, 0])
+    second = PendingAllReduceMax([int(rank == 2)])
     total = torch.tensor(float(rank))
     dist.all_reduce(total)  # what comes in between, and is waited for, keeps its own numbers
     if rank != 1:
@@ -28,7 +28,7 @@ def test_whoever_waits_has_them() -> None:
 
 
 def _goes_on_alone() -> list[int]:
-    mine = PendingMaximum([dist.get_rank()])
+    mine = PendingAllReduceMax([dist.get_rank()])
     dist.barrier()
     return list(mine.wait())
 
@@ -38,4 +38,4 @@ def test_a_rank_waits_for_nobody_before_it_asks() -> None:
 
 
 def test_alone() -> None:
-    assert list(PendingMaximum([3, 0]).wait()) == [3, 0]
+    assert list(PendingAllReduceMax([3, 0]).wait()) == [3, 0]

@@ -18,13 +18,13 @@ def _talk() -> tuple[list[object], int]:
     heard: list[object] = []
     before = 0
     for number in range(20):
-        heard.append(messages.from_rank_zero(lambda number=number: f"{number} of {rank}", "telling"))  # type: ignore[misc]
-        heard.append(messages.through_rank_zero(rank + number, lambda ranks: [*reversed(ranks)], "asking"))
+        heard.append(messages.broadcast_from_rank_zero(lambda number=number: f"{number} of {rank}", "telling"))  # type: ignore[misc]
+        heard.append(messages.gather_then_broadcast(rank + number, lambda ranks: [*reversed(ranks)], "asking"))
         if number == 1:
             dist.barrier()
             before = messages._store.num_keys()
             dist.barrier()
-    messages.through_rank_zero(None, lambda _: None, "the last")
+    messages.gather_then_broadcast(None, lambda _: None, "the last")
     dist.barrier()
     return heard, messages._store.num_keys() - before
 
@@ -44,9 +44,9 @@ def _say_much(port: int) -> int:
         patch.setattr(store_messages_module, "group_store", lambda name: PrefixStore(name, store))
         messages = StoreMessages(dist.group.WORLD, "much")  # type: ignore[arg-type]
     own = bytes([rank]) * (9 * 2**20 + rank)
-    heard = messages.through_rank_zero(own, b"".join, "saying much")
+    heard = messages.gather_then_broadcast(own, b"".join, "saying much")
     assert heard == b"".join(bytes([one]) * (9 * 2**20 + one) for one in range(dist.get_world_size()))
-    assert messages.through_rank_zero(b"", len, "clearing up") == dist.get_world_size()
+    assert messages.gather_then_broadcast(b"", len, "clearing up") == dist.get_world_size()
     dist.barrier()
     num_keys = store.num_keys()
     dist.barrier()
@@ -64,13 +64,13 @@ def _refuse(*_: object) -> None:
 def _say(kind: str) -> None:
     messages, rank = store_messages("a test"), dist.get_rank()
     if kind == "told":
-        messages.from_rank_zero(_refuse, "telling")
+        messages.broadcast_from_rank_zero(_refuse, "telling")
     elif kind == "asked":
-        messages.through_rank_zero(rank, _refuse, "telling")
+        messages.gather_then_broadcast(rank, _refuse, "telling")
     elif kind == "unpicklable":
-        messages.from_rank_zero(lambda: lambda: None, "telling")
+        messages.broadcast_from_rank_zero(lambda: lambda: None, "telling")
     else:
-        with messages.failing_together("telling"):
+        with messages.raise_on_all_ranks("telling"):
             if rank:
                 _refuse()
 
@@ -78,7 +78,7 @@ def _say(kind: str) -> None:
 def _fail(kind: str) -> str:
     with pytest.raises(RuntimeError) as caught:
         _say(kind)
-    assert store_messages("a test").from_rank_zero(lambda: "go on", "telling") == "go on"
+    assert store_messages("a test").broadcast_from_rank_zero(lambda: "go on", "telling") == "go on"
     return str(caught.value)
 
 
@@ -100,7 +100,7 @@ def _end(watched: bool) -> None:
     messages = store_messages("a test")
     if dist.get_rank() == 1:
         os._exit(3)
-    messages.through_rank_zero(None, lambda _: None, "asking", dist.group.WORLD if watched else None)
+    messages.gather_then_broadcast(None, lambda _: None, "asking", dist.group.WORLD if watched else None)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def _end_when_all_is_said() -> int:
     messages = store_messages("a test")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Watch, "is_broken", lambda self: True)
-        return messages.through_rank_zero(dist.get_rank(), len, "asking", dist.group.WORLD)
+        return messages.gather_then_broadcast(dist.get_rank(), len, "asking", dist.group.WORLD)
 
 
 def test_what_all_have_sent_counts_whoever_ends_afterwards() -> None:

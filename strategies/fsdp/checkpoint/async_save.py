@@ -50,7 +50,7 @@ class _Save:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class BackgroundSaves:
+class AsyncSaver:
     """Writes one checkpoint at a time in a thread of its own, through a process group of its own.
 
     Args:
@@ -230,7 +230,7 @@ def _run(
         save(group)
         with current.lock:
             current.complete = True
-        with messages.failing_together("What waited for it"):
+        with messages.raise_on_all_ranks("What waited for it"):
             for action in current.afterwards:
                 action()
     except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)
@@ -247,7 +247,7 @@ def _run(
 _PROCESS = "process"
 
 
-def choose_saves(async_save: object, timeout: timedelta) -> BackgroundSaves | None:
+def make_async_saver(async_save: object, timeout: timedelta) -> AsyncSaver | None:
     """Return what writes in the background; None if training waits for saves.
 
     Raises:
@@ -262,17 +262,17 @@ def choose_saves(async_save: object, timeout: timedelta) -> BackgroundSaves | No
         raise ValueError("async_save='process' needs a system with Unix sockets: Linux or macOS. Use async_save=True.")
     if not async_save:
         return None
-    return BackgroundSaves(timeout, SavingProcess() if async_save == _PROCESS else None)
+    return AsyncSaver(timeout, SavingProcess() if async_save == _PROCESS else None)
 
 
-def told_choice(saves: BackgroundSaves | None) -> str:
+def describe_async_mode(saves: AsyncSaver | None) -> str:
     """Return who writes, as words to come after the checkpoints' form."""
     if saves is None:
         return ""
     return " in the background" if saves.process is None else " by a process beside each rank"
 
 
-def check_kind(saves: BackgroundSaves | None, state_dict_type: str) -> None:
+def check_kind(saves: AsyncSaver | None, state_dict_type: str) -> None:
     """Check, before anything is trained, that the process can write checkpoints of this kind.
 
     Raises:
@@ -285,7 +285,7 @@ def check_kind(saves: BackgroundSaves | None, state_dict_type: str) -> None:
         )
 
 
-def check_places(saves: BackgroundSaves | None, callbacks: Iterable[Any]) -> None:
+def check_places(saves: AsyncSaver | None, callbacks: Iterable[Any]) -> None:
     """Check, before anything is trained, where callbacks are going to save.
 
     Args:

@@ -19,7 +19,7 @@ from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import clean_name
-from ....state.collectives import meet
+from ....state.collectives import store_barrier
 from ...common import dataloader_state
 from ...common.checkpoint_files import (
     bytes_are_checked,
@@ -36,8 +36,8 @@ from ...common.checkpoint_files import (
 )
 from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
-from ...common.modules import Traces, extra_states, is_extra_state, load_extra_states, plain_modules
-from ...common.rendezvous import failing_together, run_on_rank_zero, store_messages
+from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
+from ...common.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_messages
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
     _PATH,
@@ -52,14 +52,14 @@ from ...upstream.lightning import (
 )
 from ..engine import Engine
 from ..fsdp2 import own_class
-from ..sharded_model import ShardedForm, named_tensors
+from ..sharded_model import ShardedModel, named_tensors
 from ..step import is_inside
 from ..weights import listed
 from . import loader, state_dict
-from .async_save import BackgroundSaves
+from .async_save import AsyncSaver
 from .loader import find_accelerate_folder, read_metadata
 from .optim_state_dict import optimizer_state
-from .planner import KeptPlans
+from .planner import SavePlanCache
 from .process_save import HandedSave
 from .safetensors import save_safetensors
 from .writer import save_sharded, serialised_on_rank_zero, write_metadata
@@ -80,7 +80,7 @@ class Saved(Protocol):
         """Of the sharded model."""
 
     @property
-    def form(self) -> ShardedForm:
+    def form(self) -> ShardedModel:
         """The sharded model."""
 
     @property
@@ -122,11 +122,11 @@ class Checkpointer:
         saves: Where saves go on while training does; None to wait for them.
     """
 
-    def __init__(self, strategy: Saved, saves: BackgroundSaves | None = None) -> None:
+    def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
         self._strategy = strategy
         self.saves = saves
         """Where saves go on while training does; None where it waits for them."""
-        self._plans = KeptPlans()
+        self._plans = SavePlanCache()
         self._random_state = ResumedRandomState()
         self._path = ""
         """Of the checkpoint that was loaded last."""
@@ -152,7 +152,9 @@ class Checkpointer:
     def model_state(self) -> dict[str, Any]:
         """Return the weights as ``state_dict_type`` has them; all processes must call it."""
         form = self._strategy.form  # else an error: before the setup there may be no process group to meet in
-        meet("trainer.save_checkpoint")  # its first step; alone, a process would hang in the collectives that follow
+        store_barrier(
+            "trainer.save_checkpoint"
+        )  # its first step; alone, a process would hang in the collectives that follow
         if self._local:
             return local_model_state(form)
         full = self._strategy.engine.settings.full_weights if self._full else None
@@ -174,7 +176,7 @@ class Checkpointer:
         share_scaler_state(checkpoint)
         save, saves = self._full_save if self._full else self._folder_save, self.saves
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
-        with plain_modules(checkpoint, traces):
+        with strip_sharding(checkpoint, traces):
             if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
@@ -193,7 +195,7 @@ class Checkpointer:
         module, what = self._strategy.lightning_module, f"saving {path}"
         places = self._strategy.loader_places.own(None if module is None else module._trainer, checkpoint)
         own = random_state(self._strategy.root_device), places
-        common, self._plans.number = store_messages().through_rank_zero(own, on_rank_zero, what)
+        common, self._plans.number = store_messages().gather_then_broadcast(own, on_rank_zero, what)
         return path if writes_own_folders() else common
 
     @property
@@ -277,7 +279,7 @@ class Checkpointer:
 
     def save_safetensors(self, path: str, **options: Any) -> MergeReport:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
-        meet("strategy.save_safetensors")
+        store_barrier("strategy.save_safetensors")
         module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
         weights = state_dict.model_state(module, None, self._strategy.root_device)
         return save_safetensors(file, weights, module, self._strategy.form, **options)
@@ -295,7 +297,7 @@ class Checkpointer:
         if module is None:
             raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self._path = store_messages().from_rank_zero(lambda: path, f"loading {path}")
+        self._path = store_messages().broadcast_from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
         self._strategy.loader_places.load(checkpoint)
@@ -370,7 +372,7 @@ class Checkpointer:
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 
 
-def local_model_state(form: ShardedForm) -> dict[str, Any]:
+def local_model_state(form: ShardedModel) -> dict[str, Any]:
     """Return this rank's flat shards by the names of their units, what is unsharded, and extra states.
 
     Nothing is communicated and nothing is copied.
@@ -404,7 +406,7 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
     def complete(folder: Path) -> None:
         write_metadata(folder, metadata)
 
-    with new_folder(path, complete, group) as folder, failing_together(f"saving {path}", group):
+    with new_folder(path, complete, group) as folder, raise_on_all_ranks(f"saving {path}", group):
         save_torch(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
 
 
@@ -428,7 +430,7 @@ def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         RuntimeError: On every rank, if another number of processes saved it, or what is read here is damaged.
     """
-    with failing_together(f"Loading {path}"):
+    with raise_on_all_ranks(f"Loading {path}"):
         file = path / _file_of(dist.get_rank(), dist.get_world_size())
         checkpoint = read_metadata(path, weights_only)
         if not is_regular(file):
@@ -453,13 +455,13 @@ class LocalWeights:
     path: Path
     stored: dict[str, Any] = field(repr=False)
 
-    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+    def load_weights(self, form: ShardedModel, module: nn.Module, *, strict: bool) -> None:
         """Load them; every rank must call it.
 
         Raises:
             RuntimeError: On every rank, before any weight is changed, if the units or the engine are others.
         """
-        with failing_together(f"Loading {self.path}"):
+        with raise_on_all_ranks(f"Loading {self.path}"):
             present = local_model_state(form)
             _compare(self.stored, present)
         with torch.no_grad():
@@ -476,7 +478,7 @@ class LocalOptimizer:
     state: dict[str, Any] = field(repr=False)
 
     def load_optimizer(
-        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load it."""
         optimizer.load_state_dict(self.state)
@@ -533,9 +535,9 @@ def _restore(attributes: dict[str, Any]) -> None:
             del attributes[name]
 
 
-def traces_of(sharded: Collection[nn.Module]) -> Traces:
+def traces_of(sharded: Collection[nn.Module]) -> ShardingArtifacts:
     """Return what to take off, where ``sharded`` are the modules with parameters of their own in shards."""
-    return Traces(
+    return ShardingArtifacts(
         packages=("torch.distributed", "torch._dynamo", "accelight"),
         restore=_restore,
         own_class=own_class,

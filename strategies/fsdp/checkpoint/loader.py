@@ -1,7 +1,7 @@
 """Loading weights and optimizer state into a sharded model, from any kind of checkpoint.
 
-The Trainer reads a checkpoint before the model is sharded. Where a full one has tensors, it is given a `StoredPart`,
-which is loaded afterwards.
+The Trainer reads a checkpoint before the model is sharded. Where a full one has tensors, it gets a
+`LazyShardedState`, which is loaded afterwards.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ...common.modules import is_extra_state
 from ...common.rendezvous import store_messages
 from ...upstream.lightning_package import lightning_package
 from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
-from ..sharded_model import NamedTensor, ShardedForm, load_model_state_dict, model_state_dict
+from ..sharded_model import NamedTensor, ShardedModel, load_model_state_dict, model_state_dict
 from .optim_state_dict import restore_full_optimizer, restore_optimizer
 from .state_dict import without_torch_noise
 from .writer import METADATA_FILE
@@ -78,17 +78,19 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages().failing_together(f"loading {path}"):
+    with store_messages().raise_on_all_ranks(f"loading {path}"):
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
         reader = SafeReader(path, digests)
         names = reader.read_metadata().state_dict_metadata
         checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
-    checkpoint[STORED_WEIGHTS] = StoredPart(path, model_key, reader)
+    checkpoint[STORED_WEIGHTS] = LazyShardedState(path, model_key, reader)
     if "lr_schedulers" in checkpoint:  # not one of weights alone
         num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
-        checkpoint["optimizer_states"] = [StoredPart(path, f"optimizer_{index}", reader) for index in range(num_stored)]
+        checkpoint["optimizer_states"] = [
+            LazyShardedState(path, f"optimizer_{index}", reader) for index in range(num_stored)
+        ]
     return checkpoint
 
 
@@ -103,7 +105,7 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages().failing_together(f"loading {folder.model.parent}"):
+    with store_messages().raise_on_all_ranks(f"loading {folder.model.parent}"):
         reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
         names = reader.read_metadata().state_dict_metadata
         for one in readers:
@@ -111,15 +113,16 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         model_key = _model_key(names, folder.model)
     weights = [name.removeprefix(f"{model_key}.") for name in names]
     checkpoint = trainer_state(folder, with_optimizer=with_optimizer)
-    checkpoint[STORED_WEIGHTS] = StoredPart(folder.model, model_key, reader, weights)
+    checkpoint[STORED_WEIGHTS] = LazyShardedState(folder.model, model_key, reader, weights)
     checkpoint["optimizer_states"] = [
-        StoredPart(path, OPTIMIZER_KEY, own, weights) for path, own in zip(folder.optimizers, readers, strict=True)
+        LazyShardedState(path, OPTIMIZER_KEY, own, weights)
+        for path, own in zip(folder.optimizers, readers, strict=True)
     ]
     return checkpoint
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class LazyShardedState:
     """The weights, or an optimizer's state, in a folder."""
 
     path: Path
@@ -140,7 +143,7 @@ class StoredPart:
         return missing_prefix(self.of_accelerate, present, attribute) if self.of_accelerate else ""
 
     @without_torch_noise()
-    def load_weights(self, form: ShardedForm, module: nn.Module, *, strict: bool) -> None:
+    def load_weights(self, form: ShardedModel, module: nn.Module, *, strict: bool) -> None:
         """Load weights into a sharded model; every rank must call it.
 
         Args:
@@ -182,7 +185,7 @@ class StoredPart:
 
     @without_torch_noise()
     def load_optimizer(
-        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load an optimizer's state; every rank must call it.
 
@@ -209,7 +212,7 @@ class StoredOptimizer(Protocol):
     """An optimizer's state that is not a plain state dict."""
 
     def load_optimizer(
-        self, form: ShardedForm, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load it; every rank must call it."""
 
@@ -234,10 +237,10 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
         return dict(torch.load(stream, map_location="cpu", weights_only=weights_only))
 
 
-def _load(part: StoredPart, state: dict[str, Any], *, partial: bool = False) -> None:
+def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
     """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
     planner = SafePlanner(allow_partial_load=partial)
-    with store_messages().failing_together(f"loading {part.path}"):
+    with store_messages().raise_on_all_ranks(f"loading {part.path}"):
         try:
             load(state, storage_reader=part.reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # which is no Exception, and holds one
@@ -316,7 +319,7 @@ def load_full_weights(stored: Mapping[str, Any], path: Path | str, module: nn.Mo
 
 @without_torch_noise()
 def load_optimizers(
-    checkpoint: Mapping[str, Any], form: ShardedForm, module: nn.Module, optimizers: Sequence[Optimizer]
+    checkpoint: Mapping[str, Any], form: ShardedModel, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
     """Load the states of all optimizers from a checkpoint of any kind; every rank must call it.
 

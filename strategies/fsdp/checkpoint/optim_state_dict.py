@@ -404,7 +404,7 @@ class Layout:
                 states[name] = {key: _own(value, keep) for key, value in held.items()}
         told = [_told(unit, optimizer) for unit, _ in self.units]
         if any(unit._handle.uses_sharded_strategy for unit, _ in self.units):
-            told = store_messages().through_rank_zero(told, _merged, "collecting optimizer states")
+            told = store_messages().gather_then_broadcast(told, _merged, "collecting optimizer states")
         for (unit, names), known in zip(self.units, told, strict=True):
             states.update(_collect_unit(unit, names, optimizer, known, keep, shards))
         return states

@@ -42,7 +42,7 @@ _MOST_PLANS = 2  # with and without optimizers, as a rule
 
 
 @dataclass(frozen=True)
-class ToldPlan:
+class PlanMessage:
     """What a rank tells rank 0 of the plan that it writes by."""
 
     number: int
@@ -53,7 +53,7 @@ class ToldPlan:
 
 
 @dataclass
-class KeptPlan:
+class CachedPlan:
     """What a rank writes of states of one form."""
 
     number: int
@@ -65,13 +65,13 @@ class KeptPlan:
     """Until rank 0 has it."""
 
 
-class KeptPlans:
+class SavePlanCache:
     """The last plans of one model; on rank 0 also what the other ranks have told of theirs."""
 
     def __init__(self) -> None:
         self.number = 0
         """Of the model, the same on all ranks; 0 before that is agreed on."""
-        self._plans: list[KeptPlan] = []
+        self._plans: list[CachedPlan] = []
         self._group: dist.ProcessGroup | None = None
         self._num_plans = 0
         self._told: dict[int, dict[int, PackedPlan]] = {}
@@ -83,7 +83,7 @@ class KeptPlans:
         """Of whichever thread writes this model's checkpoints; another model's may write at the same time."""
         return store_messages(f"the saves of model {self.number}")
 
-    def of(self, planner: OwnPart) -> KeptPlan:
+    def of(self, planner: LocalSavePlanner) -> CachedPlan:
         """Return the plan for the state that ``planner`` was given: one that is kept, or a new one."""
         if self._group is not dist.group.WORLD:
             self._group = dist.group.WORLD
@@ -97,21 +97,21 @@ class KeptPlans:
         local = planner.create_local_plan()
         self._num_plans += 1
         plan = SavePlan(local.items, storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
-        return KeptPlan(self._num_plans, form, plan, PackedPlan.of(local))
+        return CachedPlan(self._num_plans, form, plan, PackedPlan.of(local))
 
-    def told(self, plan: KeptPlan) -> ToldPlan:
+    def told(self, plan: CachedPlan) -> PlanMessage:
         """Return what rank 0 is to be told of a plan."""
-        return ToldPlan(plan.number, plan.packed, tuple(one.number for one in self._with(plan)))
+        return PlanMessage(plan.number, plan.packed, tuple(one.number for one in self._with(plan)))
 
-    def keep(self, plan: KeptPlan) -> None:
+    def keep(self, plan: CachedPlan) -> None:
         """Keep a plan by which a checkpoint was saved; every rank calls it."""
         plan.packed = None
         self._plans = self._with(plan)
 
-    def _with(self, plan: KeptPlan) -> list[KeptPlan]:
+    def _with(self, plan: CachedPlan) -> list[CachedPlan]:
         return [plan, *(one for one in self._plans if one is not plan)][:_MOST_PLANS]
 
-    def merge(self, told: Sequence[ToldPlan]) -> MergedPlan:
+    def merge(self, told: Sequence[PlanMessage]) -> MergedPlan:
         """Return what all ranks write together; on rank 0.
 
         Args:
@@ -139,7 +139,7 @@ class KeptPlans:
         return [one.number for one in self._merged.values()]
 
 
-def form_of(planner: OwnPart) -> Any:
+def form_of(planner: LocalSavePlanner) -> Any:
     """Return what decides a plan: of each entry its name, its place in the state, and how it is sharded.
 
     Args:
@@ -176,7 +176,7 @@ def replica_of(tensor: DTensor | FlatShard) -> tuple[int, int]:
     return index, count
 
 
-class OwnPart(DefaultSavePlanner):
+class LocalSavePlanner(DefaultSavePlanner):
     """Plans a rank's part so that all parts are the whole, each piece once.
 
     Rank 0 writes whatever is unsharded: buffers and metrics may differ, and must fit each other. (torch 2.13 takes each
@@ -467,7 +467,7 @@ class Written(WriteResult):
 
 
 @dataclass
-class Places:
+class WriteLocations:
     """Where a rank wrote what its plan says."""
 
     files: list[str]
@@ -510,7 +510,7 @@ class RankResults(Iterable[WriteResult]):
         ValueError: If there are more of one than of the other.
     """
 
-    def __init__(self, indices: Indices, places: Places) -> None:
+    def __init__(self, indices: Indices, places: WriteLocations) -> None:
         if len(indices) != len(places):
             raise ValueError(f"A process was to write {len(indices)} pieces, and tells of {len(places)}.")
         self.indices, self.places = indices, places

@@ -36,8 +36,8 @@ from typing_extensions import Self, override
 from ....checkpoint.manifest import Manifest
 from ....state.process_group import timeout_of
 from ...common.checkpoint_files import NewFolder
-from ...common.rendezvous import told_by_rank
-from .planner import KeptPlan, KeptPlans, MergedPlan, OwnPart, Places, ToldPlan
+from ...common.rendezvous import format_errors_by_rank
+from .planner import CachedPlan, LocalSavePlanner, MergedPlan, PlanMessage, SavePlanCache, WriteLocations
 from .staging import SharedMemory, SharedStager, unnamed_file
 
 
@@ -61,7 +61,7 @@ class HandedSave:
     metadata: bytes
     """The file for everything else, on rank 0."""
     manifest: Manifest
-    plans: KeptPlans
+    plans: SavePlanCache
     stager: SharedStager
     process: SavingProcess
     _merged: MergedPlan | None = None
@@ -80,14 +80,14 @@ class HandedSave:
             RuntimeError: On every rank, if any rank failed; it names the rank.
         """
         messages, what = self.plans.messages, f"saving {self.path}"
-        planner, kept, error = OwnPart(), None, None
+        planner, kept, error = LocalSavePlanner(), None, None
         try:
             planner.set_up_planner(self.stager.copy(self.state), is_coordinator=dist.get_rank() == 0)
             kept = self.plans.of(planner)
-            wish: str | ToldPlan = self.plans.told(kept)
+            wish: str | PlanMessage = self.plans.told(kept)
         except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
             wish, error = f"{type(caught).__name__}: {caught}", caught
-        begun = messages.through_rank_zero(wish, self._begin, what, group)
+        begun = messages.gather_then_broadcast(wish, self._begin, what, group)
         if begun.problems or kept is None:
             raise RuntimeError("\n".join([f"{what} failed.", *begun.problems])) from error
         folder = NewFolder(self.path, begun.number)
@@ -95,7 +95,7 @@ class HandedSave:
             problem = None if dist.get_rank() == 0 else self._tell(planner, begun, kept, None)
             ending = Ending(self.metadata, self.manifest, timeout_of(group).total_seconds())
             commit = partial(self._commit, partial(self._tell, planner, begun, kept, ending))
-            if problems := messages.through_rank_zero(problem, commit, what, group):
+            if problems := messages.gather_then_broadcast(problem, commit, what, group):
                 raise RuntimeError("\n".join([f"{what} failed.", *problems]))
             self.plans.keep(kept)
         except BaseException:
@@ -109,11 +109,11 @@ class HandedSave:
     def _absolute(self) -> Path:
         return self.path.absolute()  # the other process is where this one was when it was started
 
-    def _begin(self, wishes: list[str | ToldPlan]) -> _Begun:
+    def _begin(self, wishes: list[str | PlanMessage]) -> _Begun:
         """What rank 0 does when all want to save: make the folder, and put their plans together."""
         if problems := _told_by_rank([wish if isinstance(wish, str) else None for wish in wishes]):
             return _Begun(problems)
-        self._merged = self.plans.merge([wish for wish in wishes if isinstance(wish, ToldPlan)])
+        self._merged = self.plans.merge([wish for wish in wishes if isinstance(wish, PlanMessage)])
         number = secrets.token_hex(8)
         self.process.tell(Begun(self._absolute, number))
         return _Begun([], number, NewFolder(self.path, number).begin())
@@ -125,7 +125,7 @@ class HandedSave:
             problems[0] = tell()
         return _told_by_rank(problems)
 
-    def _tell(self, planner: OwnPart, begun: _Begun, kept: KeptPlan, ending: Ending | None) -> str | None:
+    def _tell(self, planner: LocalSavePlanner, begun: _Begun, kept: CachedPlan, ending: Ending | None) -> str | None:
         """Tell this rank's process its part; return what went wrong."""
         folder = NewFolder(self.path, begun.number)
         try:
@@ -174,14 +174,14 @@ class HandedSave:
             folder.drop()
             return _told_by_rank(problems) or [f"{folder.unfinished} was not completed."]
 
-        problems = self.plans.messages.through_rank_zero(problem, outcome, f"finishing {self.path}", group)
+        problems = self.plans.messages.gather_then_broadcast(problem, outcome, f"finishing {self.path}", group)
         if problems:
             self.process.close()
             raise RuntimeError("\n".join([f"{what} failed.", *problems]))
 
 
 def _told_by_rank(problems: Sequence[str | None]) -> list[str]:
-    return told_by_rank([[] if problem is None else [problem] for problem in problems])
+    return format_errors_by_rank([[] if problem is None else [problem] for problem in problems])
 
 
 def _leave_word(folder: NewFolder, problem: str) -> None:
@@ -277,7 +277,7 @@ class Answer:
 class Record:
     """What a rank's process leaves in the folder: see [Note: records]."""
 
-    places: Places | None
+    places: WriteLocations | None
     problem: str | None = None
 
     def leave(self, folder: Path, rank: int) -> None:
@@ -310,7 +310,7 @@ class Record:
         path.unlink()
         if content["problem"] is not None:
             return cls(None, content["problem"])
-        return cls(Places(content["files"], array("q", content["numbers"])))
+        return cls(WriteLocations(content["files"], array("q", content["numbers"])))
 
 
 _RECORD = re.compile(r"\.written_(\d+)")

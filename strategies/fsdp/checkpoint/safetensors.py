@@ -34,9 +34,9 @@ from ....checkpoint.writing.plan import (
     stale_files,
 )
 from ...common.checkpoint_files import check_mark, mark
-from ...common.rendezvous import failing_together, run_on_rank_zero
+from ...common.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...common.sharded_tensors import FlatShard
-from ..sharded_model import NamedTensor, ShardedForm
+from ..sharded_model import NamedTensor, ShardedModel
 from .planner import replica_of
 
 _SUFFIX = ".safetensors"
@@ -58,7 +58,7 @@ def save_safetensors(
     path: Path,
     state: Mapping[str, Any],
     module: nn.Module,
-    form: ShardedForm,
+    form: ShardedModel,
     *,
     max_shard_size: str | int | None,
     dtype: str | torch.dtype | None,
@@ -80,7 +80,7 @@ def save_safetensors(
     weights = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     is_file = path.suffix == _SUFFIX
     folder = path.parent if is_file else path
-    with failing_together(what):
+    with raise_on_all_ranks(what):
         if is_file and max_shard_size is not None:
             raise ValueError(f"max_shard_size needs a folder to write several files into, got the file {path}.")
         manifest = Manifest("model", form.ties, form.module_attribute)
@@ -108,7 +108,7 @@ def save_safetensors(
             return paths, name
 
         paths, name = run_on_rank_zero(begin, what)
-        with failing_together(what), telling_full_disk(folder, plan.num_bytes):
+        with raise_on_all_ranks(what), telling_full_disk(folder, plan.num_bytes):
             check_mark(Path(paths[0]).parent, name)
             for file, temporary in zip(plan.files, paths, strict=True):
                 _write_parts(temporary, file.tensors, parts)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ....state.rendezvous import poll
 from ...common.checkpoint_files import NewFolder
-from .planner import OwnPart, Places
+from .planner import LocalSavePlanner, WriteLocations
 from .process_save import Answer, Begun, Part, Plan, Received, Record, receive
 from .writer import FolderWriter, finish_folder
 
@@ -60,7 +60,7 @@ def _next(connection: socket.socket, parent: int) -> Received | None:
         return None
 
 
-class _Planned(OwnPart):
+class _Planned(LocalSavePlanner):
     """Stands where torch's writer asks for what a plan's items are."""
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
@@ -120,7 +120,7 @@ def _written(writer: FolderWriter, part: Part, plan: SavePlan, data: Sequence[An
     try:
         writer.set_up_storage_writer(part.rank == 0, rank=part.rank, use_collectives=True)
         results = writer.write_data(plan, _Planned(plan, data)).wait()
-        return Record(Places.of(plan, results))
+        return Record(WriteLocations.of(plan, results))
     except Exception as error:  # noqa: BLE001 (told to whoever is left)
         _remove_part(Path(writer.path), part.rank)
         return Record(None, f"{type(error).__name__}: {error}")

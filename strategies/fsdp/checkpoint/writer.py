@@ -33,15 +33,15 @@ from ....checkpoint.formats.torch_save import directory_digest
 from ....checkpoint.manifest import FileDigest, Manifest, write_manifest
 from ....checkpoint.writing.plan import LINK_BYTES, first_element, middle
 from ...common.checkpoint_files import NewFolder
-from ...common.rendezvous import store_messages, told_by_rank
+from ...common.rendezvous import format_errors_by_rank, store_messages
 from .planner import (
-    KeptPlan,
-    KeptPlans,
+    CachedPlan,
+    LocalSavePlanner,
     MergedPlan,
-    OwnPart,
-    Places,
+    PlanMessage,
     RankResults,
-    ToldPlan,
+    SavePlanCache,
+    WriteLocations,
     Written,
     can_write,
     in_torchs_form,
@@ -57,8 +57,8 @@ METADATA_FILE = "meta.pt"
 class _Report:
     """What a rank has to say of its part."""
 
-    plan: ToldPlan | None = None
-    places: Places | None = None
+    plan: PlanMessage | None = None
+    places: WriteLocations | None = None
     error: str | None = None
 
 
@@ -67,7 +67,7 @@ def save_sharded(
     state: dict[str, Any],
     metadata: bytes,
     manifest: Manifest,
-    plans: KeptPlans,
+    plans: SavePlanCache,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
@@ -88,7 +88,7 @@ def save_sharded(
 
     def finish(reports: list[_Report]) -> list[str]:
         """What rank 0 does when it knows what all have done."""
-        if problems := told_by_rank([[one.error] if one.error else [] for one in reports]):
+        if problems := format_errors_by_rank([[one.error] if one.error else [] for one in reports]):
             folder.drop()  # before anybody is told
             return problems
         merged = plans.merge([one.plan for one in reports if one.plan is not None])
@@ -96,7 +96,7 @@ def save_sharded(
         finish_folder(folder, writer, merged, places, metadata, manifest)
         return []
 
-    made = messages.from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
+    made = messages.broadcast_from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
     kept = error = None
     try:
         try:
@@ -104,7 +104,7 @@ def save_sharded(
             kept, report = _write(state, writer, plans)
         except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
             report, error = _Report(error=f"{type(caught).__name__}: {caught}"), caught
-        problems = messages.through_rank_zero(report, finish, f"finishing {path}", group or dist.group.WORLD)
+        problems = messages.gather_then_broadcast(report, finish, f"finishing {path}", group or dist.group.WORLD)
         if problems or kept is None:
             raise RuntimeError("\n".join([f"{what} failed.", *problems])) from error
         plans.keep(kept)
@@ -114,14 +114,14 @@ def save_sharded(
         raise
 
 
-def _write(state: dict[str, Any], writer: FolderWriter, plans: KeptPlans) -> tuple[KeptPlan, _Report]:
+def _write(state: dict[str, Any], writer: FolderWriter, plans: SavePlanCache) -> tuple[CachedPlan, _Report]:
     """Write this rank's part."""
-    rank, planner = dist.get_rank(), OwnPart()
+    rank, planner = dist.get_rank(), LocalSavePlanner()
     planner.set_up_planner(state, writer.storage_meta(), is_coordinator=rank == 0)
     kept = plans.of(planner)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
     plan = planner.finish_plan(kept.plan)
-    return kept, _Report(plans.told(kept), Places.of(plan, writer.write_data(plan, planner).wait()))
+    return kept, _Report(plans.told(kept), WriteLocations.of(plan, writer.write_data(plan, planner).wait()))
 
 
 def write_metadata(folder: Path, metadata: bytes) -> None:
@@ -135,7 +135,7 @@ def finish_folder(
     folder: NewFolder,
     writer: FolderWriter,
     merged: MergedPlan,
-    places: Sequence[Places],
+    places: Sequence[WriteLocations],
     metadata: bytes,
     manifest: Manifest,
 ) -> None:
@@ -172,7 +172,7 @@ def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:
         RuntimeError: On every rank, if something cannot be pickled.
     """
     buffer = io.BytesIO()
-    store_messages().from_rank_zero(lambda: torch.save(dict(metadata), buffer), what)
+    store_messages().broadcast_from_rank_zero(lambda: torch.save(dict(metadata), buffer), what)
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from accelight.strategies.fsdp.checkpoint import async_save, staging
-from accelight.strategies.fsdp.checkpoint.async_save import BackgroundSaves
+from accelight.strategies.fsdp.checkpoint.async_save import AsyncSaver
 from accelight.strategies.fsdp.checkpoint.staging import PendingCopies
 
 
@@ -24,7 +24,7 @@ def late_copies(*, optimizer_waits: bool) -> Iterator[list[PendingCopies]]:
         One for each save, and those that no save had.
     """
     made: list[PendingCopies] = []
-    wait_for_saves = BackgroundSaves.wait
+    wait_for_saves = AsyncSaver.wait
 
     class Late(PendingCopies):
         def __init__(self) -> None:
@@ -43,7 +43,7 @@ def late_copies(*, optimizer_waits: bool) -> Iterator[list[PendingCopies]]:
                 self.asked.set()
                 super().wait()
 
-    def wait(self: BackgroundSaves) -> None:
+    def wait(self: AsyncSaver) -> None:
         if self._current is not None:
             assert isinstance(self._current.copies, Late)
             self._current.copies.asked.set()
@@ -51,6 +51,6 @@ def late_copies(*, optimizer_waits: bool) -> Iterator[list[PendingCopies]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "PendingCopies", Late)
-        patch.setattr(BackgroundSaves, "wait", wait)
+        patch.setattr(AsyncSaver, "wait", wait)
         patch.setattr(staging, "_FROM_BYTES", 1)
         yield made

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
-from accelight.strategies.fsdp.sharded_model import build_mesh, inside_root
+from accelight.strategies.fsdp.sharded_model import build_mesh, unwrap_root
 from accelight.strategies.fsdp.strategy import build_engine
 from accelight.strategies.fsdp.weights import prepare_with_weights
 from tests.ranks import run_on_ranks
@@ -194,7 +194,7 @@ def _observe(variant: Variant) -> Seen:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         root = prepare_with_weights(engine, model, PartialState()).root
-    inside = inside_root(root)
+    inside = unwrap_root(root)
     units = {
         _plain(name): "FSDP1" if isinstance(module, FullyShardedDataParallel) else "FSDP2"
         for name, module in inside.named_modules()

@@ -134,12 +134,12 @@ def test_no_wrap_means_one_group() -> None:
 def test_which_layers_are_late_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tied = Decoder(KINDS["plain"]), Decoder(KINDS["tied"])
     blocks = list(model.blocks)
-    assert groups.late_heads(model, blocks, set()) == []  # too small
+    assert groups.output_heads(model, blocks, set()) == []  # too small
     monkeypatch.setattr(groups, "_WORTH_A_COLLECTIVE", 1)
-    assert groups.late_heads(model, blocks, set()) == [model.head]
-    assert groups.late_heads(model, blocks, {model.head}) == []
-    assert groups.late_heads(model, [], set()) == []
-    assert groups.late_heads(tied, list(tied.blocks), set()) == []
+    assert groups.output_heads(model, blocks, set()) == [model.head]
+    assert groups.output_heads(model, blocks, {model.head}) == []
+    assert groups.output_heads(model, [], set()) == []
+    assert groups.output_heads(tied, list(tied.blocks), set()) == []
 
 
 def _reads_the_weight() -> str:

@@ -29,12 +29,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accelight.strategies.fsdp.checkpoint import writer as dcp_writer
 from accelight.strategies.fsdp.checkpoint.planner import (
-    KeptPlans,
-    OwnPart,
+    LocalSavePlanner,
     PackedPlan,
-    Places,
+    PlanMessage,
     RankResults,
-    ToldPlan,
+    SavePlanCache,
+    WriteLocations,
     in_torchs_form,
     merge_plans,
 )
@@ -88,7 +88,7 @@ def _filled(chunks: Sequence[ChunkStorageMetadata]) -> dict[torch.Size, torch.Si
 def _compare() -> list[int]:
     """Compare with torch's own planning of the same states; return the bytes of hybrid shards on each rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    planners: list[Any] = [DefaultSavePlanner(), OwnPart()]
+    planners: list[Any] = [DefaultSavePlanner(), LocalSavePlanner()]
     gathered: list[list[SavePlan]] = []
     for planner in planners:
         planner.set_up_planner(_state(), is_coordinator=rank == 0)
@@ -205,14 +205,14 @@ def test_what_fills_a_tensor_is_found(drawn: tuple[tuple[int, ...], list[Box]]) 
 
 
 def test_plans_that_were_told_are_not_told_again() -> None:
-    plans, first, last = KeptPlans(), _plan(_item("w", (4, 3), FIRST)), _plan(_item("w", (4, 3), LAST))
-    merged = plans.merge([ToldPlan(1, first, (1,)), ToldPlan(5, last, (5,))])
-    assert plans.merge([ToldPlan(1, None, (1,)), ToldPlan(5, None, (5,))]) is merged
-    other = plans.merge([ToldPlan(1, None, (1,)), ToldPlan(6, last, (6, 5))])  # one of them has planned anew
+    plans, first, last = SavePlanCache(), _plan(_item("w", (4, 3), FIRST)), _plan(_item("w", (4, 3), LAST))
+    merged = plans.merge([PlanMessage(1, first, (1,)), PlanMessage(5, last, (5,))])
+    assert plans.merge([PlanMessage(1, None, (1,)), PlanMessage(5, None, (5,))]) is merged
+    other = plans.merge([PlanMessage(1, None, (1,)), PlanMessage(6, last, (6, 5))])  # one of them has planned anew
     assert other.number != merged.number
     assert plans.merged_numbers == [other.number, merged.number]
-    assert plans.merge([ToldPlan(1, None, (1,)), ToldPlan(5, None, (5, 6))]) is merged
-    plans.merge([ToldPlan(2, first, (2, 1)), ToldPlan(6, None, (6, 5))])
+    assert plans.merge([PlanMessage(1, None, (1,)), PlanMessage(5, None, (5, 6))]) is merged
+    plans.merge([PlanMessage(2, first, (2, 1)), PlanMessage(6, None, (6, 5))])
     assert merged.number in plans.merged_numbers
     assert other.number not in plans.merged_numbers
 
@@ -221,13 +221,13 @@ def test_a_torch_with_other_fields_writes_its_own_pickle(tmp_path: Path, monkeyp
     """What is written then names torch's classes alone, and torch reads it."""
     monkeypatch.setattr(dcp_writer, "can_write", lambda _: False)
     state: dict[str, Any] = {"w": torch.arange(6.0).reshape(2, 3), "note": "text"}
-    planner, writer = OwnPart(), FolderWriter(tmp_path)
+    planner, writer = LocalSavePlanner(), FolderWriter(tmp_path)
     planner.set_up_planner(dict(state), is_coordinator=True)
     local = planner.create_local_plan()
     merged = merge_plans(1, [PackedPlan.of(local)])
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     [plan] = writer.prepare_global_plan([SavePlan(local.items)])
-    places = Places.of(plan, writer.write_data(plan, planner).wait())
+    places = WriteLocations.of(plan, writer.write_data(plan, planner).wait())
     writer.finish(merged.metadata, [RankResults(merged.indices[0], pickle.loads(pickle.dumps(places)))])
     content = (tmp_path / ".metadata").read_bytes()
     assert not any("accelight" in str(value) for _, value, _ in pickletools.genops(content))
@@ -240,4 +240,4 @@ def test_a_torch_with_other_fields_writes_its_own_pickle(tmp_path: Path, monkeyp
 def test_places_of_another_number_of_pieces_are_refused() -> None:
     merged = merge_plans(1, [_plan(_item("w", (4, 3), ((0, 0), (4, 3))))])
     with pytest.raises(ValueError, match="A process was to write 1 pieces, and tells of 0"):
-        RankResults(merged.indices[0], Places([], _plan().numbers))
+        RankResults(merged.indices[0], WriteLocations([], _plan().numbers))

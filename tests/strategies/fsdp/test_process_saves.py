@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import NewFolder
 from accelight.strategies.fsdp.checkpoint import process_save, staging
-from accelight.strategies.fsdp.checkpoint.planner import KeptPlans
+from accelight.strategies.fsdp.checkpoint.planner import SavePlanCache
 from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
 from accelight.strategies.fsdp.checkpoint.saving_process_main import _records_of_others
 from tests.ranks import run_on_ranks
@@ -76,7 +76,7 @@ def _save_both_ways(engine: str, folder: str) -> None:
             path = Path(folder, f"{trainer.global_step}")
             checkpointer = cast("AccelFSDPStrategy", trainer.strategy)._checkpointer
             saves, checkpointer.saves = checkpointer.saves, None
-            plans, checkpointer._plans = checkpointer._plans, KeptPlans()
+            plans, checkpointer._plans = checkpointer._plans, SavePlanCache()
             trainer.save_checkpoint(f"{path}.expected", **options)
             checkpointer.saves, checkpointer._plans = saves, plans
             trainer.save_checkpoint(path, **options)

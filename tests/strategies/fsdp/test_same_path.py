@@ -10,15 +10,15 @@ import torch.distributed as dist
 
 from accelight.state.process_group import group_store
 from accelight.strategies.common import rendezvous
-from accelight.strategies.common.rendezvous import ComparedActions
-from accelight.strategies.fsdp.step import SamePath
+from accelight.strategies.common.rendezvous import CollectiveOrderChecker
+from accelight.strategies.fsdp.step import CollectiveOrder
 from tests.ranks import run_on_ranks
 from tests.strategies.orders import Fit, Script, run
 
 NAMES = ["", "blocks.0", "blocks.1"]
 
 
-def _go(path: SamePath, units: list[int]) -> str:
+def _go(path: CollectiveOrder, units: list[int]) -> str:
     """Gather units and end; return what is raised."""
     path.begin("step")
     try:
@@ -32,7 +32,7 @@ def _go(path: SamePath, units: list[int]) -> str:
 
 
 def _walk(ways: list[list[list[int]]], timeout_s: float) -> list[str]:
-    path = SamePath(NAMES, timedelta(seconds=timeout_s))
+    path = CollectiveOrder(NAMES, timedelta(seconds=timeout_s))
     return [_go(path, way[dist.get_rank() % len(way)]) for way in ways]
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_leaves_the_known_way_alone_says_so() -> None:
 
 def _wait_or_reduce() -> tuple[str, list[int]]:
     """Rank 0 waits for rank 1, which is in a reduction of the user's meanwhile."""
-    path = SamePath(NAMES, timedelta(seconds=1))
+    path = CollectiveOrder(NAMES, timedelta(seconds=1))
     error = _go(path, [1]) if dist.get_rank() == 0 else ""
     values = torch.tensor([3, -4], dtype=torch.int32)
     dist.all_reduce(values)
@@ -71,7 +71,7 @@ def test_a_reduction_of_the_users_is_not_answered_with_ours() -> None:
 
 
 def _compare_often() -> list[bool]:
-    compared = ComparedActions("", timedelta(seconds=20))
+    compared = CollectiveOrderChecker("", timedelta(seconds=20))
     for number in range(20):
         compared.compare(f"does {number}")
     dist.barrier()
@@ -87,7 +87,7 @@ def test_the_store_keeps_the_last_verdict_alone() -> None:
 def _fail_and_compare() -> str:
     if dist.get_rank() == 1:  # as after an error between making it and making the next
         next(rendezvous._COUNT)
-    compared = ComparedActions("", timedelta(seconds=5))
+    compared = CollectiveOrderChecker("", timedelta(seconds=5))
     compared.compare("does it")
     return compared._prefix
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelight.strategies.common.rendezvous import store_messages
-from accelight.strategies.fsdp.checkpoint.async_save import BackgroundSaves
+from accelight.strategies.fsdp.checkpoint.async_save import AsyncSaver
 from accelight.strategies.fsdp.checkpoint.staging import Stager
 from tests.ranks import run_on_ranks
 
@@ -93,7 +93,7 @@ def test_after_a_copy_that_failed_the_next_one_is_right() -> None:
 
 
 def _stage_too_early() -> None:
-    saves = BackgroundSaves(timedelta(seconds=60))
+    saves = AsyncSaver(timedelta(seconds=60))
     saves.connect(torch.device("cpu"))
     staged = saves.stage(_state(1.0))
     saves.start("Saving first", lambda group: None, store_messages("a test"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.engine import WaitingGradScaler, WaitingShardedGradScaler
+from accelight.strategies.fsdp.engine import CPUOffloadGradScaler, WaitingShardedGradScaler
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -36,20 +36,20 @@ def test_offloaded_training_is_the_same(engine: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["WaitingGradScaler", "WaitingShardedGradScaler"])
+@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "WaitingShardedGradScaler"])
 def test_no_round_divides_by_another_scale(kind: str) -> None:
     """With torch's own, behind work that the device has still to do, the CPU would divide by what lay there before."""
     run_on_ranks(1, _divide, kind, "cuda")
 
 
-@pytest.mark.parametrize("kind", ["WaitingGradScaler", "WaitingShardedGradScaler"])
+@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "WaitingShardedGradScaler"])
 def test_the_rounds_on_the_cpu(kind: str) -> None:
     run_on_ranks(1, _divide, kind, "cpu", 20)
 
 
 def _divide(name: str, device: str, num_rounds: int = 2000) -> None:
     kinds: dict[str, Any] = {
-        "WaitingGradScaler": WaitingGradScaler,
+        "CPUOffloadGradScaler": CPUOffloadGradScaler,
         "WaitingShardedGradScaler": WaitingShardedGradScaler,
     }
     scaler = kinds[name](device=device, growth_interval=10**6)

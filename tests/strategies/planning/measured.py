@@ -28,9 +28,9 @@ class Measured:
 
     peak_bytes: int
     """The most that was held in a step."""
-    building_bytes: int
+    init_peak_bytes: int
     """The most that was held before the first step."""
-    resting_bytes: int
+    steady_state_bytes: int
     """What was held between steps."""
 
 

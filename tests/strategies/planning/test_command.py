@@ -13,7 +13,7 @@ from accelight.command import main
 from accelight.strategies.planning.example_model import batch_of, batch_size_of
 from accelight.strategies.planning.memory_plan import MemoryPlan, size
 from accelight.strategies.planning.planner import Variant, advice, table, try_variants
-from accelight.strategies.planning.wishes import Wishes, named
+from accelight.strategies.planning.wishes import PlanConfig, named
 from tests.strategies.planning import models
 
 MODEL = "tests.strategies.planning.models:LanguageModel"
@@ -108,10 +108,10 @@ def _plan_of_bytes(num_bytes: int) -> MemoryPlan:
 
 
 def test_variants_are_tried_from_the_least_intrusive_on() -> None:
-    wishes = Wishes(hf_config="x", batch_size=6, world_size=2, strategy_args={"reshard_after_forward": False})
-    asked: list[Wishes] = []
+    wishes = PlanConfig(hf_config="x", batch_size=6, world_size=2, strategy_args={"reshard_after_forward": False})
+    asked: list[PlanConfig] = []
 
-    def plan(each: Wishes) -> MemoryPlan:
+    def plan(each: PlanConfig) -> MemoryPlan:
         asked.append(each)
         return _plan_of_bytes(100 if len(asked) < 4 else 10)
 
@@ -132,11 +132,11 @@ def test_variants_are_tried_from_the_least_intrusive_on() -> None:
 
 
 def test_changes_that_there_are_not() -> None:
-    zero: Any = Wishes(module="x", strategy="zero2")
-    assert zero.fully_sharded() == Wishes(module="x", strategy="zero3")
+    zero: Any = PlanConfig(module="x", strategy="zero2")
+    assert zero.fully_sharded() == PlanConfig(module="x", strategy="zero3")
     assert zero.recomputed() is None
     assert zero.in_micro_batches(2) is None
-    assert Wishes(strategy="zero3").fully_sharded() is None
+    assert PlanConfig(strategy="zero3").fully_sharded() is None
     refused = [Variant("", zero, _plan_of_bytes(9)), Variant("b", zero, None, "why")]
     assert "cannot be planned: why" in table(refused, 5)
     assert advice(refused, 5).startswith("Nothing that was tried fits 5 B: the least is 9 B.")

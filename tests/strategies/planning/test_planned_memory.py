@@ -100,11 +100,11 @@ def _compare(
     )
     most = max(rank.peak_bytes for rank in ranks)
     print(f"planned {plan.peak_bytes:,} measured {most:,} ({plan.peak_bytes / most - 1:+.3%}); building "
-          f"{plan.building_bytes:,} {max(rank.building_bytes for rank in ranks):,}; resting {plan.resting_bytes:,} "
-          f"{max(rank.resting_bytes for rank in ranks):,}")  # fmt: skip
+          f"{plan.init_peak_bytes:,} {max(rank.init_peak_bytes for rank in ranks):,}; "
+          f"between steps {plan.steady_state_bytes:,} {max(rank.steady_state_bytes for rank in ranks):,}")  # fmt: skip
     assert plan.peak_bytes == pytest.approx(most, rel=TOLERANCE)
-    assert plan.resting_bytes == pytest.approx(max(rank.resting_bytes for rank in ranks), rel=TOLERANCE)
-    assert plan.building_bytes == pytest.approx(max(rank.building_bytes for rank in ranks), rel=TOLERANCE)
+    assert plan.steady_state_bytes == pytest.approx(max(rank.steady_state_bytes for rank in ranks), rel=TOLERANCE)
+    assert plan.init_peak_bytes == pytest.approx(max(rank.init_peak_bytes for rank in ranks), rel=TOLERANCE)
     assert sum(plan.parts.values()) == plan.peak_bytes
 
 
