@@ -573,7 +573,7 @@ def count_anew(loops: MutableMapping[str, Any], *, steps_in_epoch: int, steps: i
     loops.get("state_dict", {}).pop("combined_loader", None)  # where loaders were, counted in micro-batches
     progress = loops[_BATCHES]
     saved = progress["current"]
-    # Within on_train_batch_end all but `completed` count the batch already; Lightning tells such checkpoints by that.
+    # Within on_train_batch_end all but `completed` count the batch already; Lightning knows such checkpoints by that.
     within_batch_end = saved["ready"] == saved["started"] == saved["processed"] == saved["completed"] + 1
     num_done = saved["completed"] + within_batch_end
     at_boundary = num_done == steps_in_epoch * before

@@ -283,7 +283,7 @@ def norms_by_label(
 
     Args:
         gradients: As `named_gradients` yields them.
-        labels: For each label what tells whether a name belongs to it, None for all names. A name may belong to
+        labels: For each label a test of whether a name belongs to it, None for all names. A name may belong to
             several labels, or to none.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 

@@ -176,7 +176,7 @@ class MergeShardedCheckpoint(Callback):
                 self._submit(MergeJob(checkpoint, self._output_for(checkpoint)))
 
     def _saving(self, trainer: Trainer, save: Callable[..., None]) -> Callable[..., None]:
-        """Return the strategy's ``save_checkpoint`` that tells of each checkpoint: the way that every save takes."""
+        """Return the strategy's ``save_checkpoint`` that reports each checkpoint: every save goes through it."""
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
             path = _file_system_path(filepath)
@@ -545,7 +545,7 @@ def _wait(future: Future[None]) -> None:
 
 
 def identity_of(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or folder from one that takes its name later; None while there is none."""
+    """Return what distinguishes a file or folder from one that takes its name later; None while there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -40,7 +40,7 @@ class RayReportCheckpoint(Checkpoint):
     nodes. Where it is none (``s3://...``), each worker writes its own shards into a temporary folder of its own node,
     and Ray uploads the folders into one.
 
-    Ray is told of a checkpoint when it is whole on the disk: it deletes old ones (``CheckpointConfig(num_to_keep)``),
+    A checkpoint is reported to Ray once it is whole on disk: Ray deletes old ones (``CheckpointConfig(num_to_keep)``),
     and after a failure starts the workers again, where `reported_checkpoint` gives the newest. What was done after that
     is done again: from the end of an epoch, or from within one (``every_n_train_steps``), where batches that were used
     are skipped as `TriggerEarlyStopping` does it.
@@ -149,7 +149,7 @@ class RayReportCheckpoint(Checkpoint):
         finally:
             self._is_saving = False
         wait = getattr(trainer.strategy, "wait_for_saves", None)
-        if wait is not None:  # with async_save: Ray is to be told of what is whole
+        if wait is not None:  # with async_save: only a whole checkpoint is reported to Ray
             wait()
 
     def _upload(self, trainer: Trainer, storage: RunStorage, metrics: dict[str, Any], name: str) -> None:

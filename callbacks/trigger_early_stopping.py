@@ -146,7 +146,7 @@ class TriggerEarlyStopping(Callback):
             self._forget()
             if self._requeue_on and slurm_job() is None:
                 _log.info("requeue_on_signals: this is no job of SLURM's, so that a signal only stops training.")
-            # Before those that save, which tell of the stop then; after all others, so that a signal's checkpoint
+            # Before those that save, which record the stop then; after all others, so that a signal's checkpoint
             # has what they did after the batch. A new list: Lightning is iterating over the old one.
             owner: Any = trainer  # a connector gives it its callbacks, which type checkers do not see
             others = [callback for callback in owner.callbacks if callback is not self]

@@ -249,7 +249,7 @@ def write_exactly(fd: int, view: memoryview, position: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# A full disk, told as one: the path, how much was to be written, and how much room there was.
+# Errors of a full disk: the path, the size of the write, and the free space.
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -111,7 +111,7 @@ def _hint_at_merged(folder: Path, name: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a sharded checkpoint holds, told from its description alone: no tensor is read, torch is not imported.
+# Describes a sharded checkpoint from its metadata alone: reads no tensor, imports no torch.
 
 
 def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo:
@@ -121,15 +121,15 @@ def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo
         checkpoint_dir: As for `merge_fsdp_weights`: the folder, or the one above it.
 
     Raises:
-        CheckpointError: If the description is damaged, no model can be told in it, or a file that it names is missing
-            or too short. Whether the bytes in the files make sense is left to the merge.
+        CheckpointError: If the description is damaged, no model can be identified in it, or a file that it names is
+            missing or too short. Whether the bytes in the files make sense is left to the merge.
     """
     found = find_checkpoint(checkpoint_dir)
     return found.format.describe(found.folder)
 
 
 # ------------------------------------------------------------------------------------------------
-# The newest checkpoint of a folder that training can go on from, told by what the checkpoints themselves say.
+# Finds the newest checkpoint of a folder that training can resume from, by the contents of the checkpoints.
 
 
 _FILE_SUFFIX = ".ckpt"

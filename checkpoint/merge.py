@@ -248,7 +248,7 @@ def merge_fsdp_weights(
         What was written, tied and left out.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, incomplete, or no model can be told in it. Nothing was written.
+        CheckpointError: If the checkpoint is damaged, incomplete, or has no model. Nothing was written.
         ValueError: If an argument is wrong.
         OSError: If the disk is full, or a file may not be read or written. Nothing is left of the output.
 
@@ -438,7 +438,7 @@ def load_state_dict(
         exclude: Patterns over the resulting names; names that match one are left out.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, incomplete, or no model can be told in it.
+        CheckpointError: If the checkpoint is damaged, incomplete, or no model can be identified in it.
         ValueError: If an argument is wrong.
     """
     from .writing.copy import load_tensors

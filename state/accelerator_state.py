@@ -174,7 +174,7 @@ class AcceleratorState(PartialState):
                 raise _changed(name, old, new)
 
     def _take_plugins(self) -> None:
-        """Let plugins given by hand decide the distributed type, and tell them the precision."""
+        """Let plugins given by hand decide the distributed type, and give them the precision."""
         values = _settings.values
         env_fsdp = flag_from_env(os.environ, "ACCELERATE_USE_FSDP")
         if "deepspeed_plugin" in values:

@@ -21,7 +21,7 @@ _MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """One process's place among all of them, as its launcher tells it."""
+    """One process's place among all of them, as its launcher reports it."""
 
     launcher: Launcher = "none"
     process_index: int = 0
@@ -30,7 +30,7 @@ class ProcessInfo:
     num_local_processes: int = 1
     node: str | None = None
     """Name that the processes of one node share. None where the launcher counts node by node, so that
-    ``process_index - local_process_index`` tells the nodes apart."""
+    ``process_index - local_process_index`` distinguishes the nodes."""
     main_address: str | None = None
     main_port: int | None = None
 

@@ -72,7 +72,7 @@ class _Entry:
 
     @cached_property
     def layout(self) -> SampleLayout:
-        """What the samplers tell; nothing once the loader is gone."""
+        """The layout that the samplers report; unknown once the loader is gone."""
         return layout_of(self.dataloader(), _num_processes())
 
 
@@ -480,7 +480,7 @@ class SampleLayout:
 
 
 def layout_of(dataloader: Any, num_processes: int) -> SampleLayout:
-    """Return what the dataloader's samplers tell; the unknown layout where they tell nothing."""
+    """Return the layout that the dataloader's samplers report; the unknown layout where they report none."""
     batch_sampler = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
     batch_size = getattr(batch_sampler, "batch_size", None)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFacts:
-    """What the states tell about this process; see the properties of ``PartialState``."""
+    """The states' record of this process; see the properties of ``PartialState``."""
 
     device: torch.device
     backend: str | None

@@ -66,7 +66,7 @@ class _Stay:
 
     def leave(self) -> None:
         """Say so, or, on process 0, let the others leave first where they need it."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the store is gone, and no process is left to notify
             if self.process_index == 0:
                 self._wait()
             elif _listens(self.host, self.port):

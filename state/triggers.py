@@ -4,9 +4,9 @@
 trigger or a name that the others may not know. Only if someone has, all gather who set what. (gloo cuts a larger tensor
 into several messages: a flag for each of 64 names took 1.9 to 4.8 times as long as Accelerate's check, one number 0.9.)
 
-[Note: rounds] A non-blocking check is a round in the store (`rounds`): it tells what was set here, and answers from the
-round before, to which all came a whole step ago, so that it hardly waits: one call to the store. An answer depends on
-what was set before the previous check, and never on who came when: all processes agree. (To look for a key without
+[Note: rounds] A non-blocking check is a round in the store (`rounds`): it reports what was set here, and answers from
+the round before, to which all came a whole step ago, so that it hardly waits: one call to the store. An answer depends
+on what was set before the previous check, and never on who came when: all processes agree. (To look for a key without
 counting would be no cheaper, and a process that has looked already would never know. A reduction started at one check
 and awaited at the next took as long as a blocking one: torch 2.13, gloo, two processes.)
 """
@@ -42,7 +42,7 @@ class _Flags:
     """What this process knows of triggers, whatever group it is in."""
 
     pending: set[str] = field(default_factory=set)
-    """Set here, told to nobody yet."""
+    """Set here, not reported yet."""
     agreed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Known to all and not asked for yet: name to the processes that set it."""
     last_setters: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def set_trigger(name: str = DEFAULT) -> None:
         RuntimeError: Before the process group has started, in a process that Lightning's launcher started.
     """
     _check_name(name)
-    communication_group("set_trigger", needs_all=False)  # raises where there is nobody to tell
+    communication_group("set_trigger", needs_all=False)  # raises where there is no other process
     _flags.pending.add(name)
 
 
@@ -273,9 +273,9 @@ def _extend(names: list[str], new: list[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Rounds in a store: what some processes tell in one is known to all once everybody has come to it.
+# Rounds in a store: a message in a round reaches all processes once all have joined the round.
 #
-# [Note: one call] All rounds share one counter, so that coming to a round tells how many have come to the one before. A
+# [Note: one call] All rounds share one counter, so that joining a round shows how many have joined the one before. A
 # process comes to a round only when everybody has come to the last but one: whoever is ahead is so by less than two
 # rounds. Rounds of even and of odd numbers are therefore counted apart: then a count is full exactly when all have
 # come. Messages are counted above both; as long as that number is the known one, nobody has to look for any.
@@ -320,7 +320,7 @@ class Rounds:
         """Come to the next round.
 
         Args:
-            message: What to tell the others; None is nothing.
+            message: The message for the others; None is no message.
 
         Raises:
             TimeoutError: If somebody does not come to the last but one.
@@ -336,7 +336,7 @@ class Rounds:
         self._seen = self._store.add(self._key(self.number), count)
 
     def messages(self, number: int) -> list[Any]:
-        """Return what was told in a round that this process has come to, once all have.
+        """Return the messages of a round that this process has joined, once all have.
 
         Args:
             number: Of the last round, or of the one before.

@@ -49,7 +49,7 @@ def load_from_checkpoint(
         **kwargs: Arguments of the class, which win over the saved hyperparameters.
 
     Raises:
-        CheckpointError: If the checkpoint is damaged, or no model can be told in it.
+        CheckpointError: If the checkpoint is damaged, or no model can be identified in it.
         ValueError: If the folder holds weights alone, and nothing of a Trainer.
         RuntimeError: If ``strict`` and names are missing or unexpected; if what lies beside the weights may run code.
 
@@ -90,8 +90,8 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     (``last.ckpt`` and ``hpc_ckpt_1.ckpt`` too). Passed over, with a warning, are those that a killed process has left
     incomplete, and those without optimizer state. The bytes of tensors are not read.
 
-    Where a process group is there, process 0 looks and tells the others, and all must call it. Before, each process
-    looks by itself. `ElasticTraining(resume_from=...)` looks when the processes are connected.
+    Where a process group is there, process 0 looks and sends the result to the others, and all must call it. Before,
+    each process looks by itself. `ElasticTraining(resume_from=...)` looks when the processes are connected.
 
     Args:
         folder: Such as ``ModelCheckpoint(dirpath)``. It need not exist.

@@ -191,8 +191,8 @@ class Source:
     locate: Callable[[Iterable[str]], Mapping[str, SourceTensor]]
     """Finds the bytes of the tensors with these names; raises CheckpointError where they are not as described."""
     check: Callable[[Iterable[str], Callable[[int], object]], None] = lambda wanted, on_bytes: None
-    """Compares the stored bytes of the tensors with these names with the checksums beside them, tells how many it has
-    compared, and raises CheckpointError where they are not as they were written. Without checksums: does nothing."""
+    """Compares the stored bytes of the tensors with these names with the checksums next to them, reports how many it
+    has compared, and raises CheckpointError where they differ. Without checksums: does nothing."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Alias to the name of the tensor it shares, where the checkpoint itself says so."""
     dtype: DType | None = None
@@ -305,7 +305,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is told of a checkpoint of any format: its tensors, files, ties and progress, as a table or as plain values.
+# The description of a checkpoint of any format: its tensors, files, ties and progress, as a table or as plain values.
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class StoredTensorInfo:
 
     @classmethod
     def of(cls, name: str, dtype: DType, shape: tuple[int, ...], num_chunks: int) -> StoredTensorInfo:
-        """Return what is told of a tensor in ``num_chunks`` chunks."""
+        """Return the description of a tensor in ``num_chunks`` chunks."""
         stored = prod(shape)
         return cls(name, dtype.name, shape, stored * dtype.packed, stored * dtype.itemsize, num_chunks)
 
@@ -344,7 +344,7 @@ class CheckpointInfo:
     path: Path
     """The folder with ``.metadata``, or with the shards where there is none; DeepSpeed's tag folder."""
     kind: str
-    """Who saved it in which way, as far as its folder tells, e.g. ``lightning-fsdp``."""
+    """Which library saved it in which way, as far as its folder shows, e.g. ``lightning-fsdp``."""
     model_prefix: str
     """Keys of the saved state dict above the model, with dots between them; empty if there are none."""
     tensors: tuple[StoredTensorInfo, ...]
@@ -461,7 +461,7 @@ class Format(ABC):
     """A way to keep a sharded checkpoint in a folder."""
 
     signs: tuple[str, ...]
-    """What such a folder is told by, as an error says that finds none of it."""
+    """The files that identify such a folder, for the error that finds none of them."""
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
@@ -472,7 +472,7 @@ class Format(ABC):
         """Read the description of the checkpoint in ``folder``, and what is known of ties and the module's attribute.
 
         Raises:
-            CheckpointError: If it is damaged, or the model cannot be told in it.
+            CheckpointError: If it is damaged, or the model cannot be identified in it.
         """
 
     @abstractmethod

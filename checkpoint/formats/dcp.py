@@ -143,7 +143,7 @@ class DCPFormat(Format):
 
     signs: tuple[str, ...] = (f"{METADATA_NAME} (torch.distributed.checkpoint; Lightning's and accelight's folders)",)
     kind = "torch-dcp"
-    """What it is called where nothing tells who saved it."""
+    """Its name where nothing shows which library saved it."""
 
     def detect(self, folder: Path) -> bool:
         """Whether there is a ``.metadata`` file."""
@@ -215,7 +215,7 @@ class DCPSafetensorsFormat(DCPFormat):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a folder of torch.distributed.checkpoint holds, told from its metadata.
+# Describes a folder of torch.distributed.checkpoint from its metadata.
 
 
 _MAX_META_BYTES = 2**31
@@ -237,7 +237,7 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
         folder: The folder.
         metadata: Where its tensors lie.
         manifest: What ``accelight.json`` says, if there is one.
-        unknown_kind: The kind where nothing tells who saved the folder.
+        unknown_kind: The kind where nothing shows which library saved the folder.
     """
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
     digests = {} if manifest is None else manifest.digests

@@ -2,7 +2,7 @@
 
 `pickle.Unpickler` is not used. It would:
 
-- import, call and set attributes where told otherwise,
+- import, call and set attributes where the pickle asks for it,
 - hash any key: a tuple of twice a tuple of twice a tuple ... takes forever,
 - remember every object until its end.
 

@@ -361,7 +361,7 @@ class TorchArchive:
         return zlib.crc32(self._window.read(self.directory_start, self._window.length, self._what))
 
     def check(self, keys: Iterable[str] | None = None, share: tuple[int, int] = (0, 1)) -> int:
-        """Compare the bytes of members with their checksums; where torch was told not to make any, nothing is compared.
+        """Compare the bytes of members with their checksums; where torch was set to make none, nothing is compared.
 
         Args:
             keys: Of the storages to look at; None for everything in the zip.
@@ -455,7 +455,7 @@ class GradientAccumulator:
 
     @property
     def beginning(self) -> bytes:
-        """Enough bytes to tell records of different shapes and dtypes apart: it holds most of ``data.pkl``."""
+        """Enough bytes to distinguish records of different shapes and dtypes: it holds most of ``data.pkl``."""
         return self._head[:BEGINNING]
 
     def read(self, start: int, stop: int, what: str) -> bytes:
@@ -491,7 +491,7 @@ class _Member(NamedTuple):
     entry: int
     """Position of its entry in the central directory."""
     crc32: int
-    """0 where torch was told to make none (``torch.serialization.set_crc32_options``)."""
+    """0 where torch was set to make none (``torch.serialization.set_crc32_options``)."""
 
 
 def directory_digest(fd: int, offset: int, length: int, what: str) -> int:

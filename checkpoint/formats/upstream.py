@@ -6,5 +6,5 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 
 __all__ = [
     "ExtensionRegistry",  # makes a record's transforms (compression) from the descriptors in .metadata
-    "StreamTransformExtension",  # tells transforms of streams, which can be undone here, from other extensions
+    "StreamTransformExtension",  # distinguishes transforms of streams, which can be undone here, from other extensions
 ]

@@ -92,7 +92,7 @@ def _manifest(folder: Path) -> Manifest:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a DeepSpeed checkpoint holds, told from its files' descriptions.
+# Describes a DeepSpeed checkpoint from its files' metadata.
 
 
 _KINDS = {

@@ -454,7 +454,7 @@ def can_link(planned: Sequence[PlannedFile], folder: Path) -> bool:
         folder = folder.parent
     try:
         trial = TemporaryFile(dir=folder)  # noqa: SIM115 (closed below)
-    except OSError:  # told when the output is to be made there
+    except OSError:  # reported when the output is created there
         return False
     files = FilePool()
     try:
@@ -474,7 +474,7 @@ def copy_tensors(
     Args:
         planned: The files.
         threads: How many copy.
-        on_bytes: Is told the progress.
+        on_bytes: Receives the progress.
         linker: Links what can be linked; None copies everything.
 
     Raises:
@@ -591,7 +591,7 @@ _REFUSED = {
     errno.EBADF,
     errno.ETXTBSY,  # a swap file
     errno.EAGAIN,  # ZFS, before the source is on the disk
-    errno.ENOSPC,  # no room for the list of blocks: the copy tells it better
+    errno.ENOSPC,  # no room for the list of blocks: the copy reports it better
     errno.EDQUOT,
 }
 

@@ -110,7 +110,7 @@ class OwnFolder(NewFolder):
     @override
     def finish_own(self) -> None:
         if dist.get_rank() != 0:
-            self.finish(lambda _: None)  # what tells of all parts is in process 0's
+            self.finish(lambda _: None)  # the description of all parts is in process 0's
 
     @override
     def drop_own(self) -> None:
@@ -248,7 +248,7 @@ def unfinished_name(path: Path, number: str = "") -> Path:
 
     Args:
         path: The name that it gets.
-        number: Hexadecimal digits that tell it from others of this name.
+        number: Hexadecimal digits that distinguish it from others of this name.
     """
     return path.with_name(f".{path.name}.unfinished{number and f'-{number}'}")
 
@@ -566,7 +566,7 @@ def local_path(path: str, what: str, instead: str = "") -> Path:
 
 
 # ------------------------------------------------------------------------------------------------
-# Files of ``torch.save``: written so that a full disk is told as one, read without a copy, each byte compared once.
+# Files of ``torch.save``: written with clear errors of a full disk, read without a copy, each byte compared once.
 
 
 def save_torch(content: Any, path: Path) -> None:

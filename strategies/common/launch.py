@@ -172,7 +172,7 @@ def _make(cls: type[T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a run tells of itself at its start: one block of three lines, on rank 0.
+# The summary of a run at its start: one block of three lines, on rank 0.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -205,7 +205,7 @@ class LoopTracker:
             gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
         self.window_position = 1
-        """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress tells it."""
+        """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress counts it."""
         self._first_batch: int | None = None
         """The Trainer's total count at the first batch of this fit; a resumed one may begin within a window."""
         self._said_short = False

@@ -1,8 +1,8 @@
 """Whether an optimizer can train shards: found out by a few steps of its own class on small tensors.
 
-A name does not tell: a subclass of ``SGD`` may divide by norms, and an option may switch a trust ratio on. So the class
-itself steps, with the options of the user's groups, on full tensors and on what an engine would give it: pieces of
-flattened parameters (FSDP1, ZeRO), or DTensors (FSDP2). Equal weights after every step mean that it is right there.
+A name does not show it: a subclass of ``SGD`` may divide by norms, and an option may switch a trust ratio on. So the
+class itself steps, with the options of the user's groups, on full tensors and on what an engine would give it: pieces
+of flattened parameters (FSDP1, ZeRO), or DTensors (FSDP2). Equal weights after every step mean that it is right there.
 
 Trade-offs: thresholds that neither these gradients nor this number of steps reach stay undetected, and an optimizer
 that draws random numbers counts as different, since shards draw others than full tensors do.
@@ -488,7 +488,7 @@ def _kind_of(value: Any) -> Any:
 
 
 def _options_of(optimizer: Optimizer) -> str:
-    """Return what tells two optimizers of a class apart."""
+    """Return the options that distinguish two optimizers of a class."""
     simple = (bool, int, float, str, type(None), tuple)
     attributes = {name: value for name, value in optimizer.__dict__.items() if isinstance(value, simple)}
     optimizers = [each for each in optimizer.__dict__.values() if isinstance(each, Optimizer)]

@@ -99,7 +99,7 @@ def run_on_rank_zero(action: Callable[[], T], what: str, group: dist.ProcessGrou
     if dist.get_rank() == 0:
         try:
             outcome[1] = action()
-        except Exception as caught:  # noqa: BLE001 (raised again below, after the others have been told)
+        except Exception as caught:  # noqa: BLE001 (raised again below, after the others have the error)
             error = caught
             outcome[0] = f"{type(caught).__name__}: {caught}"
     dist.broadcast_object_list(outcome, src=0, group=group)
@@ -124,8 +124,8 @@ def _ranks(ranks: Sequence[int], world_size: int) -> str:
 # [Note: who has ended] The store does not tell. Where processes write for minutes, all begin to reduce one number over
 # gloo, each when its message is sent: the connection of a process that ends breaks at once, and the reduction with it.
 #
-# [Note: clearing up] Whoever sends rank 0 a message has received all that rank 0 had told before. So when everybody's
-# message is there, what was told before is removed, and so are the messages.
+# [Note: clearing up] Whoever sends rank 0 a message has received all that rank 0 had sent before. So when everybody's
+# message is there, rank 0 removes what it sent before, and the messages.
 
 
 R = TypeVar("R")
@@ -216,7 +216,7 @@ class StoreMessages:
         try:
             outcome = None, action()
             content = pickle.dumps(outcome)
-        except Exception as error:  # noqa: BLE001 (raised again below, after the others have been told)
+        except Exception as error:  # noqa: BLE001 (raised again below, after the others have the error)
             failed = error
             content = pickle.dumps((f"{type(error).__name__}: {error}", None))
         if self._num_ranks > 1:

@@ -28,14 +28,14 @@ PLACES = (BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS)
 
 
 def terminated(number: int = signal.SIGTERM) -> SIGTERMException:
-    """Return what ends a run that a signal told to end, see `mark_terminated`."""
+    """Return the exception that ends a run after a signal, see `mark_terminated`."""
     exception = SIGTERMException()
     mark_terminated(exception, number)
     return exception
 
 
 def mark_terminated(exception: SIGTERMException, number: int = signal.SIGTERM) -> None:
-    """Give the exception the exit status of a run that was told to end: 128 and the signal's number, 143 for SIGTERM.
+    """Give the exception the exit status of a run that a signal ends: 128 and the signal's number, 143 for SIGTERM.
 
     Lightning 2.6 ends with 0, its main branch with 143 (Lightning-AI/pytorch-lightning#21623). A status of 0 says that
     the work is done: torchrun would not start the process again, a Kubernetes job would be complete, and on SLURM jobs
@@ -60,14 +60,15 @@ class Termination:
     of the signal leaves its loop without the others. Here the handler only takes note. Before each training batch, and
     where a loop ends, the ranks reduce one number, if they have not begun to in the batch before, with something else:
     a small reduction costs as much as a large one, and next to nothing where nobody waits for it at once. In
-    evaluation, where they need not have equally many batches, a rank that was told says on the store how far all go.
+    evaluation, where they need not have equally many batches, a rank that received the signal writes to the store how
+    far all go.
     """
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
         self._told: list[PendingAllReduceMax] = []
-        """Whether to leave, as the last of their numbers: what ranks have told each other in the present batch."""
+        """Whether to leave, as the last of their numbers: the reports of all ranks in the present batch."""
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
         self.run = ""
@@ -126,7 +127,7 @@ class Termination:
 
     # ------------------------------------------------------------------ where all ranks come
     def agree(self, place: str = TRAINING_ENDS) -> None:
-        """Leave if any rank was told to; all ranks must call it.
+        """Leave if any rank received the signal; all ranks must call it.
 
         Args:
             place: Where this rank is, one of `PLACES`.
@@ -153,9 +154,9 @@ class Termination:
             self._leave()
 
     def all_reduce_max_async(self, values: Sequence[int]) -> Callable[[], Sequence[int]]:
-        """Begin to reduce small numbers to their maximum over all ranks, and tell by the way.
+        """Begin to reduce small numbers to their maximum over all ranks, and report the signal with them.
 
-        What ranks were told before is known to all of them at the next training batch, and they need not meet there.
+        A signal from before is known to all of them at the next training batch, and they need not meet there.
         All ranks must call it.
 
         Returns:
@@ -167,7 +168,7 @@ class Termination:
         return lambda: maximum.wait()[:-2]
 
     def agree_before_batch(self) -> None:
-        """Leave if any rank was told to, before a training batch; all ranks must call it.
+        """Leave if any rank received the signal, before a training batch; all ranks must call it.
 
         Raises:
             SIGTERMException: On every rank.

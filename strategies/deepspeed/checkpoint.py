@@ -623,7 +623,7 @@ def digests_of(folder: Path) -> dict[str, FileDigest]:
     """Return the digests of what DeepSpeed has written into a checkpoint's folder."""
     digests = {}
     for file in (folder / universal.TAG).glob(_ALL):
-        with suppress(CheckpointError):  # torch's old format, which DeepSpeed can be told to write
+        with suppress(CheckpointError):  # torch's old format, which DeepSpeed can be set to write
             digests[f"{universal.TAG}/{file.name}"] = digest_of_file(file)
     return digests
 

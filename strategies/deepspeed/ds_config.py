@@ -738,7 +738,7 @@ def _check_scheduler(in_config: bool, optimizer: object, scheduler: object) -> N
 
 
 def hidden_size_of(model: nn.Module) -> int | None:
-    """Return the hidden size that a model tells, the largest of several; None where it tells none.
+    """Return the hidden size that a model states, the largest of several; None where it states none.
 
     Asked are the ``config`` (as transformers has it), the ``hparams`` (as Lightning has it) and the ``hidden_size`` of
     the model, and then the ``config`` of each module inside it.

@@ -104,7 +104,7 @@ def step(engine: Any, window: GradientAccumulator, factor: float, **kwargs: Any)
     """Let the optimizer step on the window's gradients multiplied by ``factor``.
 
     Returns:
-        The gradients' global norm before clipping; None without any, or where DeepSpeed is told not to compute it.
+        The gradients' global norm before clipping; None without any, or where DeepSpeed is set not to compute it.
     """
     window.complete()
     with gradients_scaled(engine, factor):
@@ -536,13 +536,13 @@ def _keys_of(error: Any) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a fit with DeepSpeed tells of itself at its start.
+# The summary of a fit with DeepSpeed at its start.
 
 
 def summarise_run(
     strategy: str, engine: Any, settings: DeepSpeedSettings, device: torch.device, precision: str
 ) -> RunSummary:
-    """Return what a fit tells.
+    """Return the summary of a fit.
 
     Args:
         strategy: Name of its class.

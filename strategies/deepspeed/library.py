@@ -72,7 +72,7 @@ def deepspeed_library() -> Any:
 def forget_lost_groups() -> None:
     """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
 
-    It forgets them when they are destroyed through ``deepspeed.comm``, and is not told of
+    It forgets them when they are destroyed through ``deepspeed.comm``, and does not learn of
     ``torch.distributed.destroy_process_group()``.
     """
     groups: Any = importlib.import_module("deepspeed.utils.groups")

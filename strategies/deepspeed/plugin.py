@@ -230,7 +230,7 @@ class DeepSpeedPlugin:
         return self._precision.own(self._config)
 
     def settings(self, facts: TrainingFacts) -> DeepSpeedSettings:
-        """Return what the strategy is told: the config with every ``"auto"`` filled. The plugin keeps its own.
+        """Return the config for the strategy: the plugin's with every ``"auto"`` filled. The plugin keeps its own.
 
         Raises:
             ValueError: If the config and ``facts`` contradict each other, or an ``"auto"`` cannot be filled.
@@ -591,7 +591,7 @@ def set_leaf_modules(model: nn.Module, class_names: Sequence[str]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What transformers is told about DeepSpeed: ``from_pretrained``, ``generate`` and others ask for it.
+# The DeepSpeed config that transformers reads: ``from_pretrained``, ``generate`` and others ask for it.
 
 
 _MODULE = "transformers.integrations.deepspeed"

@@ -633,7 +633,7 @@ def _same(one: State, other: State) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizers that tell the window of their engine what the user's code asks of them.
+# Optimizers that report calls of users' code to the accumulation window of their engine.
 
 
 def tell_window(optimizer: Any, window: Any) -> None:

@@ -91,7 +91,7 @@ class Engine(ABC, Generic[SettingsT]):
         self.mesh = mesh
         self.device = device
         self.all_reduce_max_async: AllReduceMaxAsync = lambda values: PendingAllReduceMax(values).wait
-        """For what the ranks have to tell each other about each step."""
+        """For the messages of the ranks about each step."""
 
     def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:
         """Shard ``model``, whose submodules are changed in place.

@@ -535,7 +535,7 @@ def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> Run
 
 
 def guard_shards(root: nn.Module) -> None:
-    """Let weights of ``root`` tell who uses them while they are sharded; those that do already go on."""
+    """Let weights of ``root`` raise a clear error when used while they are sharded; those that do already stay."""
     prefixes = {unit: prefix for prefix, unit in unwrap_root(root).named_modules()}
     for unit in units_of(root):
         handle = unit._handle

@@ -832,7 +832,7 @@ class UsedParameterTracker:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            all_reduce_max_async: Lets the ranks tell each other.
+            all_reduce_max_async: Reduces a small integer tensor to its maximum over the ranks.
 
         Raises:
             RuntimeError: On every rank, if a part of a flat parameter was used by none, and the rest was.

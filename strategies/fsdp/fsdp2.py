@@ -462,7 +462,7 @@ class UsedParameterTracker:
         """Let the ranks agree, after a backward that reduced; every rank calls it.
 
         Args:
-            all_reduce_max_async: Lets the ranks tell each other.
+            all_reduce_max_async: Reduces a small integer tensor to its maximum over the ranks.
         """
         params, used, filled = self._units.params, self._used, self._filled
         self._used, self._filled = set(), set()

@@ -85,7 +85,7 @@ class AccelFSDPPrecision(FSDPPrecision):
 
     @property
     def settings(self) -> PrecisionSettings:
-        """What the engines are told: half computation and reduction under mixed precision, else nothing."""
+        """The dtypes of the engines: half computation and reduction under mixed precision, else nothing."""
         if not self._is_mixed:
             return PrecisionSettings()
         dtype = self._dtype

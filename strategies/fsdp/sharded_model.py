@@ -307,7 +307,7 @@ def fsdp2_switch_optimizer_parameters(
             address of memory that was freed is given out again.
 
     Raises:
-        KeyError: If a parameter has no sharded one, or address and shape do not tell which; nothing is changed then.
+        KeyError: If a parameter has no sharded one, or address and shape do not identify it; nothing is changed then.
             Training on would leave the model's weights as they are.
         RuntimeError: If a parameter has state that cannot be cut into shards; nothing is changed then.
 

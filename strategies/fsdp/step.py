@@ -252,7 +252,7 @@ class CollectiveOrder:
         self._alone = num_ranks() == 1
 
     def begin(self, kind: Hashable) -> None:
-        """Begin a step, or a call within one; ``kind`` is alike on every rank, and tells what has paths of its own."""
+        """Begin a step, or a call within one; ``kind`` is alike on every rank, and names what has paths of its own."""
         self._around.append(self.at)
         self.at = None if self._alone else self._known.setdefault(kind, {})
 

@@ -118,11 +118,11 @@ class _WholeSummary(Summary):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a fit with FSDP tells of itself at its start.
+# The summary of a fit with FSDP at its start.
 
 
 def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precision: str, saved_by: str) -> RunSummary:
-    """Return what a fit tells.
+    """Return the summary of a fit.
 
     Args:
         strategy: Name of its class.

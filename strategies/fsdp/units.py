@@ -412,7 +412,7 @@ def _wrap(
 
 
 # ------------------------------------------------------------------------------------------------
-# What FSDP would get wrong without a word, or refuse with an obscure one: told by name before anything is sharded.
+# What FSDP would get wrong without a word, or refuse with an obscure one: refused by name before anything is sharded.
 
 
 def check_modules(
@@ -608,7 +608,7 @@ def holds_4bit(module: nn.Module) -> bool:
 
 
 def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> Iterator[list[nn.Parameter]]:
-    """Yield what each unit will gather, if there is anything to be told apart."""
+    """Yield what each unit will gather, if there is anything to distinguish."""
     if len({parameter.dtype for parameter in model.parameters()}) < 2:
         return
     ignored = resolve_ignored(model, settings.ignored_modules)

@@ -425,7 +425,7 @@ def parameters_on_meta() -> Iterator[None]:
     """Put parameters on the meta device as modules register them; buffers keep their values.
 
     Inside, ``from_pretrained`` of transformers reads no weights either: it builds the model that its config describes.
-    It is told so by ``device_map="meta"``, so another ``device_map`` is replaced.
+    It is asked to by ``device_map="meta"``, so another ``device_map`` is replaced.
     """
     if getattr(_state, "active", False):  # entered twice, by nested contexts of the Trainer
         yield
@@ -617,7 +617,7 @@ class _Stored:
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
-    """Return every tensor by its name, and by each alias that a file's metadata tells of."""
+    """Return every tensor by its name, and by each alias in a file's metadata."""
     from safetensors import safe_open
 
     index: dict[str, str] | None = None

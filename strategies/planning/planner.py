@@ -376,7 +376,7 @@ _ZERO_PARAMETERS = ("bit16_groups", "fp16_groups", "fp16_partitioned_groups", "p
 
 
 def parts_of(model: nn.Module, optimizers: list[Any]) -> dict[int, Part]:
-    """Return of which part storages are, by their addresses; what is not among them is told by when it was made.
+    """Return of which part storages are, by their addresses; the others are classified by the phase that made them.
 
     Args:
         model: What the strategy trains: the sharded root, or DeepSpeed's engine.
@@ -450,7 +450,7 @@ def _of_zero(optimizer: Any, names: tuple[str, ...]) -> Iterator[Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Running in a process of its own: what torch and DeepSpeed remember of pretended processes ends with it.
+# Runs in a process of its own, so that what torch and DeepSpeed keep of fake processes ends with it.
 
 
 T = TypeVar("T")

@@ -343,7 +343,7 @@ PARTS: tuple[Part, ...] = ("parameters", "gathered", "gradients", "optimizer", "
 
 Phase = Literal["building", "forward", "backward", "optimizer step", "between steps"]
 _BY_PHASE: dict[Phase, Part] = {
-    "building": "gathered",  # parameters are told apart by who has them; what is left are buffers
+    "building": "gathered",  # parameters are distinguished by their owner; the rest are buffers
     "forward": "activations",
     "backward": "temporary",
     "optimizer step": "temporary",
@@ -374,8 +374,8 @@ class Storages:
     """Follows every storage from the first operation that returns it until it is freed.
 
     Args:
-        classify: Called when so much is held as was told to `expect`; returns of which part some storages are, by their
-            addresses in C++.
+        classify: Called when as many bytes are held as `expect` was given; returns of which part some storages
+            are, by their addresses in C++.
     """
 
     def __init__(self, classify: Callable[[], dict[int, Part]]) -> None:

@@ -56,7 +56,7 @@ class RunStorage:
     def free_name(self, name: str) -> str:
         """Return ``name``, or with ``-v1`` and so on behind it where Ray keeps a checkpoint of that name.
 
-        A folder of that name of which Ray was not told is what workers have left that were ended before. A save to a
+        A folder of that name that was not reported to Ray was left by workers that ended early. A save to a
         path replaces it; elsewhere it is removed here, so that its files do not mix with what is uploaded.
         """
         if not self._exists(name):

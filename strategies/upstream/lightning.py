@@ -155,7 +155,7 @@ __all__ = [
     "_get_dataloader_init_args_and_kwargs",  # a loader with batches of another kind
     "_reinstantiate_wrapped_cls",  # the same
     "_load_state",  # a module from hyperparameters and weights that lie in no file of Lightning's
-    "_SubprocessScriptLauncher",  # it does not tell processes how many they are on a node
+    "_SubprocessScriptLauncher",  # it does not give processes their number on a node
     "_materialize_distributed_module",  # modules on the meta device, as Lightning's own strategies do
     "_optimizers_to_device",  # the same
     "_set_sampler_epoch",  # an epoch that is begun in the middle shuffles as it did

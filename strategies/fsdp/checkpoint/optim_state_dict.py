@@ -91,7 +91,7 @@ def _in_plain_order(
     of parameters that are in the sharded module's order.
 
     Raises:
-        RuntimeError: If it cannot be told which names a flat parameter has.
+        RuntimeError: If the names in a flat parameter cannot be determined.
     """
     counts = [len(parameter._fqns) if isinstance(parameter, FlatParameter) else 1 for parameter in parameters]
     if not any(isinstance(parameter, FlatParameter) for parameter in parameters):
@@ -309,7 +309,7 @@ def _common_step(states: Mapping[str, Mapping[str, Any]], num_steps: int | None)
     """Return how often parameters have been stepped, for those that do not say.
 
     Raises:
-        ValueError: If that cannot be told: with another step, Adam's corrections would be wrong.
+        ValueError: If that cannot be determined: with another step, Adam's corrections would be wrong.
     """
     known = [float(values[_STEP]) for values in states.values() if _STEP in values]
     if not known and num_steps is None:
@@ -541,7 +541,7 @@ def _told(unit: Any, optimizer: Optimizer) -> Told:
 
 
 def _kind(value: Any, numel: int) -> Any:
-    """Return what the others are told of one part of a state."""
+    """Return the message about one part of a state for the others."""
     if not isinstance(value, Tensor):
         return value
     if not value.dim():
@@ -550,14 +550,14 @@ def _kind(value: Any, numel: int) -> Any:
 
 
 def _untold(value: Any) -> Any:
-    """Return what `_kind` has told of a value or a tensor without dimensions, the caller's own."""
+    """Return what `_kind` has recorded of a value or a tensor without dimensions, the caller's own."""
     if isinstance(value, _Scalar):
         return value.tensor()
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
-    """Return what is known of all units when all ranks have told theirs; the first to know something is believed."""
+    """Return what is known of all units when all ranks have reported; the first report of a value counts."""
     merged: list[Told] = []
     for of_unit in zip(*ranks, strict=True):
         merged.append([])

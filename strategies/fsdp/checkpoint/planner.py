@@ -1,7 +1,7 @@
 """Plans of sharded saves, cached: which rank writes what stays the same while names, shapes and meshes do.
 
 torch's planning sends rank 0 a description of each piece of each rank, and all of them back, at each save, in
-collectives of objects. Here each rank plans its own part (`saving_plan`), and tells rank 0 once.
+collectives of objects. Here each rank plans its own part (`saving_plan`), and reports to rank 0 once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_PLANS = 2  # with and without optimizers, as a rule
 
 @dataclass(frozen=True)
 class PlanMessage:
-    """What a rank tells rank 0 of the plan that it writes by."""
+    """A rank's message to rank 0 about the plan that it writes by."""
 
     number: int
     packed: PackedPlan | None
@@ -66,7 +66,7 @@ class CachedPlan:
 
 
 class SavePlanCache:
-    """The last plans of one model; on rank 0 also what the other ranks have told of theirs."""
+    """The last plans of one model; on rank 0 also the other ranks' plans."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -100,7 +100,7 @@ class SavePlanCache:
         return CachedPlan(self._num_plans, form, plan, PackedPlan.of(local))
 
     def told(self, plan: CachedPlan) -> PlanMessage:
-        """Return what rank 0 is to be told of a plan."""
+        """Return the message to rank 0 about a plan."""
         return PlanMessage(plan.number, plan.packed, tuple(one.number for one in self._with(plan)))
 
     def keep(self, plan: CachedPlan) -> None:
@@ -229,7 +229,7 @@ def _replicas(tensor: DTensor | FlatShard) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
-# What ranks write, as they tell rank 0, and what rank 0 makes of it: the description of the whole checkpoint.
+# The reports of ranks about their parts, and the description of the whole checkpoint that rank 0 makes of them.
 #
 # torch's own objects take about 1 KB a piece, in the process that has those of all ranks. Here numbers stay numbers,
 # and objects are made when something is written.
@@ -451,7 +451,7 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 # ------------------------------------------------------------------------------------------------
-# Where the ranks wrote their parts of a sharded checkpoint, in as few bytes as tell it.
+# Where the ranks wrote their parts of a sharded checkpoint, in as few bytes as possible.
 
 
 _NUM_NUMBERS = 5
@@ -461,7 +461,7 @@ Record = tuple[str, "tuple[int, ...] | None", "int | None", str, int, int, Any]
 
 @dataclass(frozen=True)
 class Written(WriteResult):
-    """What torch tells rank 0 of a record, with its digest."""
+    """torch's report of a record to rank 0, with its digest."""
 
     digest: int
 
@@ -536,7 +536,7 @@ class RankResults(Iterable[WriteResult]):
 
 
 class TorchsResults:
-    """The same of what torch's own planning tells.
+    """The same of the reports of torch's own planning.
 
     Args:
         results: What ``write_data`` returned.
@@ -565,7 +565,7 @@ class TorchsResults:
 
 
 def parts_of(results: Iterable[Iterable[WriteResult]]) -> list[RankResults | TorchsResults]:
-    """Return all ranks' parts, whoever tells of them."""
+    """Return all ranks' parts, whichever rank reports them."""
     return [own if isinstance(own, RankResults) else TorchsResults(own) for own in results]
 
 

@@ -1,9 +1,9 @@
 """Sharded saves that other processes complete: when `hand_over` returns, all ranks may be killed.
 
-[Note: whole or not at all] Each rank plans and tells the process that writes for it, and then rank 0. When all have
-done so, rank 0 tells its own process how to complete the checkpoint, and then the other ranks. Whoever is killed
-before, no process knows how to complete it, and that of rank 0 removes the folder; whoever is killed afterwards, they
-complete it.
+[Note: whole or not at all] Each rank plans and sends the plan to its saving process, and then to rank 0. When all have
+done so, rank 0 sends its own process how to complete the checkpoint, and then reports to the other ranks. Whoever is
+killed before, no process knows how to complete it, and that of rank 0 removes the folder; whoever is killed afterwards,
+they complete it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class HandedSave:
             planner.set_up_planner(self.stager.copy(self.state), is_coordinator=dist.get_rank() == 0)
             kept = self.plans.of(planner)
             wish: str | PlanMessage = self.plans.told(kept)
-        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
             wish, error = f"{type(caught).__name__}: {caught}", caught
         begun = messages.gather_then_broadcast(wish, self._begin, what, group)
         if begun.problems or kept is None:
@@ -149,7 +149,7 @@ class HandedSave:
                 ending=ending,
             )
             self.process.tell(part, data, self.stager.memory)
-        except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+        except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -193,7 +193,7 @@ def _leave_word(folder: NewFolder, problem: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a process tells the process that writes its part of a checkpoint: all that is needed when nobody else is left.
+# Messages from a rank to the process that writes its part of a checkpoint: complete, so that it can finish alone.
 #
 # An order is a file without a name, whole before its descriptor is sent: it arrives whole or not at all. Tensors stand
 # in it as places in shared memory, whose descriptor is sent with it.
@@ -261,7 +261,7 @@ class Answer:
     problem: str | None
     """What this rank's process failed with."""
     complete: bool
-    """Whether the checkpoint has its name; told to rank 0 alone."""
+    """Whether the checkpoint has its name; rank 0 alone knows."""
 
     def line(self) -> bytes:
         """Return it as it is sent."""
@@ -439,7 +439,7 @@ class SavingProcessEnded(RuntimeError):  # noqa: N818 (an event that becomes an 
 
 
 class SavingProcess:
-    """Starts the process when there is something to write, tells it what, and hears what became of it."""
+    """Starts the process when there is something to write, sends it the order, and receives the outcome."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -499,7 +499,7 @@ class SavingProcess:
         return Answer.of_line(line)
 
     def close(self) -> None:
-        """End the process; what it was told and has not said to be done is lost. The next order starts another one."""
+        """End the process; orders that it has not reported as done are lost. The next order starts another one."""
         self._end(kill=True)
 
     def _start(self) -> socket.socket:

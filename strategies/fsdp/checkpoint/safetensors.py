@@ -70,7 +70,7 @@ def save_safetensors(
         path: A file with the suffix ``.safetensors``, or a folder.
         state: Sharded, as `sharded_checkpoints.model_state` returns it; the same names on every rank. What modules
             keep beside tensors is left out.
-        module: Whose weights they are; tells parameters from buffers.
+        module: Whose weights they are; distinguishes parameters from buffers.
         form: For its ties and its module attribute.
         max_shard_size: Of one file.
         dtype: For floating-point tensors.

@@ -1,4 +1,4 @@
-"""The process that writes one rank's part of checkpoints, and goes on with what it was told when that rank is gone.
+"""The process that writes one rank's part of checkpoints, and finishes its orders when that rank is gone.
 
 It has no model, no Lightning and no accelerator: torch's writer, orders and shared memory. `saving_process` starts it.
 """
@@ -109,7 +109,7 @@ class _Writer:
                 finish_folder(folder, writer, plan.merged, places, part.ending.metadata, part.ending.manifest)
                 return Answer(None, complete=True)
             problem = own.problem
-        except Exception as error:  # noqa: BLE001 (told to whoever is left)
+        except Exception as error:  # noqa: BLE001 (reported to the ranks that are left)
             problem = own.problem or f"{type(error).__name__}: {error}"
         folder.drop()
         return Answer(problem, complete=False)
@@ -121,7 +121,7 @@ def _written(writer: FolderWriter, part: Part, plan: SavePlan, data: Sequence[An
         writer.set_up_storage_writer(part.rank == 0, rank=part.rank, use_collectives=True)
         results = writer.write_data(plan, _Planned(plan, data)).wait()
         return Record(WriteLocations.of(plan, results))
-    except Exception as error:  # noqa: BLE001 (told to whoever is left)
+    except Exception as error:  # noqa: BLE001 (reported to the ranks that are left)
         _remove_part(Path(writer.path), part.rank)
         return Record(None, f"{type(error).__name__}: {error}")
 

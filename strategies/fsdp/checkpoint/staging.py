@@ -357,7 +357,7 @@ def _too_little(num_bytes: int, found: str) -> str:
 
 
 def _available() -> int | None:
-    """Return how much memory the system could give, where it tells."""
+    """Return how much memory the system could give, where it reports it."""
     path = Path("/proc/meminfo")
     if not path.exists():
         return None

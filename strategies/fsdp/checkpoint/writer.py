@@ -1,7 +1,7 @@
 """Writing a sharded checkpoint: each rank its shards, rank 0 the rest.
 
-Each rank writes by its own plan, and tells rank 0 what and where, once; rank 0 completes the folder, and tells the
-others. Nobody waits for anybody before, and no Python object is sent in a collective.
+Each rank writes by its own plan, and reports to rank 0 what and where, once; rank 0 completes the folder, and reports
+to the others. Nobody waits for anybody before, and no Python object is sent in a collective.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def save_sharded(
     def finish(reports: list[_Report]) -> list[str]:
         """What rank 0 does when it knows what all have done."""
         if problems := format_errors_by_rank([[one.error] if one.error else [] for one in reports]):
-            folder.drop()  # before anybody is told
+            folder.drop()  # before the others learn of it
             return problems
         merged = plans.merge([one.plan for one in reports if one.plan is not None])
         places = [one.places for one in reports if one.places is not None]
@@ -102,7 +102,7 @@ def save_sharded(
         try:
             folder.check_shared(made)
             kept, report = _write(state, writer, plans)
-        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has told them)
+        except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
             report, error = _Report(error=f"{type(caught).__name__}: {caught}"), caught
         problems = messages.gather_then_broadcast(report, finish, f"finishing {path}", group or dist.group.WORLD)
         if problems or kept is None:
@@ -139,7 +139,7 @@ def finish_folder(
     metadata: bytes,
     manifest: Manifest,
 ) -> None:
-    """Write what tells of all ranks' parts, when they are written, and give the folder its name; on one process.
+    """Write the description of all ranks' parts, when they are written, and give the folder its name; on one process.
 
     Args:
         folder: Where they are.
@@ -204,7 +204,7 @@ class _TellingFileSystem(FileSystem):
 
 
 class FolderWriter(FileSystemWriter):
-    """A ``FileSystemWriter`` that tells of a full disk, and knows afterwards what it has written.
+    """A ``FileSystemWriter`` that reports a full disk, and knows afterwards what it has written.
 
     Args:
         folder: Where to write.
@@ -369,7 +369,7 @@ class AlignedFile(io.BufferedWriter):
     """A file into which torch writes records, asking for the position before and after each of them.
 
     A record's first bytes are held back until its tensor comes, and then begin where the tensor gets to its place. So
-    torch takes the gap for the record's first bytes; `gaps` tells.
+    torch takes the gap for the record's first bytes; see `gaps`.
 
     Args:
         path: Is written anew.
