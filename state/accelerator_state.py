@@ -183,10 +183,10 @@ class AcceleratorState(PartialState):
             shared.distributed_type = DistributedType.FSDP
         precision = values["mixed_precision"]
         _take_deepspeed_plugins(values.get("deepspeed_plugin"))
-        told = list(_settings.deepspeed_plugins.values()) if "mixed_precision" in _settings.by_hand else []
+        plugins_to_set = list(_settings.deepspeed_plugins.values()) if "mixed_precision" in _settings.by_hand else []
         if precision != "no":  # a default that nobody gave leaves the plugins open for the Trainer's precision
-            told = [*_settings.deepspeed_plugins.values(), values.get("fsdp_plugin")]
-        for plugin in told:
+            plugins_to_set = [*_settings.deepspeed_plugins.values(), values.get("fsdp_plugin")]
+        for plugin in plugins_to_set:
             if hasattr(plugin, "set_mixed_precision"):
                 plugin.set_mixed_precision(precision)
         if _settings.active_plugin is not None:

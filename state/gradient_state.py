@@ -138,8 +138,8 @@ class GradientState(ReadOnlyState):
     @property
     def num_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        told = None if _shared.plugin is None else _shared.plugin.num_steps
-        return _shared.default_num_steps if told is None else told
+        given = None if _shared.plugin is None else _shared.plugin.num_steps
+        return _shared.default_num_steps if given is None else given
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -285,7 +285,7 @@ class GradientState(ReadOnlyState):
         _shared.sync_gradients = bool(value)
 
     def _add_dataloader(self, dataloader: Any, *, remainder: int = -1) -> None:
-        """Make ``dataloader`` the active one. ``remainder`` -1 lets its samplers tell."""
+        """Make ``dataloader`` the active one. ``remainder`` -1 takes it from its samplers."""
         _push(dataloader, remainder)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
@@ -424,11 +424,11 @@ class GradientAccumulationPlugin:
         Raises:
             ValueError: If the environment has another value.
         """
-        told = self.short_windows
-        if told is None:
+        given = self.short_windows
+        if given is None:
             environment = os.environ if environment is None else environment
-            told = _check_short_windows(environment.get(_SHORT_WINDOWS_VARIABLE, "full"), _SHORT_WINDOWS_VARIABLE)
-        return told
+            given = _check_short_windows(environment.get(_SHORT_WINDOWS_VARIABLE, "full"), _SHORT_WINDOWS_VARIABLE)
+        return given
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults."""

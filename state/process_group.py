@@ -122,7 +122,7 @@ def _rendezvous(info: ProcessInfo) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the timeout of the group's collectives; torch's default where its backend does not tell."""
+    """Return the timeout of the group's collectives; torch's default where its backend does not have one."""
     if group is None:
         return dist.default_pg_timeout
     for device_type in backends_by_device(group):

@@ -263,7 +263,7 @@ def set_device(device: torch.device) -> None:
 
 
 def _device_of(group: dist.ProcessGroup, device_type: str) -> torch.device | None:
-    """Return the device that a group was bound to, or that this process has chosen; None where neither is told.
+    """Return the device that a group was bound to, or that this process has chosen; None where neither is known.
 
     A process that has chosen none has the first one as its current device, as all others.
     """

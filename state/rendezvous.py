@@ -78,16 +78,16 @@ class _Stay:
     def _wait(self) -> None:
         started = time.monotonic()
         limit_s = self.timeout_s if getattr(sys, "last_value", None) is None else _AFTER_AN_ERROR_S
-        told = False
+        has_logged = False
         while (missing := self._missing()) and time.monotonic() - started < limit_s:
-            if not told and time.monotonic() - started > _SILENT_S:
+            if not has_logged and time.monotonic() - started > _SILENT_S:
                 _log.warning(
                     "Process 0 stays for the others, which have not come to %s yet; at most %g s more. (Ctrl-C ends "
                     "it.)",
                     " and ".join(missing),
                     limit_s - _SILENT_S,
                 )
-                told = True
+                has_logged = True
             time.sleep(_POLL_S if time.monotonic() - started < 1 else 0.1)
         started = time.monotonic()
         while len(self._left()) < self.num_processes - 1 and time.monotonic() - started < _TOGETHER_S:

@@ -1,6 +1,6 @@
 """Triggers: any process sets one, all learn of it in the same check.
 
-[Note: one number] A blocking check reduces one number that is kept: whether this process has anything to tell, a
+[Note: one number] A blocking check reduces one number that is kept: whether this process has anything to report, a
 trigger or a name that the others may not know. Only if someone has, all gather who set what. (gloo cuts a larger tensor
 into several messages: a flag for each of 64 names took 1.9 to 4.8 times as long as Accelerate's check, one number 0.9.)
 

@@ -232,7 +232,7 @@ def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> N
 
 
 def _cover_once(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
-    """Return whether pieces cover a shape exactly once, as far as chance can tell.
+    """Return whether pieces cover a shape exactly once, except by chance.
 
     Each coordinate at which a piece begins or ends gets a random number, a piece the product over the dimensions of the
     differences between its ends. These add up to the same product for the whole shape if everything is covered once,

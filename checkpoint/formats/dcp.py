@@ -206,7 +206,7 @@ class DCPSafetensorsFormat(DCPFormat):
         return has_safetensors_shards(folder)
 
     def why_unreadable(self, folder: Path) -> str | None:
-        """Nothing: `DCPFormat` has told."""
+        """Nothing: `DCPFormat` has the reasons."""
         return None
 
     def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
@@ -332,7 +332,7 @@ def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = 
         manifest: Says under which key of the saved state dict the model is, and how the files were written.
 
     Raises:
-        CheckpointError: If the model cannot be told, or the records are others than were written.
+        CheckpointError: If the model cannot be identified, or the records are others than were written.
     """
     prefix = None if manifest is None else manifest.model_prefix
     fqns, depth, skipped = _select(metadata, prefix, str(folder))

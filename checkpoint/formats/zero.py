@@ -143,7 +143,7 @@ def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointI
 
 
 def left_out(manifest: Manifest, stored: Container[str]) -> dict[str, str]:
-    """Return the parameters that a checkpoint lacks by the user's wish, with the reason."""
+    """Return the parameters that a checkpoint lacks on the user's request, with the reason."""
     reason = "frozen, and not in the checkpoint (saved with exclude_frozen_parameters)"
     return {name: reason for name in manifest.left_out if name not in stored}
 

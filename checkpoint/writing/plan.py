@@ -234,7 +234,7 @@ def make_plan(
         max_shard_bytes: Limit of the tensors in one file; None for a single file.
         safe: Safetensors; False for torch's own format.
         reflink: Whether safetensors are laid out for links, where most of the source is aligned for them.
-        infos: What of them is known without their bytes, where that is quicker to tell.
+        infos: What of them is known without their bytes, where that is quicker.
 
     Raises:
         CheckpointError: If nothing is written, or safetensors cannot hold something.

@@ -78,7 +78,7 @@ class NewFolder:
         check_mark(self.unfinished, name)
 
     def finish(self, complete: Callable[[Path], None]) -> None:
-        """Let ``complete`` write what is missing into the folder that it is told, and give it its name."""
+        """Let ``complete`` write what is missing into the given folder, and give it its name."""
         with telling_full_disk(self.unfinished):
             if self._mark is not None:
                 (self.unfinished / self._mark).unlink()
@@ -284,7 +284,7 @@ def _remove_at_once(left: Path, path: Path) -> None:
 
 
 def drop_unfinished(path: Path) -> None:
-    """Remove what a failed save has written, as far as possible: the error that it failed with is told, not another."""
+    """Remove what a failed save has written, as far as possible: the error that it failed with is raised."""
     with suppress(OSError):
         _remove(path)
 

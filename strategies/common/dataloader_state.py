@@ -60,7 +60,7 @@ class LoaderPlaces:
         if any(isinstance(one, _Stateful) for one in loop._combined_loader.flattened):
             vars(loop.epoch_loop)["_on_before_fetch"] = partial(self._note, loop)
 
-    def let_go(self, trainer: Trainer) -> None:
+    def detach(self, trainer: Trainer) -> None:
         """End the fit."""
         loop: Any = trainer.fit_loop.epoch_loop
         vars(loop).pop("_on_before_fetch", None)

@@ -200,12 +200,12 @@ class TotalNorms:
 
     def follow(self) -> None:
         """Begin; what was followed before is let go."""
-        self.let_go()
+        self.detach()
         self._replace(clip_grad._get_total_norm, self._total_norm)
         self._replace(clip_grad._clip_grads_with_norm_, self._scale)
         self._replace(clip_grad.clip_grad_value_, self._clip_values)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Undo `follow`."""
         for cell, torchs in self._torchs:
             cell.cell_contents = torchs
@@ -295,7 +295,7 @@ class SkippedSteps:
 
         Source: accelerate 1.15 ``scheduler.py`` (``AcceleratedScheduler``).
         """
-        self.let_go(module)
+        self.detach(module)
         by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
         advance = module.lr_scheduler_step
 
@@ -307,6 +307,6 @@ class SkippedSteps:
         module.__dict__[_HOOK] = advance_if_stepped
 
     @staticmethod
-    def let_go(module: LightningModule) -> None:
+    def detach(module: LightningModule) -> None:
         """Undo `hold_back`."""
         module.__dict__.pop(_HOOK, None)

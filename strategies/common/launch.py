@@ -196,7 +196,7 @@ class RunSummary:
     checkpoints: str
     """Form of saved checkpoints."""
 
-    def tell(self, trainer: Trainer) -> None:
+    def log(self, trainer: Trainer) -> None:
         """Log it on rank 0, as Lightning logs what it says of a run.
 
         Args:

@@ -132,7 +132,7 @@ class LoopFollowing(ParallelStrategy):
     def _end_training_loop(self) -> None:
         self._tracker.close()
         if (trainer := self._running_trainer()) is not None:
-            self._loader_places.let_go(trainer)
+            self._loader_places.detach(trainer)
 
     @override
     def on_train_end(self) -> None:

@@ -31,7 +31,7 @@ class ShardingArtifacts:
     """Returns the class that a layer had before."""
     holds_shards: Callable[[nn.Module], bool]
     """Whether a layer has parameters of its own that are sharded."""
-    told: str
+    reason: str
     """How an error says that they are: "parameters that ... has sharded"."""
     way_out: str = ""
     """What else to do about it than to leave the module out."""
@@ -54,7 +54,7 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
     for layer, path in layers.items():
         if traces.holds_shards(layer):
             raise ValueError(
-                f"{path} is saved in the checkpoint and holds parameters that {traces.told} ({path}: "
+                f"{path} is saved in the checkpoint and holds parameters that {traces.reason} ({path}: "
                 f"{traces.own_class(layer).__name__}): it would be saved without their values. Leave it out of what is "
                 f"saved beside the weights: save_hyperparameters(ignore=[...]).{traces.way_out}"
             )

@@ -121,7 +121,7 @@ def _ranks(ranks: Sequence[int], world_size: int) -> str:
 # Collectives of Python objects send everything to everybody, in several steps, through the device where NCCL is the
 # backend. Here each rank sends rank 0 its own, and rank 0 answers in some bytes.
 #
-# [Note: who has ended] The store does not tell. Where processes write for minutes, all begin to reduce one number over
+# [Note: who has ended] The store does not show. Where processes write for minutes, all begin to reduce one number over
 # gloo, each when its message is sent: the connection of a process that ends breaks at once, and the reduction with it.
 #
 # [Note: clearing up] Whoever sends rank 0 a message has received all that rank 0 had sent before. So when everybody's
@@ -148,7 +148,7 @@ class StoreMessages:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._group = weakref.ref(group)
         self._slowest_s = shortest_pause(self._num_ranks)
-        self._told: list[str] = []
+        self._sent: list[str] = []
         self._is_watched = rendezvous.is_needed(group)
         self.num_uses = 0
         """How many messages this rank has sent or received."""
@@ -160,7 +160,7 @@ class StoreMessages:
         Raises:
             RuntimeError: On every rank, if it failed, naming ``what`` and the error; or if rank 0 does not say.
         """
-        return self._told_by_rank_zero(action, what)
+        return self._send_from_rank_zero(action, what)
 
     def gather_then_broadcast(
         self, content: T, action: Callable[[list[T]], R], what: str, watched_over: dist.ProcessGroup | None = None
@@ -180,9 +180,9 @@ class StoreMessages:
         """
         if self._rank != 0:
             self._send(content)
-            return self._told_by_rank_zero(lambda: action([]), what, _Watch(watched_over))
+            return self._send_from_rank_zero(lambda: action([]), what, _Watch(watched_over))
         key = self._next()
-        return self._told_by_rank_zero(lambda: action(self._collect(key, content, _Watch(watched_over))), what)
+        return self._send_from_rank_zero(lambda: action(self._collect(key, content, _Watch(watched_over))), what)
 
     @contextmanager
     def raise_on_all_ranks(self, what: str) -> Iterator[None]:
@@ -204,7 +204,7 @@ class StoreMessages:
         """Return how many messages the others have yet to pass, to have passed as many as this rank."""
         return self.num_uses * (self._num_ranks - 1) - self._store.add("passed", 0)
 
-    def _told_by_rank_zero(self, action: Callable[[], R], what: str, watch: _Watch | None = None) -> R:
+    def _send_from_rank_zero(self, action: Callable[[], R], what: str, watch: _Watch | None = None) -> R:
         key = self._next()
         if self._rank != 0:
             failure, result = pickle.loads(self._receive(key, what, watch))
@@ -220,7 +220,7 @@ class StoreMessages:
             failed = error
             content = pickle.dumps((f"{type(error).__name__}: {error}", None))
         if self._num_ranks > 1:
-            self._told += self._put(key, content)
+            self._sent += self._put(key, content)
         if failed is not None:
             raise RuntimeError(f"{what} failed on rank 0: {type(failed).__name__}: {failed}") from failed
         return outcome[1]
@@ -266,9 +266,9 @@ class StoreMessages:
             content, keys = self._take(f"{key}/{rank}")
             contents.append(pickle.loads(content))
             read += keys
-        for old in (*self._told, *read):  # see [Note: clearing up]
+        for old in (*self._sent, *read):  # see [Note: clearing up]
             self._store.delete_key(old)
-        self._told.clear()
+        self._sent.clear()
         return contents
 
     def _receive(self, key: str, what: str, watch: _Watch | None) -> bytes:
@@ -441,8 +441,8 @@ class ComparedPlaces:
 
 def _different(actions: Sequence[str]) -> str:
     """Return a sentence that says of each rank what it does."""
-    told = "; ".join(f"process {rank} {action}" for rank, action in enumerate(actions))
-    return f"Processes use different parts of the model at one time: {told}."
+    listed = "; ".join(f"process {rank} {action}" for rank, action in enumerate(actions))
+    return f"Processes use different parts of the model at one time: {listed}."
 
 
 def _said(store: Store, rank: int) -> tuple[int, str]:

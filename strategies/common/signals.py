@@ -47,7 +47,7 @@ def mark_terminated(exception: SIGTERMException, number: int = signal.SIGTERM) -
     """
     exception.code = 128 + int(number)
     # Lightning's launcher kills its own process when one that it has started ends with a status before it does; those
-    # were told, too, and may be quicker.
+    # received the signal, too, and may be quicker.
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._child_processes = []
@@ -67,7 +67,7 @@ class Termination:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
-        self._told: list[PendingAllReduceMax] = []
+        self._reductions: list[PendingAllReduceMax] = []
         """Whether to leave, as the last of their numbers: the reports of all ranks in the present batch."""
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
@@ -82,9 +82,9 @@ class Termination:
 
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
-        self.let_go()
+        self.detach()
         self._trainer = trainer
-        self._is_noted, self._told, self._count = False, [], 0
+        self._is_noted, self._reductions, self._count = False, [], 0
         _connector(trainer)._sigterm_notifier_fn = self._note
         _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
         if trainer.world_size > 1:
@@ -94,10 +94,10 @@ class Termination:
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree_before_batch  # type: ignore[method-assign]
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Give Lightning's methods back."""
         trainer, self._trainer = self._trainer, None
-        self._told.clear()  # what was begun knows the process group
+        self._reductions.clear()  # what was begun knows the process group
         if trainer is not None:
             for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
                 _connector(trainer).__dict__.pop(name, None)
@@ -138,18 +138,18 @@ class Termination:
         """
         if self._trainer is None:
             return
-        self._told.clear()
+        self._reductions.clear()
         is_noted = self._is_noted
         if self._trainer.world_size > 1:
             number = PLACES.index(place)
             sent = [self.message(), is_noted, number, -number]
             noted = torch.tensor(sent, dtype=torch.int32, device=self._device)
             dist.all_reduce(noted, dist.ReduceOp.MAX, require_group("SIGTERM"))
-            of_all, told, last, first = noted.tolist()
+            of_all, any_signal, last, first = noted.tolist()
             if last != -first:
                 _refuse_different(place)
             self.receive(of_all)
-            is_noted = bool(told)
+            is_noted = bool(any_signal)
         if is_noted:
             self._leave()
 
@@ -164,7 +164,7 @@ class Termination:
         """
         maximum = PendingAllReduceMax([*values, self.message(), int(self._is_noted)])
         if self._trainer is not None and self._trainer.world_size > 1:
-            self._told.append(maximum)
+            self._reductions.append(maximum)
         return lambda: maximum.wait()[:-2]
 
     def agree_before_batch(self) -> None:
@@ -173,18 +173,18 @@ class Termination:
         Raises:
             SIGTERMException: On every rank.
         """
-        told, self._told = self._told, []
-        if not told:
+        reductions, self._reductions = self._reductions, []
+        if not reductions:
             self.agree(BATCH_BEGINS)
             return
-        ends = [maximum.wait()[-2:] for maximum in told]
+        ends = [maximum.wait()[-2:] for maximum in reductions]
         self.receive(max(of_all for of_all, _ in ends))
         if max(is_noted for _, is_noted in ends):
             self._leave()
 
     def end_evaluation(self) -> None:
         """Agree where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
-        self._told.clear()  # that was before
+        self._reductions.clear()  # that was before
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
             self.agree(EVALUATION_ENDS)
 

@@ -38,7 +38,7 @@ from ..upstream.torch_fake import is_planned
 from . import zero_optimizer
 from .library import is_gathered_by_user
 from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node
-from .zero_optimizer import ChangedWeights, PerParameterStep, let_go, step_on_all_values, tell_window
+from .zero_optimizer import ChangedWeights, PerParameterStep, detach_window, step_on_all_values, tell_window
 
 _NAME = "accelight_window"
 _BACKWARD_OF_ITS_OWN = (
@@ -124,7 +124,7 @@ class GradientAccumulator:
         finally:
             module.__dict__.pop("zero_grad", None)
             if self.is_plain:
-                let_go(self._zero)  # the user's own, which may train elsewhere
+                detach_window(self._zero)  # the user's own, which may train elsewhere
 
     def _follow_zero(self) -> None:
         zero = self._zero

@@ -116,9 +116,9 @@ class Checkpointer:
         of_all: list[Any] = [None] * dist.get_world_size()  # rank 0's file has them; stage 3 writes one for each rank
         of_all[dist.get_rank()] = random
 
-        def on_rank_zero(told: list[tuple[Any, Any]]) -> tuple[str, list[Any]]:
-            of_all[:] = [each for each, _ in told]
-            return str(path), [places for _, places in told]
+        def on_rank_zero(of_ranks: list[tuple[Any, Any]]) -> tuple[str, list[Any]]:
+            of_all[:] = [each for each, _ in of_ranks]
+            return str(path), [places for _, places in of_ranks]
 
         common, states = store_messages().gather_then_broadcast((random, own), on_rank_zero, f"saving {path}")
         if "optimizer_states" in checkpoint:  # not one of weights alone
@@ -240,7 +240,7 @@ def save(
         sync_master_weights(engine.optimizer)
     weights: dict[str, torch.Tensor] = gather_16bit(engine) if write_16bit else {}
 
-    with _told_what_is_trained(engine):
+    with _with_trained_parameters(engine):
         left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
 
     of_others: dict[str, FileDigest] = {}
@@ -256,7 +256,7 @@ def save(
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder:
-        with guarded_files(engine, path), _told_what_is_trained(engine):
+        with guarded_files(engine, path), _with_trained_parameters(engine):
             engine.save_checkpoint(
                 str(folder),
                 tag=universal.TAG,
@@ -344,7 +344,7 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         engine.optimizer._restore_from_bit16_weights = lambda: None
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    with reading_safely(stored.weights_only), quietly(), _told_what_is_trained(engine):
+    with reading_safely(stored.weights_only), quietly(), _with_trained_parameters(engine):
         if not universally:
             _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
@@ -380,7 +380,7 @@ def _with_extra_states(path: Path, *, strict: bool) -> Callable[..., None]:
 
 
 @contextmanager
-def _told_what_is_trained(engine: Any) -> Iterator[None]:
+def _with_trained_parameters(engine: Any) -> Iterator[None]:
     """Let DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
 
     Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
@@ -745,7 +745,7 @@ TRACES = ShardingArtifacts(
     packages=("deepspeed", "accelight"),
     restore=_restore,
     holds_shards=_is_partitioned,
-    told="ZeRO-3 has partitioned",
+    reason="ZeRO-3 has partitioned",
 )
 
 

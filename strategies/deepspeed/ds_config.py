@@ -410,9 +410,9 @@ class TrainingFacts:
     world_size: int = 1
     """Data-parallel ranks."""
     micro_batch_size: int | None = None
-    """Samples in one rank's batch; None where the loaders do not tell."""
+    """Samples in one rank's batch; None where the loaders do not show it."""
     train_batch_size: int | None = None
-    """Samples in one rank's batch of training; None where the loaders do not tell, or differ."""
+    """Samples in one rank's batch of training; None where the loaders do not show it, or differ."""
     accumulate_grad_batches: int = 1
     """Of the Trainer; 1 counts as not given."""
     gradient_clip_val: float | None = None

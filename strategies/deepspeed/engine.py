@@ -228,10 +228,10 @@ class OptimizerStateTransfer:
             if parameter in parts
             for _, spread, counted in [parts[parameter]]
         }
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
+        of_all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all_ranks, mine)
         for place, parameter in enumerate(parameters):
-            known = next((each[place] for each in told if place in each), None)
+            known = next((each[place] for each in of_all_ranks if place in each), None)
             if known is None or not (known[0] or known[1]):
                 continue
             shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -601,7 +601,7 @@ def tell_transformers(config: HfDeepSpeedConfig | None) -> None:
     """Make ``config`` the one that transformers sees, or none.
 
     transformers keeps a weak reference only: the caller keeps ``config`` alive. Where transformers is not installed, or
-    not imported and stage 3 (which decides how it builds models) is not asked for, there is nobody to tell.
+    not imported and stage 3 (which decides how it builds models) is not asked for, nothing is done.
     """
     module = _transformers(needed=config is not None and config.is_zero3())
     if module is None:

@@ -311,11 +311,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         if self._user_code is not None:
             self._user_code.detach()
         self._tracker.close()
-        self._termination.let_go()
+        self._termination.detach()
         self._buffers.detach()
         self._while_fitting.close()
         if self.lightning_module is not None:
-            self.skipped_steps.let_go(self.lightning_module)
+            self.skipped_steps.detach(self.lightning_module)
         # Not Lightning's: moving the module to the CPU would tear parameters from the engine's buffers, and the engine
         # still evaluates and saves what it has trained.
         self.precision_plugin.teardown()
@@ -527,7 +527,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
-            summarise_run(name, self.model, self.settings, self.root_device, precision).tell(trainer)
+            summarise_run(name, self.model, self.settings, self.root_device, precision).log(trainer)
 
     def _follow_user_code(self, trainer: Trainer, module: LightningModule) -> None:
         access = self._access = ZeroAccess(module, self.root_device)
@@ -539,8 +539,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:
         config = self.deepspeed_plugin.config_for_trainer(clips=bool(trainer.gradient_clip_val))
         trainer.accumulate_grad_batches = accumulation_steps(config, trainer.accumulate_grad_batches)
-        told = not is_auto_value(config.get_value("gradient_accumulation_steps", AUTO))
-        self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if told else None)
+        is_given = not is_auto_value(config.get_value("gradient_accumulation_steps", AUTO))
+        self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if is_given else None)
         kept = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
         chosen = choose(module, config)
         kept.states.take(chosen.real)
@@ -590,7 +590,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are
             norms = TotalNorms(partial(refuse_norm, module), partial(refuse_change, module))
             norms.follow()
-            self._while_fitting.callback(norms.let_go)
+            self._while_fitting.callback(norms.detach)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
             self.skipped_steps.hold_back(module, self.lr_scheduler_configs)
@@ -679,7 +679,7 @@ def _plugins(
 
 
 # ------------------------------------------------------------------------------------------------
-# What the Trainer, its loaders, its module and its optimizer tell, for the ``"auto"`` values of a DeepSpeed config.
+# Values of the Trainer, its loaders, its module and its optimizer, for the ``"auto"`` values of a DeepSpeed config.
 
 
 _MICRO, _TOTAL = "train_micro_batch_size_per_gpu", "train_batch_size"
@@ -771,7 +771,7 @@ def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:
 
 
 def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
-    """Return the smallest or largest batch size of the loaders; None if one does not tell."""
+    """Return the smallest or largest batch size of the loaders; None if one does not show it."""
     sizes = [_batch_size_of(loader) for loader in (*_training_loaders(trainer), *_validation_loaders(trainer))]
     known = [size for size in sizes if size is not None]
     if not sizes or len(known) < len(sizes):
@@ -780,7 +780,7 @@ def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
 
 
 def _train_batch_size(trainer: Trainer) -> int | None:
-    """Return the batch size of the training loaders; None if one does not tell, or they differ."""
+    """Return the batch size of the training loaders; None if one does not show it, or they differ."""
     sizes = {_batch_size_of(loader) for loader in _training_loaders(trainer)}
     return sizes.pop() if len(sizes) == 1 else None
 

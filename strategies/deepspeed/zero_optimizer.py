@@ -575,11 +575,11 @@ class PerParameterStep:
         mine = {
             self._names[parameter]: state for group in self._pieces for parameter, state in self._counts(group).items()
         }
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (bool(self._own), mine))
-        if not any(uneven for uneven, _ in told):
+        of_all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all_ranks, (bool(self._own), mine))
+        if not any(uneven for uneven, _ in of_all_ranks):
             return {}
-        return {name: state for _, counts in told for name, state in counts.items()}
+        return {name: state for _, counts in of_all_ranks for name, state in counts.items()}
 
     def load_state_dict(self, counts: Mapping[str, State]) -> None:
         """Take over what `state_dict` gave."""
@@ -649,7 +649,7 @@ def tell_window(optimizer: Any, window: Any) -> None:
             optimizer.defaults = inner.defaults
 
 
-def let_go(optimizer: Any) -> None:
+def detach_window(optimizer: Any) -> None:
     """Undo `tell_window`."""
     optimizer.__class__ = type(optimizer).__base__
     del optimizer.accelight_window

@@ -357,7 +357,7 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
     """Refuse optimizers over flat parameters unless they plainly hold all of them, each in one group.
 
     A module's ``parameters()`` leaves out what lies in a flat parameter elsewhere, and groups by name or dimension sort
-    flat parameters, whatever is in them. What was meant cannot be told.
+    flat parameters, whatever is in them. The intent is unknown.
 
     Args:
         root: Sharded with ``use_orig_params=False``.

@@ -354,13 +354,13 @@ def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool
                     give_gradient(handle, index)
 
 
-def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable[[], None]) -> None:
+def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Callable[[], None]) -> None:
     """Let the last backward of each window reduce what `stash` took from ``unit``.
 
     Args:
         unit: With parameters.
         is_last: Whether the backward under way is a window's last.
-        tell: Called before torch reduces.
+        on_reduce: Called before torch reduces.
     """
     flat_param: Any = unit._handle.flat_param
     if hasattr(flat_param, "_accelight_hook"):
@@ -369,7 +369,7 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], tell: Callable
     def add(parameter: torch.Tensor) -> None:
         waiting = getattr(parameter, _WAITING, None)
         if parameter.grad is not None and is_last():
-            tell()
+            on_reduce()
         if waiting is not None and parameter.grad is not None and is_last():
             parameter.grad.data = parameter.grad.data.add(waiting)
             delattr(parameter, _WAITING)

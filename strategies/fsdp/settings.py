@@ -475,7 +475,7 @@ class WithSettings(Protocol):
     """A `FullyShardedDataParallelPlugin`."""
 
     def settings(self) -> FSDP1Settings | FSDP2Settings:
-        """Return what the engines are told."""
+        """Return the settings for the engines."""
 
 
 def units_to_wrap(

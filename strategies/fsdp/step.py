@@ -461,12 +461,12 @@ class ZeroGradFollowing:
 
     def follow(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Begin with these; those of before are let go."""
-        self.let_go()
+        self.detach()
         self._attach(module, lambda: module.parameters())
         for optimizer in optimizers:
             self._attach(optimizer, partial(_parameters_of, optimizer))
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Undo `follow`."""
         for owner in self._followed:
             owner.__dict__.pop(_METHOD, None)

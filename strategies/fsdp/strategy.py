@@ -67,7 +67,7 @@ from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
 from .sharded_model import ShardedModel, build_mesh, unwrap_root
 from .step import UnshardOnCall, ZeroGradFollowing, looks_before_backward, looks_between_batches
-from .summary import let_go, summarise_run, summarise_whole
+from .summary import detach_summaries, summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
 from .weights import materialize_alike, parameters_on_meta, prepare_with_weights
 
@@ -357,14 +357,14 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         if self._user_code is not None:
             self._user_code.detach()
         self._tracker.close()
-        self._termination.let_go()
+        self._termination.detach()
         self._buffers.detach()
         if self.lightning_module is not None:
-            self.skipped_steps.let_go(self.lightning_module)
+            self.skipped_steps.detach(self.lightning_module)
             if (trainer := self.lightning_module._trainer) is not None:
-                let_go(trainer.callbacks)  # type: ignore[attr-defined]
-        self._zero_grads.let_go()
-        self._total_norms.let_go()
+                detach_summaries(trainer.callbacks)  # type: ignore[attr-defined]
+        self._zero_grads.detach()
+        self._total_norms.detach()
         if self._form is not None:
             self.engine.end_training(self._form.root)
         super().teardown()
@@ -629,7 +629,7 @@ class AccelFSDPStrategy(TrainerHooks):
             _optimizers_to_device(self.optimizers, self.root_device)
             saved_by = describe_async_mode(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
-            summarise_run(name, self.engine, self.form, precision, saved_by).tell(trainer)
+            summarise_run(name, self.engine, self.form, precision, saved_by).log(trainer)
 
     def _modules_with_shards(self) -> list[nn.Module]:
         root = self.form.root

@@ -38,7 +38,7 @@ def summarise_whole(callbacks: Iterable[object], root: nn.Module) -> None:
             vars(callback)["_summary"] = partial(_summary, callback, root)
 
 
-def let_go(callbacks: Iterable[object]) -> None:
+def detach_summaries(callbacks: Iterable[object]) -> None:
     """Let the summaries be Lightning's again: nothing is to keep the module."""
     for callback in callbacks:
         if isinstance(callback, ModelSummary):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .wishes import STRATEGIES, PlanConfig
+from .plan_config import STRATEGIES, PlanConfig
 
 if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
@@ -66,7 +66,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.module is None) == (arguments.hf_config is None):
         raise ValueError("Give either MODULE:CLASS or --hf-config.")
-    wishes = PlanConfig(
+    plan_config = PlanConfig(
         module=arguments.module,
         module_args=arguments.module_args,
         hf_config=arguments.hf_config,
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from .shape_tensors import PlanningError
 
     try:
-        return _plan(wishes, arguments)
+        return _plan(plan_config, arguments)
     except PlanningError as error:
         if arguments.debug:
             raise
@@ -93,21 +93,21 @@ def _run(arguments: argparse.Namespace) -> int:
         return EXIT_NO_PLAN
 
 
-def _plan(wishes: PlanConfig, arguments: argparse.Namespace) -> int:
+def _plan(plan_config: PlanConfig, arguments: argparse.Namespace) -> int:
     if arguments.memory is None:
-        plan = plan_of(wishes)
+        plan = plan_of(plan_config)
         print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
         return EXIT_OK
-    return _try(wishes, arguments.memory, as_json=arguments.json)
+    return _try(plan_config, arguments.memory, as_json=arguments.json)
 
 
-def _try(wishes: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
+def _try(plan_config: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
     from .planner import advice, table, try_variants
 
-    variants = try_variants(wishes, memory_bytes, plan_of)
+    variants = try_variants(plan_config, memory_bytes, plan_of)
     fits = any(variant.fits(memory_bytes) for variant in variants)
     if as_json:
-        told: dict[str, Any] = {
+        output: dict[str, Any] = {
             "memory_bytes": memory_bytes,
             "advice": advice(variants, memory_bytes),
             "variants": [
@@ -120,27 +120,27 @@ def _try(wishes: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
                 for variant in variants
             ],
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(output, indent=2))
     else:
         print(f"{variants[0].plan}\n")
         print(f"{table(variants, memory_bytes)}\n\n{advice(variants, memory_bytes)}")
     return EXIT_OK if fits else EXIT_NOTHING_FITS
 
 
-def plan_of(wishes: PlanConfig) -> MemoryPlan:
+def plan_of(plan_config: PlanConfig) -> MemoryPlan:
     """Return the plan of what is asked for."""
     from .planner import plan_memory
 
     plan = plan_memory(
-        wishes.make_module,
-        wishes.make_batch,
-        wishes.make_strategy,
-        world_size=wishes.world_size,
-        precision=wishes.precision,
-        accumulate_grad_batches=wishes.accumulate,
-        gradient_clip_val=wishes.clip,
+        plan_config.make_module,
+        plan_config.make_batch,
+        plan_config.make_strategy,
+        world_size=plan_config.world_size,
+        precision=plan_config.precision,
+        accumulate_grad_batches=plan_config.accumulate,
+        gradient_clip_val=plan_config.clip,
     )
-    return replace(plan, settings=wishes.in_words())
+    return replace(plan, settings=plan_config.in_words())
 
 
 def _json(text: str) -> dict[str, Any]:

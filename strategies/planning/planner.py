@@ -30,8 +30,8 @@ from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
 from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
 from .example_model import batch_size_of
 from .memory_plan import MemoryPlan, size
+from .plan_config import PlanConfig
 from .shape_tensors import PARTS, HollowTensors, Part, Peak, Phase, PlanningError, Storages
-from .wishes import PlanConfig
 
 
 def plan_memory(
@@ -352,7 +352,7 @@ def pretended_group(world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "A plan pretends to be several processes, and this one is in a process group already. Plan in a script of "
+            "A plan simulates several processes, and this one is in a process group already. Plan in a script of "
             "its own, before training is launched."
         )
     torch.set_num_threads(1)
@@ -384,20 +384,20 @@ def parts_of(model: nn.Module, optimizers: list[Any]) -> dict[int, Part]:
     """
     found: dict[int, Part] = {}
 
-    def tell(part: Part, tensors: Iterator[Any]) -> None:
+    def assign(part: Part, tensors: Iterator[Any]) -> None:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 found[local_tensor(tensor).untyped_storage()._cdata] = part
 
-    tell("gathered", _gathered(model))
+    assign("gathered", _gathered(model))
     for optimizer in optimizers:
-        tell("optimizer", _states(optimizer))
-        tell("optimizer", _of_zero(optimizer, _ZERO_MASTERS))
-        tell("gathered", _of_zero(optimizer, _ZERO_GATHERED))
-        tell("gradients", _of_zero(optimizer, _ZERO_GRADIENTS))
-        tell("parameters", _of_zero(optimizer, _ZERO_PARAMETERS))
-    tell("gradients", _gradients(model))
-    tell("parameters", _parameters(model))
+        assign("optimizer", _states(optimizer))
+        assign("optimizer", _of_zero(optimizer, _ZERO_MASTERS))
+        assign("gathered", _of_zero(optimizer, _ZERO_GATHERED))
+        assign("gradients", _of_zero(optimizer, _ZERO_GRADIENTS))
+        assign("parameters", _of_zero(optimizer, _ZERO_PARAMETERS))
+    assign("gradients", _gradients(model))
+    assign("parameters", _parameters(model))
     return found
 
 
@@ -472,14 +472,14 @@ def run_in_fork(action: Callable[[], T], what: str) -> T:
     process.start()
     theirs.close()
     try:
-        told = ours.recv_bytes()
+        reply = ours.recv_bytes()
     except EOFError:
         process.join()
         raise RuntimeError(f"{what} ended with status {process.exitcode} and said nothing.") from None
     finally:
         ours.close()
     process.join()
-    error, details, result = pickle.loads(told)
+    error, details, result = pickle.loads(reply)
     if error is not None:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(details)
@@ -491,15 +491,15 @@ def _run(action: Callable[[], T], connection: Connection) -> None:
     sys.stdout.flush()
     os.dup2(2, 1)  # what is printed meanwhile is no part of the result
     try:
-        told = pickle.dumps((None, "", action()))
+        reply = pickle.dumps((None, "", action()))
     except BaseException as error:  # noqa: BLE001 (raised again in the process that asked)
         details = traceback.format_exc()
         try:
-            told = pickle.dumps((error, details, None))
-            pickle.loads(told)
+            reply = pickle.dumps((error, details, None))
+            pickle.loads(reply)
         except Exception:  # noqa: BLE001 (an exception that does not travel: its text does)
-            told = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), details, None))
-    connection.send_bytes(told)
+            reply = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), details, None))
+    connection.send_bytes(reply)
     connection.close()
 
 
@@ -546,7 +546,7 @@ class Variant:
 
     change: str
     """What differs from what was asked for; empty for that itself."""
-    wishes: PlanConfig
+    plan_config: PlanConfig
     plan: MemoryPlan | None
     refused: str = ""
     """Why there is no plan."""
@@ -556,11 +556,11 @@ class Variant:
         return self.plan is not None and self.plan.fits(memory_bytes)
 
 
-def try_variants(wishes: PlanConfig, memory_bytes: int, plan: Callable[[PlanConfig], MemoryPlan]) -> list[Variant]:
+def try_variants(plan_config: PlanConfig, memory_bytes: int, plan: Callable[[PlanConfig], MemoryPlan]) -> list[Variant]:
     """Plan what is asked for, and what could be set otherwise while it does not fit, the least intrusive first.
 
     Args:
-        wishes: What is asked for.
+        plan_config: The plan that the user asks for.
         memory_bytes: What each process has.
         plan: Makes a plan.
 
@@ -570,10 +570,10 @@ def try_variants(wishes: PlanConfig, memory_bytes: int, plan: Callable[[PlanConf
     Raises:
         PlanningError: If what is asked for cannot be planned.
     """
-    found = [Variant("", wishes, plan(wishes))]
+    found = [Variant("", plan_config, plan(plan_config))]
     if found[0].fits(memory_bytes):
         return found
-    for change, changed in _changes(wishes):
+    for change, changed in _changes(plan_config):
         try:
             found.append(Variant(change, changed, plan(changed)))
         except (PlanningError, ValueError) as error:
@@ -581,13 +581,13 @@ def try_variants(wishes: PlanConfig, memory_bytes: int, plan: Callable[[PlanConf
     return found
 
 
-def _changes(wishes: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
+def _changes(plan_config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
     """Yield what could be otherwise: what changes neither results nor the number of processes comes first."""
     sharded = None
-    if (other := wishes.fully_sharded()) is not None:
+    if (other := plan_config.fully_sharded()) is not None:
         sharded = other
         yield f"{other.sharding_words}", other
-    base = sharded or wishes
+    base = sharded or plan_config
     recomputed = base.recomputed()
     if recomputed is not None:
         yield _joined(sharded and base.sharding_words, "activation checkpointing"), recomputed
@@ -601,7 +601,7 @@ def _changes(wishes: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
             )
             yield words, smaller
     for factor in (2, 4):
-        more = replace(recomputed or base, world_size=wishes.world_size * factor)
+        more = replace(recomputed or base, world_size=plan_config.world_size * factor)
         words = _joined(
             sharded and base.sharding_words, recomputed and "activation checkpointing", f"{more.world_size} processes"
         )

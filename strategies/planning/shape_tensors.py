@@ -448,8 +448,8 @@ class Storages:
         self._expected = num_bytes
 
     def _by_part(self) -> Counter[Part]:
-        told = self._classify()
+        classified = self._classify()
         parts: Counter[Part] = Counter()
         for key, held in self._held.items():
-            parts[told.get(key, held.part)] += held.num_bytes
+            parts[classified.get(key, held.part)] += held.num_bytes
         return parts

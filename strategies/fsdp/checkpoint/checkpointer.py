@@ -542,6 +542,6 @@ def traces_of(sharded: Collection[nn.Module]) -> ShardingArtifacts:
         restore=_restore,
         own_class=own_class,
         holds_shards=sharded.__contains__,
-        told="FSDP has sharded",
+        reason="FSDP has sharded",
         way_out=" Or keep it out of the shards: AccelFSDPStrategy(ignored_modules=...).",
     )

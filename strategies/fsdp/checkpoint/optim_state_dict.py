@@ -327,7 +327,7 @@ def _common_step(states: Mapping[str, Mapping[str, Any]], num_steps: int | None)
 
 States = dict[str, dict[str, Any]]
 """By parameter name, what the optimizer keeps of it."""
-Told = list[dict[str, Any]]
+Descriptions = list[dict[str, Any]]
 """Of each parameter of a unit, what the optimizer keeps of it: dtypes of tensors, and values of all else."""
 Keep = Callable[[Tensor], Any]
 """Takes a full tensor, or a shard, and returns what the checkpoint is to hold."""
@@ -402,10 +402,10 @@ class Layout:
             held = optimizer.state.get(parameter) if parameter not in self._in_units else None
             if held:
                 states[name] = {key: _own(value, keep) for key, value in held.items()}
-        told = [_told(unit, optimizer) for unit, _ in self.units]
+        descriptions = [_describe(unit, optimizer) for unit, _ in self.units]
         if any(unit._handle.uses_sharded_strategy for unit, _ in self.units):
-            told = store_messages().gather_then_broadcast(told, _merged, "collecting optimizer states")
-        for (unit, names), known in zip(self.units, told, strict=True):
+            descriptions = store_messages().gather_then_broadcast(descriptions, _merged, "collecting optimizer states")
+        for (unit, names), known in zip(self.units, descriptions, strict=True):
             states.update(_collect_unit(unit, names, optimizer, known, keep, shards))
         return states
 
@@ -527,7 +527,7 @@ def _held(unit: Any, optimizer: Optimizer) -> list[Mapping[str, Any]]:
     return [optimizer.state.get(parameter, {}) for parameter in flat_param._params]
 
 
-def _told(unit: Any, optimizer: Optimizer) -> Told:
+def _describe(unit: Any, optimizer: Optimizer) -> Descriptions:
     """Return what this rank knows of the state of each parameter in a sharded ``unit``."""
     if not unit._handle.uses_sharded_strategy:
         return []
@@ -556,9 +556,9 @@ def _untold(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _merged(ranks: Sequence[Sequence[Told]]) -> list[Told]:
+def _merged(ranks: Sequence[Sequence[Descriptions]]) -> list[Descriptions]:
     """Return what is known of all units when all ranks have reported; the first report of a value counts."""
-    merged: list[Told] = []
+    merged: list[Descriptions] = []
     for of_unit in zip(*ranks, strict=True):
         merged.append([])
         for of_parameter in zip(*of_unit, strict=True):
@@ -579,7 +579,7 @@ def _misfit(name: str, shape: Sequence[int]) -> str:
 
 
 def _collect_unit(
-    unit: Any, names: Sequence[str], optimizer: Optimizer, told: Told, keep: Keep, shards: bool
+    unit: Any, names: Sequence[str], optimizer: Optimizer, descriptions: Descriptions, keep: Keep, shards: bool
 ) -> States:
     handle = unit._handle
     flat_param, held = handle.flat_param, _held(unit, optimizer)
@@ -592,7 +592,7 @@ def _collect_unit(
                 states.setdefault(name, {})[key] = _own(value, keep)
         return states
     by_key: dict[tuple[str, torch.dtype], list[int]] = {}
-    for index, (name, known) in enumerate(zip(names, told, strict=True)):
+    for index, (name, known) in enumerate(zip(names, descriptions, strict=True)):
         for key, value in known.items():
             if isinstance(value, _Misfit):
                 raise ValueError(_misfit(name, value.shape))

@@ -74,7 +74,7 @@ class SavePlanCache:
         self._plans: list[CachedPlan] = []
         self._group: dist.ProcessGroup | None = None
         self._num_plans = 0
-        self._told: dict[int, dict[int, PackedPlan]] = {}
+        self._received: dict[int, dict[int, PackedPlan]] = {}
         self._merged: dict[tuple[int, ...], MergedPlan] = {}
         self._num_merged = 0
 
@@ -88,7 +88,7 @@ class SavePlanCache:
         if self._group is not dist.group.WORLD:
             self._group = dist.group.WORLD
             self._plans.clear()
-            self._told.clear()
+            self._received.clear()
             self._merged.clear()
         form = form_of(planner)
         found = next((one for one in self._plans if one.form == form), None)
@@ -99,7 +99,7 @@ class SavePlanCache:
         plan = SavePlan(local.items, storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
         return CachedPlan(self._num_plans, form, plan, PackedPlan.of(local))
 
-    def told(self, plan: CachedPlan) -> PlanMessage:
+    def message(self, plan: CachedPlan) -> PlanMessage:
         """Return the message to rank 0 about a plan."""
         return PlanMessage(plan.number, plan.packed, tuple(one.number for one in self._with(plan)))
 
@@ -111,25 +111,27 @@ class SavePlanCache:
     def _with(self, plan: CachedPlan) -> list[CachedPlan]:
         return [plan, *(one for one in self._plans if one is not plan)][:_MOST_PLANS]
 
-    def merge(self, told: Sequence[PlanMessage]) -> MergedPlan:
+    def merge(self, messages: Sequence[PlanMessage]) -> MergedPlan:
         """Return what all ranks write together; on rank 0.
 
         Args:
-            told: By each rank.
+            messages: By each rank.
 
         Raises:
             ValueError: If it is not one whole.
         """
-        for rank, one in enumerate(told):
-            plans = self._told.setdefault(rank, {})
+        for rank, one in enumerate(messages):
+            plans = self._received.setdefault(rank, {})
             if one.packed is not None:
                 plans[one.number] = one.packed
-            self._told[rank] = {number: plan for number, plan in plans.items() if number in one.kept}
-        key = tuple(one.number for one in told)
+            self._received[rank] = {number: plan for number, plan in plans.items() if number in one.kept}
+        key = tuple(one.number for one in messages)
         merged = self._merged.pop(key, None)
-        if merged is None or any(one.packed is not None for one in told):
+        if merged is None or any(one.packed is not None for one in messages):
             self._num_merged += 1
-            merged = merge_plans(self._num_merged, [self._told[rank][one.number] for rank, one in enumerate(told)])
+            merged = merge_plans(
+                self._num_merged, [self._received[rank][one.number] for rank, one in enumerate(messages)]
+            )
         self._merged = dict(list({key: merged, **self._merged}.items())[:_MOST_PLANS])
         return merged
 

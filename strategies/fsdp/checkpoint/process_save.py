@@ -84,10 +84,10 @@ class HandedSave:
         try:
             planner.set_up_planner(self.stager.copy(self.state), is_coordinator=dist.get_rank() == 0)
             kept = self.plans.of(planner)
-            wish: str | PlanMessage = self.plans.told(kept)
+            proposal: str | PlanMessage = self.plans.message(kept)
         except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
-            wish, error = f"{type(caught).__name__}: {caught}", caught
-        begun = messages.gather_then_broadcast(wish, self._begin, what, group)
+            proposal, error = f"{type(caught).__name__}: {caught}", caught
+        begun = messages.gather_then_broadcast(proposal, self._begin, what, group)
         if begun.problems or kept is None:
             raise RuntimeError("\n".join([f"{what} failed.", *begun.problems])) from error
         folder = NewFolder(self.path, begun.number)
@@ -109,21 +109,21 @@ class HandedSave:
     def _absolute(self) -> Path:
         return self.path.absolute()  # the other process is where this one was when it was started
 
-    def _begin(self, wishes: list[str | PlanMessage]) -> _Begun:
+    def _begin(self, proposals: list[str | PlanMessage]) -> _Begun:
         """What rank 0 does when all want to save: make the folder, and put their plans together."""
-        if problems := _told_by_rank([wish if isinstance(wish, str) else None for wish in wishes]):
+        if problems := _errors_by_rank([proposal if isinstance(proposal, str) else None for proposal in proposals]):
             return _Begun(problems)
-        self._merged = self.plans.merge([wish for wish in wishes if isinstance(wish, PlanMessage)])
+        self._merged = self.plans.merge([proposal for proposal in proposals if isinstance(proposal, PlanMessage)])
         number = secrets.token_hex(8)
-        self.process.tell(Begun(self._absolute, number))
+        self.process.submit(Begun(self._absolute, number))
         return _Begun([], number, NewFolder(self.path, number).begin())
 
     @staticmethod
-    def _commit(tell: Callable[[], str | None], problems: list[str | None]) -> list[str]:
+    def _commit(submit: Callable[[], str | None], problems: list[str | None]) -> list[str]:
         """What rank 0 does when all others' processes know their parts: see [Note: whole or not at all]."""
         if not any(problems):
-            problems[0] = tell()
-        return _told_by_rank(problems)
+            problems[0] = submit()
+        return _errors_by_rank(problems)
 
     def _tell(self, planner: LocalSavePlanner, begun: _Begun, kept: CachedPlan, ending: Ending | None) -> str | None:
         """Tell this rank's process its part; return what went wrong."""
@@ -145,10 +145,10 @@ class HandedSave:
                 num_ranks=dist.get_world_size(),
                 plan_number=number,
                 plan=plan,
-                kept_plans=self.plans.told(kept).kept if merged is None else self.plans.merged_numbers,
+                kept_plans=self.plans.message(kept).kept if merged is None else self.plans.merged_numbers,
                 ending=ending,
             )
-            self.process.tell(part, data, self.stager.memory)
+            self.process.submit(part, data, self.stager.memory)
         except Exception as error:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
             return f"{type(error).__name__}: {error}"
         return None
@@ -172,7 +172,7 @@ class HandedSave:
             if complete:
                 return []
             folder.drop()
-            return _told_by_rank(problems) or [f"{folder.unfinished} was not completed."]
+            return _errors_by_rank(problems) or [f"{folder.unfinished} was not completed."]
 
         problems = self.plans.messages.gather_then_broadcast(problem, outcome, f"finishing {self.path}", group)
         if problems:
@@ -180,7 +180,7 @@ class HandedSave:
             raise RuntimeError("\n".join([f"{what} failed.", *problems]))
 
 
-def _told_by_rank(problems: Sequence[str | None]) -> list[str]:
+def _errors_by_rank(problems: Sequence[str | None]) -> list[str]:
     return format_errors_by_rank([[] if problem is None else [problem] for problem in problems])
 
 
@@ -454,7 +454,7 @@ class SavingProcess:
         """Of the process; None if there is none."""
         return None if self._process is None else self._process.pid
 
-    def tell(self, order: Begun | Part, data: Sequence[Any] = (), memory: SharedMemory | None = None) -> None:
+    def submit(self, order: Begun | Part, data: Sequence[Any] = (), memory: SharedMemory | None = None) -> None:
         """Send an order; when this returns, it is carried out whatever becomes of this process.
 
         Args:

@@ -121,7 +121,7 @@ def _write(state: dict[str, Any], writer: FolderWriter, plans: SavePlanCache) ->
     kept = plans.of(planner)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
     plan = planner.finish_plan(kept.plan)
-    return kept, _Report(plans.told(kept), WriteLocations.of(plan, writer.write_data(plan, planner).wait()))
+    return kept, _Report(plans.message(kept), WriteLocations.of(plan, writer.write_data(plan, planner).wait()))
 
 
 def write_metadata(folder: Path, metadata: bytes) -> None:
@@ -385,7 +385,7 @@ class AlignedFile(io.BufferedWriter):
         self._start = 0
         self._is_between = True
         self.gaps: dict[int, int] = {}
-        """Where a record was begun, as torch was told, and how many bytes of nothing came first."""
+        """Where a record was begun, as torch has it, and how many bytes of nothing came first."""
 
     @override
     def tell(self) -> int:

@@ -326,7 +326,7 @@ def _before_rank_1_has_told(trainer: Trainer, rank: int, folder: Path) -> None:
     trainer.save_checkpoint(folder / "other")
     _wait(trainer)
     if rank == 1:
-        SavingProcess.tell = lambda *_: wait_until_killed(rank, folder, trainer)  # type: ignore[method-assign]
+        SavingProcess.submit = lambda *_: wait_until_killed(rank, folder, trainer)  # type: ignore[method-assign]
     else:
         _tell_when(folder, trainer, "begun")
     trainer.save_checkpoint(folder / SAVED)
@@ -342,7 +342,7 @@ def _before_rank_0_has_told(trainer: Trainer, rank: int, folder: Path) -> None:
 
 
 def _tell_when(folder: Path, trainer: Trainer, what: str) -> None:
-    tell, rank = SavingProcess.tell, dist.get_rank()
+    tell, rank = SavingProcess.submit, dist.get_rank()
 
     def telling(self: SavingProcess, order: Any, *more: Any) -> None:
         if what == "told" and rank == 0 and hasattr(order, "ending"):
@@ -351,7 +351,7 @@ def _tell_when(folder: Path, trainer: Trainer, what: str) -> None:
         if what == "begun" or rank == 1:
             _note(folder, trainer)
 
-    SavingProcess.tell = telling  # type: ignore[method-assign, assignment]
+    SavingProcess.submit = telling  # type: ignore[method-assign, assignment]
 
 
 def _note(folder: Path, trainer: Trainer) -> None:

@@ -12,8 +12,8 @@ import torch
 from accelight.command import main
 from accelight.strategies.planning.example_model import batch_of, batch_size_of
 from accelight.strategies.planning.memory_plan import MemoryPlan, size
+from accelight.strategies.planning.plan_config import PlanConfig, named
 from accelight.strategies.planning.planner import Variant, advice, table, try_variants
-from accelight.strategies.planning.wishes import PlanConfig, named
 from tests.strategies.planning import models
 
 MODEL = "tests.strategies.planning.models:LanguageModel"
