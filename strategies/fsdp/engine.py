@@ -402,7 +402,7 @@ class CPUOffloadGradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
 
 
-class WaitingShardedGradScaler(ShardedGradScaler):
+class CPUOffloadShardedGradScaler(ShardedGradScaler):
     """FSDP1's, dividing by a scale that has arrived."""
 
     @override

@@ -43,7 +43,7 @@ from ..upstream.torch_fsdp1 import (
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
-from .engine import Engine, WaitingShardedGradScaler, check_flat_parameters
+from .engine import CPUOffloadShardedGradScaler, Engine, check_flat_parameters
 from .flat_params import (
     ONE_BACKWARD,
     FrozenGradients,
@@ -397,7 +397,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
-        kind = WaitingShardedGradScaler if self.settings.cpu_offload else ShardedGradScaler
+        kind = CPUOffloadShardedGradScaler if self.settings.cpu_offload else ShardedGradScaler
         return kind(device=self.device.type)
 
     @override

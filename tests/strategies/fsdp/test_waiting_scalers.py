@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.engine import CPUOffloadGradScaler, WaitingShardedGradScaler
+from accelight.strategies.fsdp.engine import CPUOffloadGradScaler, CPUOffloadShardedGradScaler
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -29,20 +29,20 @@ def _train(engine: str, offload: bool) -> tuple[str, float, list[float], dict[st
 @pytest.mark.parametrize("engine", ENGINES)
 def test_offloaded_training_is_the_same(engine: str) -> None:
     found, expected = (run_on_ranks(2, _train, engine, offload)[0] for offload in (True, False))
-    assert found[0].startswith("Waiting")
-    assert not expected[0].startswith("Waiting")
+    assert found[0].startswith("CPUOffload")
+    assert not expected[0].startswith("CPUOffload")
     assert found[1:3] == expected[1:3]
     assert all(torch.equal(found[3][name], tensor) for name, tensor in expected[3].items())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "WaitingShardedGradScaler"])
+@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "CPUOffloadShardedGradScaler"])
 def test_no_round_divides_by_another_scale(kind: str) -> None:
     """With torch's own, behind work that the device has still to do, the CPU would divide by what lay there before."""
     run_on_ranks(1, _divide, kind, "cuda")
 
 
-@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "WaitingShardedGradScaler"])
+@pytest.mark.parametrize("kind", ["CPUOffloadGradScaler", "CPUOffloadShardedGradScaler"])
 def test_the_rounds_on_the_cpu(kind: str) -> None:
     run_on_ranks(1, _divide, kind, "cpu", 20)
 
@@ -50,7 +50,7 @@ def test_the_rounds_on_the_cpu(kind: str) -> None:
 def _divide(name: str, device: str, num_rounds: int = 2000) -> None:
     kinds: dict[str, Any] = {
         "CPUOffloadGradScaler": CPUOffloadGradScaler,
-        "WaitingShardedGradScaler": WaitingShardedGradScaler,
+        "CPUOffloadShardedGradScaler": CPUOffloadShardedGradScaler,
     }
     scaler = kinds[name](device=device, growth_interval=10**6)
     parameter, large = torch.zeros(4, requires_grad=True), torch.rand(500, 500, device=device)
