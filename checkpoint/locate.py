@@ -15,7 +15,7 @@ from .formats.zero import ZeROFormat
 # ------------------------------------------------------------------------------------------------
 # Every checkpoint format that can be read. Finding, merging, comparing and describing ask this list and nothing else.
 #
-# A new format is a folder beside this file, with a subclass of `Format` in its ``format.py``, and a line in `FORMATS`.
+# A new format is a file in `formats`, with a subclass of `Format`, and a line in `FORMATS`.
 
 
 FORMATS: tuple[Format, ...] = (

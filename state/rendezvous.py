@@ -207,7 +207,7 @@ class _Counters:
     progress: Store | None
     """Where the others write down what they have left behind them; None where nobody stays for them."""
     is_holder: bool
-    """Whether this process may have to stay: see the note in `staying`."""
+    """Whether this process may have to stay: see [Note: staying]."""
     levels: list[int] = field(default_factory=lambda: [0])
     num_waited_for: int = 0
     """Open blocks that other processes wait for this one to leave."""

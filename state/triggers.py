@@ -4,7 +4,7 @@
 trigger or a name that the others may not know. Only if someone has, all gather who set what. (gloo cuts a larger tensor
 into several messages: a flag for each of 64 names took 1.9 to 4.8 times as long as Accelerate's check, one number 0.9.)
 
-[Note: rounds] A non-blocking check is a round in the store (`rounds`): it reports what was set here, and answers from
+[Note: rounds] A non-blocking check is a round in the store: it reports what was set here, and answers from
 the round before, to which all came a whole step ago, so that it hardly waits: one call to the store. An answer depends
 on what was set before the previous check, and never on who came when: all processes agree. (To look for a key without
 counting would be no cheaper, and a process that has looked already would never know. A reduction started at one check

@@ -454,7 +454,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a checkpoint format can do: one subclass in each format's folder, one line for each in `registry`.
+# What a checkpoint format can do: one subclass in each format's file, one line for each in `locate.FORMATS`.
 
 
 class Format(ABC):

@@ -10,8 +10,8 @@ Here an opcode that ``torch.save`` and DCP do not write is an error, a name mean
 keys of dicts are simple, and only what the pickle fetches again is remembered.
 
 Measured with the ``.metadata`` of 100,000 tensors in two pieces each, 42 MB: 1.8 s and 27 MiB with all checks, as it is
-read from the file block by block into a table (`dcp/tensor_table.py`) and what is alike is taken at once (`repeats.py`,
-`dcp/storage_items.py`); `pickle.load` into torch's classes 3.2 s and 536 MiB.
+read from the file block by block into a table (`TensorTable` in `dcp_metadata.py`) and what is alike is taken at once
+(`Repeats`, and `StorageItems` there); `pickle.load` into torch's classes 3.2 s and 536 MiB.
 """
 
 from __future__ import annotations

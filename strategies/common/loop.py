@@ -59,7 +59,7 @@ class LoopFollowing(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return False  # see `held_weights`
+        return False  # see `DeferredWeightLoad`
 
     @override
     def _configure_launcher(self) -> None:

@@ -56,7 +56,7 @@ class GradientAccumulator:
         engine: DeepSpeed's engine, made for training with ``managed_gradient_accumulation`` off.
         optimized: The parameters that its optimizer trains.
         device: Where this rank computes.
-        holds_parameters: Whether stage 3 is set to hold parameters (`same_path.hold_parameters`).
+        holds_parameters: Whether stage 3 is set to hold parameters (`hold_parameters`).
     """
 
     def __init__(

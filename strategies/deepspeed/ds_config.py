@@ -258,7 +258,7 @@ def _sections_of(config: HfDeepSpeedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSettings:
-    """A resolved config. Make it with `auto_values.resolve`."""
+    """A resolved config. Make it with `resolve`."""
 
     config: dict[str, Any]
     """For ``deepspeed.initialize`` only; nothing in it is ``"auto"`` but where DeepSpeed itself knows that word."""
@@ -428,7 +428,7 @@ class TrainingFacts:
     estimated_steps: float | None = None
     """Optimizer steps of the whole training, if they are known and finite."""
     hidden_size: int | None = None
-    """Of the model; see `hidden_size.hidden_size_of`."""
+    """Of the model; see `hidden_size_of`."""
     num_elements: int | None = None
     """Of all parameters together."""
 

@@ -344,8 +344,9 @@ def release_parameters(engine: Any) -> None:
         layer.__dict__.pop("applied_pre_backward_ref_cnt", None)
         layer.__dict__.pop("ds_grads_remaining", None)
     offload.release_backward_leftovers()
-    ours: list[Any] = [each for each in engine.module.parameters() if hasattr(each, "ds_id")]
-    if len(ours) == len(list(engine.module.parameters())):
+    parameters: list[Any] = list(engine.module.parameters())
+    ours = [each for each in parameters if hasattr(each, "ds_id")]
+    if len(ours) == len(parameters):
         offload.partition_all_parameters()
         return
     for each in ours:  # users' code added a layer, which is the error that is on its way

@@ -1,7 +1,7 @@
 """Plans of sharded saves, cached: which rank writes what stays the same while names, shapes and meshes do.
 
 torch's planning sends rank 0 a description of each piece of each rank, and all of them back, at each save, in
-collectives of objects. Here each rank plans its own part (`saving_plan`), and reports to rank 0 once.
+collectives of objects. Here each rank plans its own part, and reports to rank 0 once.
 """
 
 from __future__ import annotations

@@ -459,7 +459,7 @@ class SavingProcess:
 
         Args:
             order: What to do.
-            data: Of a part, see `saving_orders.send`.
+            data: Of a part, see `send`.
             memory: As there.
 
         Raises:

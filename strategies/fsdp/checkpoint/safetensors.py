@@ -68,7 +68,7 @@ def save_safetensors(
 
     Args:
         path: A file with the suffix ``.safetensors``, or a folder.
-        state: Sharded, as `sharded_checkpoints.model_state` returns it; the same names on every rank. What modules
+        state: Sharded, as `model_state` returns it; the same names on every rank. What modules
             keep beside tensors is left out.
         module: Whose weights they are; distinguishes parameters from buffers.
         form: For its ties and its module attribute.

@@ -1,6 +1,6 @@
 """The process that writes one rank's part of checkpoints, and finishes its orders when that rank is gone.
 
-It has no model, no Lightning and no accelerator: torch's writer, orders and shared memory. `saving_process` starts it.
+It has no model, no Lightning and no accelerator: torch's writer, orders and shared memory. `SavingProcess` starts it.
 """
 
 from __future__ import annotations
