@@ -210,7 +210,6 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             optimizer: Whose gradients.
             rescale: Whether a shorter last window is divided by the micro-batches it really has.
         """
-        self._checkpointer.before_optimizer_step()
         self._average_unsharded(optimizer)
         factor = self._tracker.short_window_factor
         if rescale and factor != 1.0:

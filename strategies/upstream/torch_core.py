@@ -63,7 +63,6 @@ ATTRIBUTES = {
     "_foreach_mul_": ("torch", "gradients are scaled in one call"),
     "_foreach_norm": ("torch", "norms of many gradients in one call"),
     "_get_total_norm": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
-    "_lazy_clone": ("torch", "what is to be copied is shared until somebody writes"),
     "_load_state_dict_post_hooks": (
         "torch.nn.Module",
         "users' state dicts have shards, which FSDP's hooks would gather",
@@ -74,7 +73,6 @@ ATTRIBUTES = {
     ),
     "_make_wrapper_subclass": ("torch.Tensor", "a tensor of a class of ours has no memory of its own"),
     "_modules": ("torch.nn.Module", "units are wrapped in their places"),
-    "_new_with_weak_ptr": ("torch.UntypedStorage", "what was shared is its own again, if it is still there"),
     "_non_persistent_buffers_set": ("torch.nn.Module", "which buffers state dicts have"),
     "_per_optimizer_states": ("torch.amp.GradScaler", "whether an optimizer's gradients are unscaled already"),
     "_save_to_state_dict": ("torch.nn.Module", "whether a module saves its weights in its own way"),

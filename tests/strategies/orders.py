@@ -25,7 +25,7 @@ from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import full_parameters
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config
-from tests.strategies.fsdp.late_copies import late_copies
+from tests.strategies.fsdp.late_saves import late_saves
 
 WORLD_SIZE = 2
 ROWS = 2
@@ -64,14 +64,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
     "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
-    "written_over": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
     },
 }
 """Ways to run an engine that must not change what is trained.
 
-What saves in the background copy is copied as late as can be: ``written_over`` when it has been.
+Saves in the background are written as late as can be.
 """
 
 
@@ -603,8 +602,7 @@ def build_strategy(kind: str, script: Script) -> Any:
 
 def play_on_rank(script: Script, kind: str, folder: str) -> list[Record]:
     """Run a script on this rank, in a group of all."""
-    is_late = script.option in ("background", "written_over")
-    with late_copies(optimizer_waits=script.option == "background") if is_late else nullcontext():
+    with late_saves() if script.option == "background" else nullcontext():
         return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
 
 

@@ -145,7 +145,6 @@ FOUND: dict[str, Script] = {
         (Fit(batches=2, events=(Event("on_after_backward", 0, "adversary"),)),), manual="zbs"
     ),
     "a fresh module from a checkpoint of the middle of a window": MIDDLE,
-    "the same, written over before it is copied": replace(MIDDLE, option="written_over"),
     "the same with another process that writes": replace(MIDDLE, option="process"),
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"

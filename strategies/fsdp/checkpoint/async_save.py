@@ -26,7 +26,7 @@ from ....state.process_record import set_device
 from ...common.checkpoint_files import is_remote
 from ...common.rendezvous import StoreMessages, num_ranks
 from .process_save import SavingProcess
-from .staging import PendingCopies, SharedStager, Stager
+from .staging import SharedStager, Stager
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ class _Save:
     what: str
     key: str
     """Where on the store it says at which step it fails; no other save of any training has it."""
-    copies: PendingCopies
-    """Made first."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
     complete: bool = False
@@ -64,8 +62,6 @@ class AsyncSaver:
         """What writes sharded checkpoints, from shared memory; None if the thread does."""
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
         self._stager: Stager | None = None
-        self._copies = PendingCopies()
-        """Of the next save."""
         self._device = torch.device("cpu")
         self._current: _Save | None = None
         self._num_saves = 0
@@ -81,17 +77,11 @@ class AsyncSaver:
             self._groups = dist.group.WORLD, dist.new_group(backend="gloo", timeout=self._timeout)
 
     def stage(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``state`` in host memory, which is complete when the save that is started next reads it.
-
-        The memory is used again for the next one: `wait` first.
-        """
+        """Return a copy of ``state`` in host memory, which the next copy reuses: `wait` first."""
         self._check_idle()
         if self._stager is None:
             self._stager = Stager()
-        copies = PendingCopies()
-        copied = self._stager.copy(state, copies)
-        self._copies = copies
-        return copied
+        return self._stager.copy(state)
 
     @property
     def shared_stager(self) -> SharedStager:
@@ -125,8 +115,7 @@ class AsyncSaver:
         self._check_idle()
         group = self.group
         self._num_saves += 1
-        copies, self._copies = self._copies, PendingCopies()
-        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}", copies)
+        current = self._current = _Save(what, f"accelight/failed_save/{group.group_name}/{self._num_saves}")
         # Not a daemon: a process that ends waits for its save.
         current.thread = threading.Thread(
             target=_run, args=(current, save, group, messages, self._device), name="accelight-save"
@@ -146,11 +135,6 @@ class AsyncSaver:
                     return
         action()
 
-    def wait_for_copies(self) -> None:
-        """Return when all is copied that the present save writes: it can be changed without another copy."""
-        if self._current is not None:
-            self._current.copies.wait()
-
     def wait(self) -> None:
         """Return when the present save is complete.
 
@@ -161,7 +145,6 @@ class AsyncSaver:
         if current is None or current.thread is None:
             return
         current.thread.join()
-        current.copies.wait()
         if current.error is not None:
             raise RuntimeError(f"{current.what} in the background failed: {current.error}") from current.error
 
@@ -225,7 +208,6 @@ def _run(
 ) -> None:
     """Body of the thread."""
     try:
-        current.copies.run()
         set_device(device)  # a thread begins with the first one, where each process would take memory
         save(group)
         with current.lock:

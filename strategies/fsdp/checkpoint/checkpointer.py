@@ -349,11 +349,6 @@ class Checkpointer:
         if self.saves is not None and module is not None:
             self.saves.check(module.trainer.global_step)
 
-    def before_optimizer_step(self) -> None:
-        """Let saves in the background have what the optimizer is about to change."""
-        if self.saves is not None:
-            self.saves.wait_for_copies()
-
     def connect(self) -> None:
         """Give saves in the background their own process group; all processes must call it."""
         if self.saves is not None:

@@ -7,8 +7,7 @@ import logging
 import mmap
 import os
 import tempfile
-import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
 from ....checkpoint.files import human_bytes
@@ -48,23 +46,15 @@ class Stager(StateDictStager):
         self._used: defaultdict[tuple[int, bool], list[UntypedStorage]] = defaultdict(list)
         self._copied: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         """By their identity, storages and their copies, while a state is copied: several tensors may share one."""
-        self._pending: PendingCopies | None = None
 
-    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
-        """Return a copy of ``state`` in host memory, in place of the one before: nobody may read that any more.
-
-        Args:
-            state: Nested, of any kind.
-            pending: Takes what can be copied later; None copies all of it now.
-        """
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``state`` in host memory, in place of the previous one, which must not be read any more."""
         self._kept, self._used = self._used, defaultdict(list)
-        self._pending = pending
         try:
             copied = self.stage(state)
             if self._is_pinned:
                 torch.accelerator.current_stream().synchronize()
         finally:
-            self._pending = None
             self._copied.clear()
             self._free()
         if not isinstance(copied, dict):
@@ -122,13 +112,12 @@ class Stager(StateDictStager):
 
     @override
     def _stage_untyped_storage(self, storage: UntypedStorage, non_blocking: bool = False) -> UntypedStorage:
-        identity = storage._cdata  # asking for its address would end sharing: see [Note: copy on write]
+        identity = storage._cdata
         if identity in self._copied:
             return self._copied[identity][1]
         pinned = storage.device.type == "cuda" and storage.nbytes() >= _PINNED_FROM_BYTES
         memory = self._memory(storage.nbytes(), pinned)
-        if self._pending is None or not self._pending.add(storage, memory):
-            memory.copy_(storage, non_blocking=pinned)
+        memory.copy_(storage, non_blocking=pinned)
         self._copied[identity] = storage, memory
         return memory
 
@@ -182,77 +171,6 @@ def unpin(address: int, num_bytes: int) -> None:
     error = int(_cuda.cudart().cudaHostUnregister(address))
     if error:  # of an earlier call, as a rule, whose error arrives by itself
         _log.warning("CUDA could not unpin %s bytes of host memory (cudaError %s).", num_bytes, error)
-
-
-# ------------------------------------------------------------------------------------------------
-# Copies of host memory that a thread makes while training goes on, of what was there when they were asked for.
-#
-# [Note: copy on write] torch lets two storages share memory until somebody writes to one of them, whichever view it is
-# written through, ``.data`` too: the writer gets memory of its own first (``c10/core/impl/COW.h``, torch 2.13). So what
-# is to be copied is shared, which takes a microsecond, and the thread copies what it shares. Who writes before the
-# thread was there pays with a copy; the optimizer waits for the thread instead (`PendingCopies.wait`). Afterwards all
-# is as if nothing had been shared: the same addresses, and no mark left for the next writer to find (who resizes to
-# nothing and back meets an assertion of torch's). What is written past torch before the wait cannot be seen: through a
-# NumPy view or an address from before the save.
-#
-# Host memory alone: kernels on CUDA write to several tensors at once through addresses that count as read
-# (``_foreach_*``, ``MultiTensorApply.cuh``), and so to what they share.
-
-
-_FROM_BYTES = 2**16  # less is copied sooner than handed to a thread
-
-
-class PendingCopies:
-    """Copies on their way, from `add` to `run`."""
-
-    def __init__(self) -> None:
-        self._copies: deque[tuple[Tensor, Tensor]] = deque()
-        self._sources: list[StorageWeakRef] = []
-        """What is shared; what was gathered for the save alone is gone when it is copied."""
-        self._done = threading.Event()
-
-    def add(self, source: UntypedStorage, memory: UntypedStorage) -> bool:
-        """Let ``memory`` get what ``source`` holds now, whatever is written to it afterwards.
-
-        Returns:
-            Whether it will; what is small, elsewhere, or not torch's own memory cannot be shared.
-        """
-        num_bytes = source.nbytes()
-        if source.device.type != "cpu" or num_bytes < _FROM_BYTES:
-            return False
-        contents = _bytes_of(source)
-        if contents.is_pinned():  # a GPU may be reading it: it has to stay where it is, whoever writes
-            return False
-        try:
-            shared = torch._lazy_clone(contents)
-        except RuntimeError:  # of NumPy, mapped from a file or shared with other processes
-            return False
-        self._copies.append((shared, _bytes_of(memory)))
-        self._sources.append(StorageWeakRef(source))  # type: ignore[no-untyped-call]
-        return True
-
-    def run(self) -> None:
-        """Copy; in a thread."""
-        try:
-            while self._copies:
-                shared, memory = self._copies.popleft()
-                memory.copy_(shared)  # lets other threads go on, as UntypedStorage.copy_() does not
-        finally:
-            self._copies.clear()
-            self._done.set()
-
-    def wait(self) -> None:
-        """Return when `run` has, whether or not it could; only where nobody else uses what was copied."""
-        self._done.wait()
-        for reference in self._sources:
-            source = UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if source is not None and source.nbytes() > 0:
-                source.data_ptr()  # asking is enough for it to be its own again
-        self._sources.clear()
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -378,7 +296,7 @@ class SharedStager(Stager):
         """Where the last copy lies; None if it has no tensors."""
 
     @override
-    def copy(self, state: dict[str, Any], pending: PendingCopies | None = None) -> dict[str, Any]:
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         storages = {(one.device, one.data_ptr(), one.nbytes()): one for one in _storages(state)}
         needed = sum(aligned(one.nbytes()) for one in storages.values())
         pinned = any(one.device.type == "cuda" for one in storages.values())
@@ -388,7 +306,7 @@ class SharedStager(Stager):
             self.memory = SharedMemory(needed, pinned=pinned)
         elif self.memory is not None:
             self.memory.restart()
-        return super().copy(state, pending)
+        return super().copy(state)
 
     @property
     @override
