@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -103,40 +102,38 @@ def _local_shape(number: int) -> tuple[int, ...]:
     return (first, *rest)
 
 
-def _packed() -> list[Any]:
-    """Return what each rank tells rank 0 of its plan."""
+def _plans() -> list[Any]:
+    """Return the plan that each rank reports to rank 0."""
     from torch.distributed.checkpoint.planner import SavePlan
-
-    from accelight.strategies.fsdp.checkpoint.planner import PackedPlan
 
     keys = {name: ("state_dict", name.removeprefix("state_dict.")) for name in _names()}
     copies = NUM_RANKS // NUM_SHARDS
     plans = []
     for rank in range(NUM_RANKS):
         copy, shard = divmod(rank, NUM_SHARDS)
-        plans.append(PackedPlan.of(SavePlan(_items(shard, copy, copies), planner_data=keys)))
+        items = _items(shard, copy, copies)
+        plans.append(SavePlan(items, planner_data={item.index.fqn: keys[item.index.fqn] for item in items}))
     return plans
 
 
 def _places(rank: int, num_items: int) -> Any:
     from accelight.strategies.fsdp.checkpoint.planner import WriteLocations
 
-    numbers = array("q", [number for place in range(num_items) for number in (1000, 0, place * 2000, 2000, 7)])
-    return WriteLocations([f"__{rank}_0.distcp"], numbers)
+    return WriteLocations([f"__{rank}_0.distcp"], [(1000, 0, place * 2000, 2000, 7) for place in range(num_items)])
 
 
 def _plan_and_write(folder: Path) -> Iterator[str]:
     """Yield what was done; "" for what is not measured."""
-    from accelight.strategies.fsdp.checkpoint.planner import RankResults, merge_plans
+    from accelight.strategies.fsdp.checkpoint.planner import WriteLocations, merge_plans
     from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
-    plans = _packed()
+    plans = _plans()
     yield ""
     merged = merge_plans(1, plans)
     yield "plans put together"
     places = [_places(rank, len(own)) for rank, own in enumerate(merged.indices)]
     yield ""
-    FolderWriter(folder).finish(merged.metadata, list(map(RankResults, merged.indices, places)))
+    FolderWriter(folder).finish(merged.metadata, list(map(WriteLocations.results, places, merged.indices)))
     yield "write"
 
 
@@ -147,14 +144,14 @@ def _later_save(folder: Path) -> Iterator[str]:
 
     from accelight.state.upstream import TCPStore
     from accelight.strategies.common.rendezvous import StoreMessages
-    from accelight.strategies.fsdp.checkpoint.planner import RankResults, WriteLocations, merge_plans
+    from accelight.strategies.fsdp.checkpoint.planner import WriteLocations, merge_plans
     from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
-    merged = merge_plans(1, _packed())
+    merged = merge_plans(1, _plans())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("fake", store=store, rank=0, world_size=NUM_RANKS)
     group: Any = dist.group.WORLD
-    other, own = StoreMessages(group, "a save"), WriteLocations([], array("q"))
+    other, own = StoreMessages(group, "a save"), WriteLocations([], [])
     for rank, items in enumerate(merged.indices):
         if rank == 0:
             own = _places(rank, len(items))
@@ -164,8 +161,8 @@ def _later_save(folder: Path) -> Iterator[str]:
     del other
     yield ""
 
-    def finish(told: list[WriteLocations]) -> None:
-        FolderWriter(folder).finish(merged.metadata, list(map(RankResults, merged.indices, told)))
+    def finish(reported: list[WriteLocations]) -> None:
+        FolderWriter(folder).finish(merged.metadata, list(map(WriteLocations.results, reported, merged.indices)))
 
     StoreMessages(group, "a save").gather_then_broadcast(own, finish, "saving")
     yield "collect and write"

@@ -64,7 +64,6 @@ PLOTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Bars]]] = {
     "load-full": _panels,
     "merge": _panels,
     "merge-background": _panels,
-    "merge-links": _panels,
     "merge-small": _panels,
     "merge-zero": _panels,
     "overhead": _overhead,

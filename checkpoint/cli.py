@@ -192,11 +192,6 @@ def _add_merge(add_parser: AddParser) -> None:
     )
     add("--threads", type=int, metavar="N", help="threads that copy (default: what measured best)")
     add("--verify", action="store_true", help="read the result back and compare every byte with its source")
-    add(
-        *_spellings("no-reflink"),
-        action="store_true",
-        help="copy every byte, where by default bytes are shared with the checkpoint on XFS, btrfs and the like",
-    )
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +219,6 @@ def _merge(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         threads=arguments.threads,
         verify=arguments.verify,
-        reflink=not arguments.no_reflink,
         **_selection(arguments),
     )
     if arguments.json:

@@ -93,8 +93,6 @@ class MergeReport:
     """What the output lacks of the checkpoint, or of the model that was saved: names in the checkpoint, and why."""
     verified: bool
     """Whether the output was read back and compared with its sources."""
-    num_linked_bytes: int = 0
-    """Those that were not copied: the file system lets the output share them with the checkpoint."""
 
     def skipped_by_reason(self) -> dict[str, list[str]]:
         """Return the names of what was left out under each reason."""
@@ -110,8 +108,7 @@ class MergeReport:
     def __str__(self) -> str:
         """Return one line for people."""
         rate = self.num_bytes / max(self.seconds, 1e-9)
-        extras = [f"{human_bytes(self.num_linked_bytes)} linked"] if self.num_linked_bytes else []
-        extras += [f"{len(self.ties)} tied"] if self.ties else []
+        extras = [f"{len(self.ties)} tied"] if self.ties else []
         extras += [f"{len(self.skipped)} left out"] if self.skipped else []
         extras += ["verified"] if self.verified else []
         where = self.destination / self.files[0] if len(self.files) == 1 else self.destination

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +19,7 @@ from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
-from .writing.copy import Linker, OnBytes, can_link, compare_tensors, copy_tensors, same_bytes
+from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
 from .writing.plan import Plan, PlannedFile, check_conflicts, check_destination, make_plan, parse_size, stale_files
 
 if TYPE_CHECKING:
@@ -197,7 +196,6 @@ class _Request:
     exclude: tuple[str, ...] | None
     threads: int
     verify: bool
-    reflink: bool
 
 
 def merge_fsdp_weights(
@@ -214,7 +212,6 @@ def merge_fsdp_weights(
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
-    reflink: bool = True,
 ) -> MergeReport:
     """Merge a sharded checkpoint into the weights of one model, by copying bytes.
 
@@ -239,10 +236,6 @@ def merge_fsdp_weights(
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
             with the checksums that torch wrote when it was saved.
-        reflink: Let the output share its bytes with the checkpoint where the shards were aligned for it, as accelight
-            saves large ones, and the file system can (XFS, btrfs): next to nothing is written then. Tensors that are
-            shared come first in the output. False copies everything, in the order of the safetensors library, as is
-            done where nothing can be shared.
 
     Returns:
         What was written, tied and left out.
@@ -269,7 +262,6 @@ def merge_fsdp_weights(
         exclude=patterns(exclude, "exclude"),
         threads=threads or DEFAULT_THREADS,
         verify=verify or remove_checkpoint_dir,
-        reflink=reflink,
     )
     shown = Progress(progress)
     return run_on_main(lambda: _merge(request, shown))
@@ -287,10 +279,9 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         dtype=request.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
-        link_to=request.output_path if request.reflink else None,
     )
     check_conflicts(request.output_path, plan)
-    num_linked = _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes))
+    _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes))
     if request.remove:
         found.format.remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
@@ -303,7 +294,6 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         ties=dict(selection.ties),
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
-        num_linked_bytes=num_linked,
     )
 
 
@@ -316,16 +306,11 @@ def plan_merge(
     dtype: DType | None,
     max_shard_bytes: int | None,
     safe: bool,
-    link_to: Path | None = None,
 ) -> tuple[Source, Selection, Plan]:
-    """Return what a checkpoint holds, what of it is wanted, and the files that this makes.
-
-    They are laid out for links only if ``link_to`` is given, and files under it can be linked to the checkpoint's.
-    """
+    """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
-    planned = partial(
-        make_plan,
+    plan = make_plan(
         selection,
         _locate(source, selection),
         dtype=dtype or source.dtype,
@@ -333,9 +318,6 @@ def plan_merge(
         safe=safe,
         infos=source.tensors,
     )
-    plan = planned(reflink=link_to is not None)
-    if link_to is not None and plan.num_linkable and not can_link(plan.files, link_to):
-        plan = planned()
     return source, selection, plan
 
 
@@ -355,14 +337,12 @@ def _locate(source: Source, selection: Selection) -> Mapping[str, SourceTensor]:
     return located
 
 
-def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> int:
-    """Write the files, and return how many bytes of them were linked."""
-    num_linked = 0
+def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> None:
     progress.start(plan.num_bytes * (3 if request.verify else 1))
     try:
         with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
             if request.safe:
-                num_linked = _write_safetensors(request, plan, folder, progress)
+                _write_safetensors(request, plan, folder, progress)
             else:
                 folder.check_space(plan.num_bytes)
                 for file in plan.files:
@@ -375,28 +355,16 @@ def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[O
         progress.finish()
     finally:
         progress.close()
-    return num_linked
 
 
-def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> int:
-    opened, linker = _create(plan, folder)
-    copy_tensors(opened, request.threads, progress.add, linker)
+def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> None:
+    folder.check_space(plan.num_bytes)
+    opened = [(file, folder.create(file.name, file.num_bytes)) for file in plan.files]
+    copy_tensors(opened, request.threads, progress.add)
     if request.verify:
         folder.forget_cache()
         for file, fd in opened:
             compare_tensors(file, fd, progress.add)
-    return linker.num_bytes if linker is not None else 0
-
-
-def _create(plan: Plan, folder: AtomicFolder) -> tuple[list[tuple[PlannedFile, int]], Linker | None]:
-    """Make the files, and room for what will be copied into them; also return what links the rest."""
-    folder.check_space(plan.num_bytes - plan.num_linkable)
-    if not plan.num_linkable:
-        return [(file, folder.create(file.name, file.num_bytes)) for file in plan.files], None
-    opened = [(file, folder.create(file.name, None)) for file in plan.files]
-    for file, fd in opened:
-        os.ftruncate(fd, file.num_bytes)
-    return opened, Linker()
 
 
 def _write_bin(request: _Request, file: PlannedFile, folder: AtomicFolder, progress: Progress) -> None:

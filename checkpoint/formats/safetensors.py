@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,9 +48,6 @@ def lay_out(
     names: Iterable[str],
     describe: Callable[[str], Entry],
     metadata: Mapping[str, str],
-    *,
-    first: Sequence[str] = (),
-    unit: int = 8,
 ) -> Layout:
     """Return the header of a file, and where its tensors lie.
 
@@ -58,18 +55,14 @@ def lay_out(
         names: Of the tensors.
         describe: Returns a tensor's entry.
         metadata: The header's.
-        first: Tensors that come before all others, in this order; the library has none.
-        unit: The first tensor begins at a multiple of this; the library takes 8.
 
     Raises:
         CheckpointError: If safetensors has no word for a dtype, a name is no text, or the header grows too large.
     """
-    ordered = list(first)
-    before = set(ordered)
+    ordered: list[str] = []
     by_rank: dict[int, list[str]] = {}
     for name in names:
-        if name not in before:
-            by_rank.setdefault(describe(name).dtype.rank, []).append(name)
+        by_rank.setdefault(describe(name).dtype.rank, []).append(name)
     for rank in sorted(by_rank, reverse=True):
         own = by_rank.pop(rank)
         own.sort()
@@ -86,7 +79,7 @@ def lay_out(
             parts = [""]
     blocks.append(_encoded(",".join(parts) + "}"))
     size = sum(map(len, blocks))
-    blocks.append(b" " * (-(_LENGTH + size) % unit))
+    blocks.append(b" " * (-(_LENGTH + size) % 8))  # as the library fills it up
     size += len(blocks[-1])
     if size > MAX_HEADER_BYTES:
         raise CheckpointError(

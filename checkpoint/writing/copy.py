@@ -1,30 +1,24 @@
-"""Copies the planned bytes from file to file: plain ranges, shared extents, gathered pieces and converted dtypes.
+"""Copies the planned bytes from file to file: plain ranges, gathered pieces and converted dtypes.
 
 Measured on ext4 (1 GB from two files, fsync included): ``pread`` and ``pwrite`` through 512 KB into a reserved file
-0.30 to 0.40 s, ``copy_file_range`` 0.48 to 0.80 s, ``sendfile`` 0.48 to 0.96 s, ``cat`` 0.44 s. Where two files can
-share blocks, ranges of an output that is laid out for it are linked instead.
+0.30 to 0.40 s, ``copy_file_range`` 0.48 to 0.80 s, ``sendfile`` 0.48 to 0.96 s, ``cat`` 0.44 s.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
 import os
-import struct
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from ..files import BLOCK_BYTES, CheckpointError, FilePool, open_regular, read_exactly, write_exactly
 from ..formats.base import DType, Piece, SourceTensor
-from .plan import MIN_LINKED_BYTES, PlannedFile, PlannedTensor, middle
+from .plan import PlannedFile, PlannedTensor
 
 if TYPE_CHECKING:
     import torch
@@ -279,13 +273,8 @@ OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Link(Run):
-    """A run that can be linked."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Work:
-    """A unit of work for a thread: adjacent runs of the output, one run to link, or a tensor to be put together."""
+    """A unit of work for a thread: adjacent runs of the output, or a tensor to be put together."""
 
     fd: int
     start: int
@@ -302,20 +291,17 @@ def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Ite
     return converted_blocks(tensor.source, tensor.dtype, tensor.name, files, buffer)
 
 
-def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool, *, link: bool) -> Iterator[_Work]:
+def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterator[_Work]:
     """Yield the work in the output's order; short runs are put together up to one block."""
     for file, fd in planned:
         runs: list[Run] = []
         start = stop = 0
         for tensor in file.tensors:
-            for run in _runs(tensor, files, link=link):
+            for run in _runs(tensor, files):
                 if run is None:
                     yield _Work(fd, tensor.start, [], tensor)
                     continue
                 position = tensor.start + run.target
-                if isinstance(run, _Link):
-                    yield _Work(fd, position, [run])
-                    continue
                 if position != stop or stop + run.num_bytes - start > BLOCK_BYTES:
                     if runs:
                         yield _Work(fd, start, runs)
@@ -326,7 +312,7 @@ def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool, *, link: 
             yield _Work(fd, start, runs)
 
 
-def _runs(tensor: PlannedTensor, files: FilePool, *, link: bool) -> Iterator[Run | None]:
+def _runs(tensor: PlannedTensor, files: FilePool) -> Iterator[Run | None]:
     """Yield a tensor's runs, long ones in parts; None alone if its bytes must be put together first."""
     source = tensor.source
     if tensor.dtype is not source.dtype:
@@ -339,19 +325,8 @@ def _runs(tensor: PlannedTensor, files: FilePool, *, link: bool) -> Iterator[Run
         yield None
         return
     for run in runs:
-        if run.num_bytes < (MIN_LINKED_BYTES if link else _PART_BYTES):  # the most common one
-            yield run
-            continue
-        skipped, linked = middle(run.source, tensor.start + run.target, run.num_bytes) if link else (0, 0)
-        yield from _parts(run, 0, skipped)
-        if linked:
-            yield _Link(run.path, run.source + skipped, run.target + skipped, linked)
-        yield from _parts(run, skipped + linked, run.num_bytes)
-
-
-def _parts(run: Run, begin: int, end: int) -> Iterator[Run]:
-    for start in range(begin, end, _PART_BYTES):
-        yield Run(run.path, run.source + start, run.target + start, min(_PART_BYTES, end - start))
+        for start in range(0, run.num_bytes, _PART_BYTES):
+            yield Run(run.path, run.source + start, run.target + start, min(_PART_BYTES, run.num_bytes - start))
 
 
 def _rows(source: SourceTensor) -> list[Run] | None:
@@ -372,9 +347,8 @@ def _rows(source: SourceTensor) -> list[Run] | None:
 class _Copier:
     """Threads that take work until there is none, or one of them failed."""
 
-    def __init__(self, work: Iterator[_Work], linker: Linker | None):
+    def __init__(self, work: Iterator[_Work]):
         self._work = work
-        self._linker = linker
         self._lock = threading.Lock()
         self._stop = False
         self._num_bytes = 0
@@ -422,8 +396,6 @@ class _Copier:
                 size += run.num_bytes
             write_exactly(work.fd, buffer[:size], work.start)
             yield size
-        elif self._linker is not None and _linked(work, files, self._linker):
-            yield work.runs[0].num_bytes
         else:
             yield from self._copy(work.runs[0], work, files, buffer)
 
@@ -436,46 +408,13 @@ class _Copier:
             yield len(view)
 
 
-def _is_link(work: _Work) -> bool:
-    return bool(work.runs) and isinstance(work.runs[0], _Link)
-
-
-def _linked(work: _Work, files: FilePool, linker: Linker) -> bool:
-    """Link what can be linked; False for everything else."""
-    run = work.runs[0]
-    if not _is_link(work):
-        return False
-    return linker.link(run.path, files.fd(run.path), run.source, work.fd, work.start, run.num_bytes)
-
-
-def can_link(planned: Sequence[PlannedFile], folder: Path) -> bool:
-    """Return whether files under ``folder``, which need not exist, can link to the sources: tried with one range."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        trial = TemporaryFile(dir=folder)  # noqa: SIM115 (closed below)
-    except OSError:  # reported when the output is created there
-        return False
-    files = FilePool()
-    try:
-        all_work = _all_work([(file, trial.fileno()) for file in planned], files, link=True)
-        work = next((one for one in all_work if _is_link(one)), None)
-        return work is not None and _linked(work, files, Linker())
-    finally:
-        files.close()
-        trial.close()
-
-
-def copy_tensors(
-    planned: list[tuple[PlannedFile, int]], threads: int, on_bytes: OnBytes, linker: Linker | None = None
-) -> None:
+def copy_tensors(planned: list[tuple[PlannedFile, int]], threads: int, on_bytes: OnBytes) -> None:
     """Write the headers and tensors of planned files into their open descriptors.
 
     Args:
         planned: The files.
         threads: How many copy.
         on_bytes: Receives the progress.
-        linker: Links what can be linked; None copies everything.
 
     Raises:
         CheckpointError: If a source becomes shorter meanwhile, or a value does not fit the target dtype.
@@ -488,7 +427,7 @@ def copy_tensors(
             position += len(block)
         on_bytes(position)
     files = FilePool()
-    copier = _Copier(_all_work(planned, files, link=linker is not None), linker)
+    copier = _Copier(_all_work(planned, files))
     if threads == 1:
         copier.run(on_bytes)
     else:
@@ -566,72 +505,6 @@ def same_bytes(first: SourceTensor, second: SourceTensor) -> bool:
         return True
     finally:
         files.close()
-
-
-# ------------------------------------------------------------------------------------------------
-# Links instead of copies: the file system is asked to let two files share the same blocks (``FICLONERANGE``).
-#
-# XFS and btrfs can, and some network file systems. Nothing is written but the output's list of blocks. Each file keeps
-# its content whatever becomes of the other: a block that is written to is copied first, and one is freed when no file
-# has it any more.
-
-
-with contextlib.suppress(ImportError):  # Windows
-    import fcntl
-
-_RANGE = struct.Struct("=qQQQ")  # struct file_clone_range: source descriptor, source offset, length, target offset
-_FICLONERANGE = 0x4020940D  # linux/fs.h; MIPS, POWER, SPARC and Alpha number it otherwise, and refuse this one
-_REFUSED = {
-    errno.EOPNOTSUPP,  # this file system cannot, as ext4 and tmpfs
-    errno.ENOTTY,
-    errno.ENOSYS,
-    errno.EXDEV,  # two file systems
-    errno.EINVAL,  # larger blocks, or files of different kinds (btrfs without checksums)
-    errno.EPERM,
-    errno.EBADF,
-    errno.ETXTBSY,  # a swap file
-    errno.EAGAIN,  # ZFS, before the source is on the disk
-    errno.ENOSPC,  # no room for the list of blocks: the copy reports it better
-    errno.EDQUOT,
-}
-
-
-class Linker:
-    """Links ranges of files, from any thread; a pair of files that was refused once is not asked about again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._refused: set[tuple[Path, int]] = set()
-        self.num_bytes = 0
-        """Bytes that were linked."""
-
-    def link(self, path: Path, source_fd: int, source: int, fd: int, target: int, num_bytes: int) -> bool:
-        """Let a file share a range with another; False if the range must be copied.
-
-        Args:
-            path: Of the source.
-            source_fd: Of the source, too.
-            source: Where the range is there: whole blocks, as the others.
-            fd: Of the target.
-            target: Where the range will be there.
-            num_bytes: Of the range.
-
-        Raises:
-            OSError: If the disk fails.
-        """
-        if sys.platform != "linux" or (path, fd) in self._refused:
-            return False
-        try:
-            fcntl.ioctl(fd, _FICLONERANGE, _RANGE.pack(source_fd, source, num_bytes, target))
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-            with self._lock:
-                self._refused.add((path, fd))
-            return False
-        with self._lock:
-            self.num_bytes += num_bytes
-        return True
 
 
 # ------------------------------------------------------------------------------------------------

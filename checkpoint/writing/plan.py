@@ -12,99 +12,12 @@ from pathlib import Path
 from typing import TypeVar, overload
 
 from ..files import CheckpointError
-from ..formats.base import DType, Piece, SourceTensor, TensorInfo, is_floating, read_weight_map
+from ..formats.base import DType, SourceTensor, TensorInfo, is_floating, read_weight_map
 from ..formats.safetensors import Entry, lay_out
 from ..names import Selection
 
-# ------------------------------------------------------------------------------------------------
-# Which bytes of a merge can be linked: the file system lets two files share blocks, at the same place within a block.
-#
-# Sources are aligned by whoever saved them: a piece lies in its file at the place that it has in its tensor, counted in
-# blocks (`strategies/fsdp/checkpoint/writer.py`). So what remains to be done here is that tensors begin with a
-# block: those that fill whole blocks come first in the output, and its header is filled up.
-
-
-LINK_BYTES = 4096
-"""The block that is counted in. Where a file system's blocks are larger, it refuses, and bytes are copied."""
-MIN_LINKED_BYTES = 512 * 1024
-"""A shorter range is copied: it is put together with its neighbours, and links would cut files into many extents."""
-_ENOUGH = 0.5  # of an output's bytes, from which on it is laid out for links
-
 Sized = tuple[SourceTensor, DType]
 """A tensor, and the dtype it is written as."""
-
-
-def first_element(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return where a piece's elements begin in the flattened tensor; None if they are not next to each other there."""
-    start, is_cut = 0, False
-    for full, size in zip(reversed(shape), reversed(sizes), strict=True):
-        if size != 1 and is_cut:
-            return None
-        is_cut = is_cut or size != full
-    for full, offset in zip(shape, offsets, strict=True):
-        start = start * full + offset
-    return start
-
-
-def middle(source: int, target: int, num_bytes: int) -> tuple[int, int]:
-    """Return the part of a range that can be linked: how many bytes to skip, and its length, 0 if there is none."""
-    if (source - target) % LINK_BYTES:
-        return 0, 0
-    skipped = -source % LINK_BYTES
-    length = (num_bytes - skipped) // LINK_BYTES * LINK_BYTES
-    return (skipped, length) if length >= MIN_LINKED_BYTES else (0, 0)
-
-
-def linkable_tensors(planned: Mapping[str, Sized], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the tensors of which most can be linked, if they begin with a block, and how many bytes that is.
-
-    Nothing is returned where this is less than half of all bytes: the shards were not aligned, or are too small.
-
-    Args:
-        planned: The tensors of the output.
-        sizes: Their bytes there.
-    """
-    found: dict[str, int] = {}
-    for name, size in sizes.items():
-        if size < MIN_LINKED_BYTES:
-            continue
-        tensor, dtype = planned[name]
-        if dtype is tensor.dtype:
-            linked = sum(_linkable(tensor, piece) for piece in tensor.pieces)
-            if linked > size * _ENOUGH:
-                found[name] = linked
-    return found if found and sum(found.values()) > sum(sizes.values()) * _ENOUGH else {}
-
-
-def _linkable(tensor: SourceTensor, piece: Piece) -> int:
-    if not piece.is_plain:
-        return 0
-    first = first_element(tensor.cut_shape, piece.offsets, piece.sizes)
-    if first is None:
-        return 0
-    return middle(piece.start, first * tensor.dtype.itemsize, prod(piece.sizes) * tensor.dtype.itemsize)[1]
-
-
-def first_in_file(members: Mapping[str, Sized], sizes: Mapping[str, int], linkable: Mapping[str, int]) -> list[str]:
-    """Return the tensors that a file begins with, so that they can be linked, in the order of the library.
-
-    All that fill whole blocks; then the largest of the others, behind which nothing begins with a block. The rest must
-    keep its alignment: what follows begins with a multiple of its dtypes' sizes.
-
-    Args:
-        members: The file's tensors.
-        sizes: Their bytes, among others.
-        linkable: See `linkable_tensors`.
-    """
-    if not linkable:
-        return []
-    own = sorted((name for name in members if name in linkable), key=lambda name: (-members[name][1].rank, name))
-    first = [name for name in own if not sizes[name] % LINK_BYTES]
-    whole = set(first)
-    unit = max((dtype.itemsize for _, dtype in members.values()), default=1)
-    others = [name for name in own if name not in whole and not sizes[name] % unit]
-    return first + sorted(others, key=lambda name: -linkable[name])[:1]
-
 
 _Value = TypeVar("_Value")
 
@@ -192,8 +105,6 @@ class PlannedFile:
     """In the file's order."""
     ties: Mapping[str, str]
     """Alias to name, of the tensors in this file."""
-    num_linkable: int = 0
-    """Bytes that can be links to the source's, where the file system has such; the file is laid out for them."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +120,6 @@ class Plan:
         """Bytes of all files together."""
         return sum(file.num_bytes for file in self.files) + len(self.index)
 
-    @property
-    def num_linkable(self) -> int:
-        """Bytes of all files that can be links."""
-        return sum(file.num_linkable for file in self.files)
-
 
 def make_plan(
     selection: Selection,
@@ -222,7 +128,6 @@ def make_plan(
     dtype: DType | None = None,
     max_shard_bytes: int | None = None,
     safe: bool = True,
-    reflink: bool = False,
     infos: Mapping[str, TensorInfo] | None = None,
 ) -> Plan:
     """Lay the output out.
@@ -233,7 +138,6 @@ def make_plan(
         dtype: For floating-point tensors; None keeps each one's own.
         max_shard_bytes: Limit of the tensors in one file; None for a single file.
         safe: Safetensors; False for torch's own format.
-        reflink: Whether safetensors are laid out for links, where most of the source is aligned for them.
         infos: What of them is known without their bytes, where that is quicker.
 
     Raises:
@@ -257,8 +161,7 @@ def make_plan(
         into = target(tensor)
         return Entry(name, into, tensor.shape, prod(tensor.shape) * into.itemsize)
 
-    planned, sizes = _Lazily(selection.names, describe), _Lazily(selection.names, lambda name: entry(name).num_bytes)
-    linkable = linkable_tensors(planned, sizes) if reflink and safe else {}
+    sizes = _Lazily(selection.names, lambda name: entry(name).num_bytes)
     groups = split(sizes, max_shard_bytes)
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     files = []
@@ -266,7 +169,7 @@ def make_plan(
     for file_name, group in zip(file_names(len(groups), stem, suffix), groups, strict=True):
         members = set(group) if selection.ties else set()
         ties = {alias: name for alias, name in selection.ties.items() if name in members}
-        files.append(_plan_file(file_name, group, entry, describe, ties, linkable, safe))
+        files.append(_plan_file(file_name, group, entry, describe, ties, safe))
         if len(groups) > 1:
             file_of |= dict.fromkeys([*group, *([] if safe else ties)], file_name)  # torch's files hold both names
     if len(files) == 1:
@@ -280,7 +183,6 @@ def _plan_file(
     entry: Callable[[str], Entry],
     describe: Callable[[str], Sized],
     ties: Mapping[str, str],
-    linkable: Mapping[str, int],
     safe: bool,
 ) -> PlannedFile:
     if not safe:
@@ -288,12 +190,10 @@ def _plan_file(
         return PlannedFile(name, (), num_bytes, PlannedTensors(members, describe, None), ties)
     if "format" in ties:
         raise CheckpointError("A tied tensor is called 'format', which the safetensors header uses itself.")
-    first = first_in_file(_Lazily(members, describe), _Lazily(members, lambda fqn: entry(fqn).num_bytes), linkable)
     metadata = {"format": "pt", **dict(sorted(ties.items()))}
-    laid_out = lay_out(members, entry, metadata, first=first, unit=LINK_BYTES if first else 8)
+    laid_out = lay_out(members, entry, metadata)
     tensors = PlannedTensors(laid_out.names, describe, laid_out.starts)
-    num_linkable = sum(linkable[fqn] for fqn in first)
-    return PlannedFile(name, laid_out.header, laid_out.num_bytes, tensors, ties, num_linkable)
+    return PlannedFile(name, laid_out.header, laid_out.num_bytes, tensors, ties)
 
 
 # ------------------------------------------------------------------------------------------------

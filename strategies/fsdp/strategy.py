@@ -301,7 +301,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     ) -> MergeReport:
         """Save the weights as safetensors; each process writes its own bytes and none gathers them. All must call it.
 
-        The files are those that ``merge_fsdp_weights(reflink=False)`` makes of a sharded checkpoint, and appear when
+        The files are those that ``merge_fsdp_weights`` makes of a sharded checkpoint, and appear when
         complete.
 
         Args:

@@ -69,8 +69,8 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"{_BACKGROUND}[fsdp2-sharded_state_dict]",
         f"{_FILES}[2-fsdp_version=1]",
         f"{_FILES}[3-fsdp_version=2]",
-        *(f"{_FSDP}/test_{name}.py" for name in ("kept_plans", "metadata_writer", "dcp_metadata")),
-        *(f"{_FSDP}/test_{name}.py" for name in ("packed_plans", "flat_shards", "flat_state", "async_contents")),
+        *(f"{_FSDP}/test_{name}.py" for name in ("plan_cache", "save_plans", "dcp_metadata")),
+        *(f"{_FSDP}/test_{name}.py" for name in ("flat_shards", "flat_state", "async_contents")),
         "tests/strategies/test_store_messages.py",
     ),
     "merge": (

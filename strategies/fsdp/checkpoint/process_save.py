@@ -20,8 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
-from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import Self, override
 
 from ....checkpoint.manifest import Manifest
 from ....state.process_group import timeout_of
+from ....state.rendezvous import poll
 from ...common.checkpoint_files import NewFolder
 from ...common.rendezvous import format_errors_by_rank
 from .planner import CachedPlan, LocalSavePlanner, MergedPlan, PlanMessage, SavePlanCache, WriteLocations
 from .staging import SharedMemory, SharedStager, unnamed_file
+from .writer import FolderWriter, finish_folder
 
 
 @dataclass
@@ -92,9 +94,9 @@ class HandedSave:
             raise RuntimeError("\n".join([f"{what} failed.", *begun.problems])) from error
         folder = NewFolder(self.path, begun.number)
         try:
-            problem = None if dist.get_rank() == 0 else self._tell(planner, begun, kept, None)
+            problem = None if dist.get_rank() == 0 else self._submit(planner, begun, kept, None)
             ending = Ending(self.metadata, self.manifest, timeout_of(group).total_seconds())
-            commit = partial(self._commit, partial(self._tell, planner, begun, kept, ending))
+            commit = partial(self._commit, partial(self._submit, planner, begun, kept, ending))
             if problems := messages.gather_then_broadcast(problem, commit, what, group):
                 raise RuntimeError("\n".join([f"{what} failed.", *problems]))
             self.plans.keep(kept)
@@ -125,8 +127,8 @@ class HandedSave:
             problems[0] = submit()
         return _errors_by_rank(problems)
 
-    def _tell(self, planner: LocalSavePlanner, begun: _Begun, kept: CachedPlan, ending: Ending | None) -> str | None:
-        """Tell this rank's process its part; return what went wrong."""
+    def _submit(self, planner: LocalSavePlanner, begun: _Begun, kept: CachedPlan, ending: Ending | None) -> str | None:
+        """Send this rank's process its part; return what went wrong."""
         folder = NewFolder(self.path, begun.number)
         try:
             folder.check_shared(begun.made)
@@ -166,7 +168,7 @@ class HandedSave:
         except SavingProcessEnded as ended:
             problem = str(ended)
             if dist.get_rank() != 0:
-                _leave_word(folder, problem)
+                _record_problem(folder, problem)
 
         def outcome(problems: list[str | None]) -> list[str]:
             if complete:
@@ -184,8 +186,8 @@ def _errors_by_rank(problems: Sequence[str | None]) -> list[str]:
     return format_errors_by_rank([[] if problem is None else [problem] for problem in problems])
 
 
-def _leave_word(folder: NewFolder, problem: str) -> None:
-    """Tell rank 0's process in the place of one that is gone."""
+def _record_problem(folder: NewFolder, problem: str) -> None:
+    """Report to rank 0's process in place of one that is gone."""
     try:
         Record(None, problem).leave(folder.unfinished, dist.get_rank())
     except OSError:  # the folder is gone: so is the save
@@ -286,7 +288,7 @@ class Record:
         content = {
             "problem": self.problem,
             "files": [] if places is None else places.files,
-            "numbers": [] if places is None else places.numbers.tolist(),
+            "rows": [] if places is None else places.rows,
         }
         path = folder / _record_name(rank)
         temporary = path.with_name(f"{path.name}.tmp")
@@ -310,7 +312,7 @@ class Record:
         path.unlink()
         if content["problem"] is not None:
             return cls(None, content["problem"])
-        return cls(WriteLocations(content["files"], array("q", content["numbers"])))
+        return cls(WriteLocations(content["files"], content["rows"]))
 
 
 _RECORD = re.compile(r"\.written_(\d+)")
@@ -421,7 +423,7 @@ import signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 sys.path[:] = {path!r}
-from {package}.saving_process_main import main
+from {package}.process_save import main
 main({descriptor}, {parent})
 """
 """Whoever ends a job by a signal leaves some time before killing: that is for what is still to be written."""
@@ -430,12 +432,12 @@ _ENVIRONMENT = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "OMP_NUM_THREADS": "1",
 }
-_LOOK_S = 1.0
-_MOST_SAID_BYTES = 2000
+_LOOK_S = 1.0  # a process that the rank has forked may hold the connection open after the rank's end
+_MOST_OUTPUT_BYTES = 2000
 
 
 class SavingProcessEnded(RuntimeError):  # noqa: N818 (an event that becomes an error's text)
-    """It is gone, and has not said why."""
+    """It is gone, and has not reported why."""
 
 
 class SavingProcess:
@@ -444,7 +446,7 @@ class SavingProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        self._said: int | None = None
+        self._output: int | None = None
         self._received = b""
         self.known_plans: frozenset[int] = frozenset()
         """Numbers of the plans that it was sent, and keeps."""
@@ -509,15 +511,15 @@ class SavingProcess:
                 "async_save=True."
             )
         ours, theirs = socket.socketpair()
-        self._said, self._received = unnamed_file(), b""
+        self._output, self._received = unnamed_file(), b""
         main = _MAIN.format(path=sys.path, package=__package__, descriptor=theirs.fileno(), parent=os.getpid())
         with theirs:
             # Its own files: a launcher waits until nobody has its pipes open any more.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", main],
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **_ENVIRONMENT},
                 start_new_session=True,
@@ -525,9 +527,9 @@ class SavingProcess:
         return ours
 
     def _end(self, *, kill: bool = False) -> str:
-        """Let go of the process, and return how it ended."""
-        process, connection, said = self._process, self._connection, self._said
-        self._process = self._connection = self._said = None
+        """Detach the process, and return how it ended."""
+        process, connection, output = self._process, self._connection, self._output
+        self._process = self._connection = self._output = None
         self.known_plans = frozenset()
         if connection is not None:
             connection.close()
@@ -540,7 +542,7 @@ class SavingProcess:
         except subprocess.TimeoutExpired:  # it has closed the connection, and goes on with something else
             process.kill()
             status = process.wait()
-        return f"{_described(status)}{'' if said is None else _last_words(said)}"
+        return f"{_described(status)}{'' if output is None else _last_output(output)}"
 
 
 def _described(status: int) -> str:
@@ -548,9 +550,152 @@ def _described(status: int) -> str:
     return f"the process that writes for it has ended ({how})."
 
 
-def _last_words(said: int) -> str:
-    with os.fdopen(said, "rb") as stream:
+def _last_output(output: int) -> str:
+    with os.fdopen(output, "rb") as stream:
         size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - _MOST_SAID_BYTES))
+        stream.seek(max(0, size - _MOST_OUTPUT_BYTES))
         words = stream.read().decode(errors="replace").strip()
-    return f" It said:\n{words}" if words else ""
+    return f" Its output ends with:\n{words}" if words else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# What that process runs: it writes one rank's part of checkpoints, and finishes its orders when that rank is gone. It
+# has no model, no Lightning and no accelerator.
+
+
+_SLOWEST_S = 0.25
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Carry out orders until the rank has no more, or is gone.
+
+    Args:
+        descriptor: Of the connection.
+        parent: Process id of the rank.
+    """
+    connection = socket.socket(fileno=descriptor)
+    writer = _PartWriter()
+    while (received := _next(connection, parent)) is not None:
+        answer = writer.carry_out(received)
+        del received  # and the memory with it
+        if answer is not None:
+            try:
+                connection.sendall(answer.line())
+            except OSError:  # nobody is left who wants to know
+                continue
+    writer.drop_begun()
+    sys.stderr.flush()
+    os._exit(0)  # what torch does at an end takes longer than some saves
+
+
+def _next(connection: socket.socket, parent: int) -> Received | None:
+    while not select.select([connection], [], [], _LOOK_S)[0]:
+        if os.getppid() != parent and not select.select([connection], [], [], 0)[0]:
+            return None
+    try:
+        return receive(connection)
+    except ConnectionError:
+        return None
+
+
+class _Planned(LocalSavePlanner):
+    """Stands where torch's writer asks for what a plan's items are."""
+
+    def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
+        super().__init__()
+        self._data = {item.index: value for item, value in zip(plan.items, data, strict=True)}
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._data[write_item.index]
+
+
+@dataclass
+class _PartWriter:
+    """Carries out orders; knows the plans that come again."""
+
+    _plans: dict[int, Plan] = field(default_factory=dict)
+    _begun: NewFolder | None = None
+
+    def carry_out(self, received: Received) -> Answer | None:
+        """Do what was ordered."""
+        order = received.order
+        if isinstance(order, Begun):
+            self._begun = NewFolder(order.path, order.number)
+            return None
+        self._begun = None
+        if order.plan is not None:
+            self._plans[order.plan_number] = order.plan
+        self._plans = {number: plan for number, plan in self._plans.items() if number in order.kept_plans}
+        return self._write(order, received.data)
+
+    def drop_begun(self) -> None:
+        """Remove the folder of a save of which no more was heard."""
+        if self._begun is not None:
+            self._begun.drop()
+
+    def _write(self, part: Part, data: Sequence[Any]) -> Answer:
+        plan, folder = self._plans[part.plan_number], NewFolder(part.path, part.number)
+        writer = FolderWriter(folder.unfinished, part.known_as)
+        own = _written(writer, part, plan.own, data)
+        if part.ending is None:
+            return Answer(_left(own, folder.unfinished, part.rank), complete=False)
+        try:
+            records = [own, *_records_of_others(folder, part, part.ending.timeout_s)]
+            places = [one.places for one in records if one.places is not None]
+            if len(places) == part.num_ranks and plan.merged is not None:
+                finish_folder(folder, writer, plan.merged, places, part.ending.metadata, part.ending.manifest)
+                return Answer(None, complete=True)
+            problem = own.problem
+        except Exception as error:  # noqa: BLE001 (reported to the ranks that are left)
+            problem = own.problem or f"{type(error).__name__}: {error}"
+        folder.drop()
+        return Answer(problem, complete=False)
+
+
+def _written(writer: FolderWriter, part: Part, plan: SavePlan, data: Sequence[Any]) -> Record:
+    """Write a rank's part; return where everything is, or the error."""
+    try:
+        writer.set_up_storage_writer(part.rank == 0, rank=part.rank, use_collectives=True)
+        results = writer.write_data(plan, _Planned(plan, data)).wait()
+        return Record(WriteLocations.of(plan, results))
+    except Exception as error:  # noqa: BLE001 (reported to the ranks that are left)
+        _remove_part(Path(writer.path), part.rank)
+        return Record(None, f"{type(error).__name__}: {error}")
+
+
+def _left(own: Record, folder: Path, rank: int) -> str | None:
+    """Leave the record for rank 0's process, and return the problem, if there is one."""
+    try:
+        own.leave(folder, rank)
+    except OSError as error:  # a full disk: without this part there is room to say so
+        own = Record(None, own.problem or f"{type(error).__name__}: {error}")
+        _remove_part(folder, rank)
+        with suppress(OSError):  # the folder is gone: so is the save
+            own.leave(folder, rank)
+    return own.problem
+
+
+def _remove_part(folder: Path, rank: int) -> None:
+    for path in folder.glob(f"__{rank}_*.distcp"):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _records_of_others(folder: NewFolder, part: Part, timeout_s: float) -> list[Record]:
+    """Wait until all others have written.
+
+    Raises:
+        TimeoutError: If one does not say so in time.
+    """
+    found: dict[int, Record] = {}
+
+    def all_are_there() -> bool | None:
+        for rank in Record.ranks_in(folder.unfinished):
+            found[rank] = Record.take(folder.unfinished, rank)
+        return len(found) == part.num_ranks - 1 or None
+
+    if poll(all_are_there, timeout_s, _SLOWEST_S) is None:
+        absent = [rank for rank in range(1, part.num_ranks) if rank not in found]
+        raise TimeoutError(f"the processes that write for ranks {absent} did not finish in {timeout_s:g} s.")
+    return [found[rank] for rank in sorted(found)]

@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from typing_extensions import Buffer, override
+from typing_extensions import override
 
 from ....checkpoint.files import telling_full_disk
-from ....checkpoint.formats.base import is_optimizer_key
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
 from ....checkpoint.manifest import FileDigest, Manifest, write_manifest
-from ....checkpoint.writing.plan import LINK_BYTES, first_element, middle
 from ...common.checkpoint_files import NewFolder
 from ...common.rendezvous import format_errors_by_rank, store_messages
 from .planner import (
@@ -39,14 +36,9 @@ from .planner import (
     LocalSavePlanner,
     MergedPlan,
     PlanMessage,
-    RankResults,
     SavePlanCache,
     WriteLocations,
     Written,
-    can_write,
-    in_torchs_form,
-    parts_of,
-    pickle_metadata,
 )
 
 METADATA_FILE = "meta.pt"
@@ -149,7 +141,7 @@ def finish_folder(
         metadata: The file for everything else.
         manifest: For the merger.
     """
-    results = [RankResults(indices, own) for indices, own in zip(merged.indices, places, strict=True)]
+    results = [own.results(indices) for indices, own in zip(merged.indices, places, strict=True)]
     writer.finish(merged.metadata, results)
     folder.finish(partial(_complete, writer, metadata, manifest))
 
@@ -185,22 +177,12 @@ class _TellingFileSystem(FileSystem):
 
     num_bytes: int | None = None
     """Of the file that is written next, where that is known."""
-    wanted: Sequence[Place | None] = ()
-    """Where the records of the file that is written next are to lie, if that matters for any of them."""
-    gaps: Mapping[int, int] = MappingProxyType({})
-    """Before the records of the last file, see `AlignedFile`."""
 
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with telling_full_disk(Path(path), self.num_bytes):
-            if any(self.wanted) and mode == "wb":
-                with AlignedFile(Path(path), self.wanted) as aligned:
-                    self.gaps = aligned.gaps
-                    yield cast("io.IOBase", aligned)
-            else:
-                with super().create_stream(path, mode) as stream:
-                    yield stream
+        with telling_full_disk(Path(path), self.num_bytes), super().create_stream(path, mode) as stream:
+            yield stream
 
 
 class FolderWriter(FileSystemWriter):
@@ -220,14 +202,13 @@ class FolderWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        files, items = self._files, in_writing_order(plan.items)
-        files.num_bytes, files.wanted, files.gaps = sum(map(_num_bytes, items)), places(items), {}
+        self._files.num_bytes = sum(map(_num_bytes, plan.items))
         try:
-            results = super().write_data(replace(plan, items=items), planner).wait()
+            results = super().write_data(plan, planner).wait()
         finally:
-            files.num_bytes, files.wanted = None, ()
+            self._files.num_bytes = None
         written: Future[list[WriteResult]] = Future()
-        written.set_result(self._with_digests([_without_gap(one, files.gaps) for one in results]))
+        written.set_result(self._with_digests(results))
         return written
 
     def _with_digests(self, results: list[WriteResult]) -> list[WriteResult]:
@@ -246,33 +227,18 @@ class FolderWriter(FileSystemWriter):
                     written.append(Written(one.index, one.size_in_bytes, place, digest))
         return written
 
-    def _write(self, metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> None:
-        """Do as torch does, with a pickle that is written piece by piece."""
-        if _VERSION is not None:
-            metadata.version = _VERSION
-        metadata.storage_meta = self.storage_meta()
-        path = Path(self.path) / METADATA_NAME
-        temporary = path.with_name(f"{METADATA_NAME}.tmp")
-        with self._files.create_stream(temporary, "wb") as stream:
-            pickle_metadata(cast("BinaryIO", stream), metadata, results)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-
     @override
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._known_as, save_id=self.save_id)
 
     @override
-    def finish(self, metadata: Metadata, results: Sequence[Iterable[WriteResult]]) -> None:
-        if can_write(metadata):
-            self._write(metadata, results)
-        else:
-            super().finish(in_torchs_form(metadata), [list(own) for own in results])
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(replace(metadata), results)  # which puts the places into it
         records: dict[str, list[tuple[int, int, int]]] = {}
-        for part in parts_of(results):
-            for file, offset, length, digest in part.digests():
-                records.setdefault(file, []).append((offset, length, digest))
+        for one in chain.from_iterable(results):
+            if isinstance(one, Written):
+                place = one.storage_data
+                records.setdefault(place.relative_path, []).append((place.offset, place.length, one.digest))
         for name, own in records.items():
             own.sort()
             end = own[-1][0] + own[-1][1]
@@ -281,15 +247,6 @@ class FolderWriter(FileSystemWriter):
             self.digests[METADATA_NAME] = FileDigest.of_stream(stream)
 
 
-def _without_gap(result: WriteResult, gaps: Mapping[int, int]) -> WriteResult:
-    """Return a record as it lies in its file: torch took the gap before it for its beginning."""
-    place = result.storage_data
-    gap = gaps.get(place.offset, 0)
-    place = replace(place, offset=place.offset + gap, length=place.length - gap)
-    return replace(result, size_in_bytes=place.length, storage_data=place)
-
-
-_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # none in older versions of torch
 _RECORD_BYTES = 1200  # what torch puts around a tensor, about
 
 
@@ -299,132 +256,3 @@ def _num_bytes(item: WriteItem) -> int:
         return _RECORD_BYTES
     sizes = item.tensor_data.chunk.sizes if item.tensor_data.chunk is not None else item.tensor_data.size
     return sizes.numel() * item.tensor_data.properties.dtype.itemsize + _RECORD_BYTES
-
-
-# ------------------------------------------------------------------------------------------------
-# A file of DCP whose large tensors lie so that a merge can link them into its output instead of copying them.
-#
-# File systems link whole blocks. A piece of a tensor is moved to the place within a block that it has in the tensor; a
-# merged file lets the tensor begin with a block (`checkpoint/writing/plan.py`). What was in between is a gap between
-# two records, which readers skip: each record is found by its offset.
-#
-# torch's ``torch.utils.serialization.config.save.storage_alignment`` is one for all threads of a process, and counts
-# from the record's beginning. So where in its record a tensor lies is seen when torch writes it.
-
-
-_SHARE = 1000  # of a file's bytes, at most one in this many is in a gap
-_HEAD_BYTES = 64 * 1024  # what comes before a tensor in its record; torch 2.13 writes less than 1 KB
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a record's tensor is to lie."""
-
-    phase: int
-    """Within a block."""
-    num_bytes: int
-    """Of the tensor."""
-
-
-def in_writing_order(items: Sequence[WriteItem]) -> list[WriteItem]:
-    """Return a file's items in the order in which torch writes them with a GPU; without one it keeps any order.
-
-    Source: torch 2.13 ``distributed/checkpoint/filesystem.py`` (``_OverlappingCpuLoader``).
-    """
-    return sorted(items, key=_full_bytes)
-
-
-def _full_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return -1 if data is None else data.size.numel() * data.properties.dtype.itemsize
-
-
-def places(items: Sequence[WriteItem]) -> list[Place | None]:
-    """Return the places of a file's records, None where any will do.
-
-    As many are chosen as gaps of one block fit into a thousandth of the file: weights first, since they are what is
-    merged, and the largest of them.
-    """
-    found = [_place(item) for item in items]
-    most = sum(place.num_bytes for place in found if place is not None) // (_SHARE * LINK_BYTES)
-    large = [
-        (is_optimizer_key(items[number].index.fqn.split(".")[0]), -place.num_bytes, number)
-        for number, place in enumerate(found)
-        if place is not None and middle(place.phase, place.phase, place.num_bytes) != (0, 0)
-    ]
-    chosen = {number for _, _, number in sorted(large)[:most]}
-    return [place if number in chosen else None for number, place in enumerate(found)]
-
-
-def _place(item: WriteItem) -> Place | None:
-    data = item.tensor_data
-    if data is None:
-        return None
-    itemsize = data.properties.dtype.itemsize
-    first = first_element(data.size, data.chunk.offsets, data.chunk.sizes)
-    return None if first is None else Place(first * itemsize % LINK_BYTES, data.chunk.sizes.numel() * itemsize)
-
-
-class AlignedFile(io.BufferedWriter):
-    """A file into which torch writes records, asking for the position before and after each of them.
-
-    A record's first bytes are held back until its tensor comes, and then begin where the tensor gets to its place. So
-    torch takes the gap for the record's first bytes; see `gaps`.
-
-    Args:
-        path: Is written anew.
-        wanted: The places of the records, in their order.
-    """
-
-    def __init__(self, path: Path, wanted: Sequence[Place | None]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self._wanted = iter(wanted)
-        self._place: Place | None = None
-        self._held: list[bytes] = []
-        self._num_held = 0
-        self._start = 0
-        self._is_between = True
-        self.gaps: dict[int, int] = {}
-        """Where a record was begun, as torch has it, and how many bytes of nothing came first."""
-
-    @override
-    def tell(self) -> int:
-        self._is_between = True
-        return super().tell() + self._num_held
-
-    @override
-    def write(self, data: Buffer, /) -> int:
-        if self._is_between:
-            self._begin()
-        place = self._place
-        if place is None:
-            return super().write(data)
-        num_bytes = memoryview(data).nbytes
-        if num_bytes == place.num_bytes:
-            gap = (place.phase - super().tell() - self._num_held) % LINK_BYTES
-            super().write(bytes(gap))
-            self.gaps[self._start] = gap
-        elif self._num_held + num_bytes <= _HEAD_BYTES:
-            self._held.append(bytes(data))
-            self._num_held += num_bytes
-            return num_bytes
-        self._release()
-        return super().write(data)
-
-    def _begin(self) -> None:
-        self._release()
-        self._is_between = False
-        self._place = next(self._wanted, None)
-        self._start = super().tell()
-
-    def _release(self) -> None:
-        """Write what was held back; the record goes on without further looks."""
-        held, self._held, self._num_held, self._place = self._held, [], 0, None
-        for data in held:
-            super().write(data)
-
-    @override
-    def flush(self) -> None:
-        if not self.closed:
-            self._release()
-        super().flush()

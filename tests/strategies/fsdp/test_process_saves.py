@@ -21,8 +21,7 @@ from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import NewFolder
 from accelight.strategies.fsdp.checkpoint import process_save, staging
 from accelight.strategies.fsdp.checkpoint.planner import SavePlanCache
-from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
-from accelight.strategies.fsdp.checkpoint.saving_process_main import _records_of_others
+from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess, _records_of_others
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
 from tests.strategies.fsdp.engines import ENGINES
@@ -289,7 +288,7 @@ def test_what_fails_before_a_save_returns_is_raised_there_on_all_ranks(tmp_path:
     assert re.search(r"process 1: RuntimeError: async_save='process' copies .* to shared memory: 1\.0 kB are", ours[0])
     assert ours[1].endswith("process 1: ValueError: no part")
     assert "sys.executable does not say which. Use async_save=True." in ours[2]
-    assert "has ended (status 1). It said:\nnothing starts here" in ours[3]
+    assert "has ended (status 1). Its output ends with:\nnothing starts here" in ours[3]
     assert os.listdir(tmp_path) == ["saved"]
 
 
@@ -472,7 +471,7 @@ def test_what_the_process_cannot_write_is_refused_before_training(tmp_path: Path
 def test_the_process_has_no_lightning_and_no_accelerator() -> None:
     code = """
 import sys
-import accelight.strategies.fsdp.checkpoint.saving_process_main
+import accelight.strategies.fsdp.checkpoint.process_save
 import torch
 heavy = {"lightning", "pytorch_lightning", "torchmetrics", "transformers", "deepspeed"}
 assert not heavy & {name.split(".")[0] for name in sys.modules}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import pickletools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,19 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from accelight.strategies.fsdp.checkpoint import writer as dcp_writer
 from accelight.strategies.fsdp.checkpoint.planner import (
     LocalSavePlanner,
-    PackedPlan,
     PlanMessage,
-    RankResults,
     SavePlanCache,
     WriteLocations,
-    in_torchs_form,
     merge_plans,
 )
 from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
@@ -98,10 +93,10 @@ def _compare() -> list[int]:
     torchs, metadata = planners[0].create_global_plan(gathered[0])
     assert _boxes(gathered[1]) == _boxes(torchs)
     assert set(_boxes(gathered[1]).values()) == {1}
-    merged = merge_plans(1, [PackedPlan.of(plan) for plan in gathered[1]])
+    merged = merge_plans(1, gathered[1])
     assert merged.metadata.planner_data == metadata.planner_data
     assert merged.metadata.state_dict_metadata.keys() == metadata.state_dict_metadata.keys()
-    entries: dict[str, Any] = dict(in_torchs_form(merged.metadata).state_dict_metadata)
+    entries: dict[str, Any] = merged.metadata.state_dict_metadata
     for name, entry in entries.items():
         expected: Any = metadata.state_dict_metadata[name]
         assert type(entry) is type(expected)
@@ -140,8 +135,8 @@ def _item(name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype = torc
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _plan(*items: WriteItem) -> PackedPlan:
-    return PackedPlan.of(SavePlan(list(items), planner_data={item.index.fqn: (item.index.fqn,) for item in items}))
+def _plan(*items: WriteItem) -> SavePlan:
+    return SavePlan(list(items), planner_data={item.index.fqn: (item.index.fqn,) for item in items})
 
 
 FIRST, LAST = ((0, 0), (2, 3)), ((2, 0), (2, 3))
@@ -171,7 +166,7 @@ FIRST, LAST = ((0, 0), (2, 3)), ((2, 0), (2, 3))
         ),
     ],
 )
-def test_parts_that_are_not_one_whole_are_refused(plans: list[PackedPlan], message: str) -> None:
+def test_parts_that_are_not_one_whole_are_refused(plans: list[SavePlan], message: str) -> None:
     with pytest.raises(ValueError, match=f"the processes' parts are not one whole: .*{message}"):
         merge_plans(1, plans)
 
@@ -204,7 +199,7 @@ def test_what_fills_a_tensor_is_found(drawn: tuple[tuple[int, ...], list[Box]]) 
             merge_plans(1, [plan])
 
 
-def test_plans_that_were_told_are_not_told_again() -> None:
+def test_a_plan_is_sent_once() -> None:
     plans, first, last = SavePlanCache(), _plan(_item("w", (4, 3), FIRST)), _plan(_item("w", (4, 3), LAST))
     merged = plans.merge([PlanMessage(1, first, (1,)), PlanMessage(5, last, (5,))])
     assert plans.merge([PlanMessage(1, None, (1,)), PlanMessage(5, None, (5,))]) is merged
@@ -217,27 +212,31 @@ def test_plans_that_were_told_are_not_told_again() -> None:
     assert other.number not in plans.merged_numbers
 
 
-def test_a_torch_with_other_fields_writes_its_own_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written then names torch's classes alone, and torch reads it."""
-    monkeypatch.setattr(dcp_writer, "can_write", lambda _: False)
-    state: dict[str, Any] = {"w": torch.arange(6.0).reshape(2, 3), "note": "text"}
-    planner, writer = LocalSavePlanner(), FolderWriter(tmp_path)
-    planner.set_up_planner(dict(state), is_coordinator=True)
-    local = planner.create_local_plan()
-    merged = merge_plans(1, [PackedPlan.of(local)])
-    writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-    [plan] = writer.prepare_global_plan([SavePlan(local.items)])
-    places = WriteLocations.of(plan, writer.write_data(plan, planner).wait())
-    writer.finish(merged.metadata, [RankResults(merged.indices[0], pickle.loads(pickle.dumps(places)))])
-    content = (tmp_path / ".metadata").read_bytes()
-    assert not any("accelight" in str(value) for _, value, _ in pickletools.genops(content))
-    loaded: dict[str, Any] = {"w": torch.zeros(2, 3), "note": ""}
-    load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(loaded["w"], state["w"])
-    assert loaded["note"] == "text"
+@pytest.mark.parametrize("num_tensors", [0, 30])
+def test_a_folders_description_is_torchs(num_tensors: int, tmp_path: Path) -> None:
+    """The places of all ranks, and digests of their files and of the description."""
+    names = [f"model.layers.{number}.weight" for number in range(num_tensors)]
+    plans = [_plan(*(_item(name, (4, 3), box) for name in names)) for box in (FIRST, LAST)]
+    merged = merge_plans(1, plans)
+    locations = [
+        WriteLocations([f"__{rank}_0.distcp"], [(24, 0, 2000 * number, 2000, 7) for number in range(num_tensors)])
+        for rank in range(2)
+    ]
+    results = [own.results(indices) for indices, own in zip(merged.indices, locations, strict=True)]
+    writer, torchs = FolderWriter(tmp_path / "ours"), FileSystemWriter(tmp_path / "torchs")
+    for one in (writer, torchs):
+        Path(one.path).mkdir()
+        one.finish(merged.metadata, results)
+    ours, theirs = (pickle.loads((tmp_path / name / ".metadata").read_bytes()) for name in ("ours", "torchs"))
+    assert len(ours.storage_data) == 2 * num_tensors
+    assert ours.storage_meta.checkpoint_id == tmp_path / "ours"
+    theirs.storage_meta = ours.storage_meta = None
+    assert ours == theirs
+    assert set(writer.digests) == {".metadata", *(["__0_0.distcp", "__1_0.distcp"] if num_tensors else [])}
+    writer.digests[".metadata"].check(tmp_path / "ours/.metadata", (tmp_path / "ours/.metadata").read_bytes())
 
 
-def test_places_of_another_number_of_pieces_are_refused() -> None:
+def test_another_number_of_places_than_of_pieces_is_refused() -> None:
     merged = merge_plans(1, [_plan(_item("w", (4, 3), ((0, 0), (4, 3))))])
-    with pytest.raises(ValueError, match="A process was to write 1 pieces, and tells of 0"):
-        RankResults(merged.indices[0], WriteLocations([], _plan().numbers))
+    with pytest.raises(ValueError, match="A process was to write 1 pieces, and reports 0"):
+        WriteLocations([], []).results(merged.indices[0])

@@ -1,4 +1,4 @@
-"""Each process plans for itself, and keeps its plan: the same bytes without collectives, whoever has another plan."""
+"""Each rank caches its save plan: later saves write the same bytes without collectives, whichever rank plans anew."""
 
 from __future__ import annotations
 
