@@ -272,7 +272,7 @@ def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], message: str
         ({"global_batch_size": 8, "max_batch_size": 2.0}, r"max_batch_size must be an int >= 1, got 2\.0"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_elastic_training_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ElasticTraining(**arguments)
 

@@ -158,7 +158,7 @@ def test_deepspeed_gives_the_values_of_one_process() -> None:
         assert sum(one["num_outputs"] for one in found) == length
 
 
-def test_one_process() -> None:
+def test_one_process_evaluates_as_without_the_callback() -> None:
     for length in LENGTHS:
         assert evaluate(length, 4, "auto", 1) == expected(length, 4)
 
@@ -406,7 +406,7 @@ def test_loaders_of_ones_own_that_are_disjoint() -> None:
 
 
 @pytest.mark.exhaustive
-def test_example() -> None:
+def test_the_example_of_exact_evaluation_runs() -> None:
     lines = run_script(EXAMPLES / "exact_evaluation.py", "--devices", "2").lines  # compares by itself, too
     shown = [line for line in lines if "one process" in line]
     assert [line.split()[0] for line in shown] == ["MulticlassAccuracy", "MulticlassF1Score", "loss"]

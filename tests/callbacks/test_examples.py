@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.exhaustive
-def test_stopping_together(tmp_path: Path) -> None:
+def test_the_example_of_stopping_together_runs(tmp_path: Path) -> None:
     output = run_script(EXAMPLES / "stop_together.py", "--output", str(tmp_path)).output
     [(step, process)] = re.findall(r"stopped at step (\d+): non-finite loss, seen by process (\d)$", output, re.M)
     assert 0 < int(step) <= 128 + 1  # within the first epoch

@@ -420,7 +420,7 @@ def test_hugging_face_models_load_by_from_pretrained(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_example() -> None:
+def test_the_example_of_merging_runs() -> None:
     """Lightning keeps the two best of four checkpoints; all four were merged before, each better than the last."""
     lines = run_script(Path(__file__).parents[2] / "examples" / "merge_after_training.py").lines
     assert "checkpoints: epoch=2.ckpt epoch=3.ckpt" in lines

@@ -100,7 +100,9 @@ def check(change: Callable[[Any], nn.Module]) -> None:
         (Adapted, r"net.base_model \(GPT2LMHeadModel\) is trained through PEFT.*pretrained_files=False"),
     ],
 )
-def test_what_is_refused(change: Callable[[Any], nn.Module], message: str) -> None:
+def test_models_that_from_pretrained_would_load_in_part_are_refused(
+    change: Callable[[Any], nn.Module], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check(change)
 

@@ -82,7 +82,7 @@ def test_max_shard_size_with_an_underscore(folder: Path, tmp_path: Path) -> None
     assert len(os.listdir(tmp_path / "out")) == 3
 
 
-def test_quiet(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_errors_alone(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["merge-weights", str(folder), str(tmp_path / "out"), "--quiet"]) == 0
     assert capfd.readouterr() == ("", "")
 
@@ -170,7 +170,7 @@ sys.exit(cli.main())
 
 
 @pytest.mark.parametrize("way", ["without a name", "hidden name"])
-def test_terminated(folder: Path, tmp_path: Path, way: str) -> None:
+def test_a_terminated_merge_leaves_nothing(folder: Path, tmp_path: Path, way: str) -> None:
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", TERMINATED, "merge-weights", str(folder), str(tmp_path / "out"), way]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -185,7 +185,7 @@ def test_the_handler_of_sigterm_is_put_back(folder: Path, tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_version(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0

@@ -64,7 +64,7 @@ def merge_within_limits(folder: Path, output: Path) -> None:
     assert result.returncode == 0, (result.returncode, result.stderr[-2000:])
 
 
-def test_many_columns(tmp_path: Path) -> None:
+def test_many_columns_merge_in_proportion_to_their_bytes(tmp_path: Path) -> None:
     full = torch.arange(4 * 8_000.0).reshape(4, 8_000)
     columns = [((0, column), full[:, column : column + 1].clone()) for column in range(8_000)]
     folder = save_chunks(tmp_path / "in", full.shape, columns)

@@ -133,7 +133,7 @@ def test_a_file_of_another_save(tmp_path: Path) -> None:
         merge_fsdp_weights(folder, tmp_path / "out")
 
 
-def test_records_alike(tmp_path: Path) -> None:
+def test_damage_in_one_of_many_like_records_is_found(tmp_path: Path) -> None:
     """Small records of one shape are compared with the first of them."""
     folder = damage.good(tmp_path / "in", **{f"w{number}": torch.full((3,), float(number)) for number in range(9)})
     write_manifest(folder, model_prefix="model", digests=digests_of(folder))
@@ -145,7 +145,7 @@ def test_records_alike(tmp_path: Path) -> None:
             merge_fsdp_weights(folder, tmp_path / "new")
 
 
-def test_without_digests(tmp_path: Path) -> None:
+def test_a_checkpoint_without_digests_is_read(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in", a=torch.ones(50))
     assert not inspect_checkpoint(folder).has_digests
     assert "digests      none: changes since the save cannot all be told" in str(inspect_checkpoint(folder))

@@ -37,7 +37,7 @@ def fuzz(root: Path, file: str, num_examples: int) -> dict[str, int]:
 
 @pytest.mark.core("metadata")
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_dcp(tmp_path: Path, file: str) -> None:
+def test_damaged_dcp_files_end_in_an_error(tmp_path: Path, file: str) -> None:
     folder = damage.good(tmp_path / "in")
     fuzz(tmp_path, file, 600)
     for disputed in (tmp_path / "disputed").iterdir():  # what is written there is another checkpoint: torch reads it so
@@ -53,7 +53,7 @@ def test_dcp(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.core("optim_states")
 @pytest.mark.parametrize(("stage", "file"), [(2, MODEL), (2, OPTIMIZER.format(1)), (3, SHARD.format(0))])
-def test_zero(zero_checkpoints: Saved, tmp_path: Path, stage: int, file: str) -> None:
+def test_damaged_zero_files_end_in_an_error(zero_checkpoints: Saved, tmp_path: Path, stage: int, file: str) -> None:
     saved = zero_checkpoints[0] / f"stage {stage}, 2 processes"
     shutil.copytree(saved / (saved / "latest").read_text(), tmp_path / "in")
     fuzz(tmp_path, file, 300)

@@ -83,7 +83,7 @@ def test_fabrics_folder(tmp_path: Path) -> None:
     assert (info.kind, info.model_prefix, info.has_optimizer) == ("lightning", "net", False)
 
 
-def test_the_manifest(tmp_path: Path) -> None:
+def test_inspect_shows_the_manifest(tmp_path: Path) -> None:
     save(tmp_path, {"model": {"net.w": torch.ones(2, dtype=torch.bfloat16)}, "extra": {"n": 1}})
     write_manifest(tmp_path, model_prefix="model", ties={"net.head": "net.w"}, module_attribute="net")
     info = inspect_checkpoint(tmp_path)
@@ -207,7 +207,7 @@ def test_a_file_cut_off(tmp_path: Path) -> None:
 # --- the command
 
 
-def test_the_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = damage.good(tmp_path / "in", a=torch.zeros(3, 4), b=torch.ones(5, dtype=torch.bfloat16))
     torch.save({"epoch": 2, "global_step": 40}, folder / "meta.pt")
     write_manifest(folder, model_prefix="model", ties={"c": "a"}, module_attribute="")
@@ -243,7 +243,7 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert told["tensors"][0]["shape"] == [3, 4]
 
 
-def test_exit_statuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_of_inspect(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "nothing")]) == 1
     assert capfd.readouterr().err.startswith("accelight: error: ")
     with pytest.raises(SystemExit) as ended:

@@ -15,19 +15,19 @@ from accelight.checkpoint import CheckpointError, Manifest, read_manifest, write
 GOOD: dict[str, Any] = {"format_version": 1, "model_prefix": "model", "ties": {"a": "b"}, "module_attribute": "net"}
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = write_manifest(tmp_path, model_prefix="state_dict", ties={"b": "a", "c": "a"}, module_attribute="model")
     assert path == tmp_path / "accelight.json"
     assert read_manifest(tmp_path) == Manifest("state_dict", {"b": "a", "c": "a"}, "model")
     assert [path.name for path in tmp_path.iterdir()] == ["accelight.json"]
 
 
-def test_defaults(tmp_path: Path) -> None:
+def test_a_manifest_without_optional_fields(tmp_path: Path) -> None:
     write_manifest(tmp_path, model_prefix="model")
     assert read_manifest(tmp_path) == Manifest("model", {}, None)
 
 
-def test_none_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
 
 
@@ -55,7 +55,7 @@ def test_content_that_cannot_be(tmp_path: Path, change: dict[str, Any], match: s
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\ud800"])
-def test_text_that_is_none(tmp_path: Path, text: str) -> None:
+def test_text_that_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "accelight.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(CheckpointError, match=r"accelight\.json: "):
         read_manifest(tmp_path)

@@ -184,7 +184,7 @@ def test_two_models_in_one_folder(tmp_path: Path) -> None:
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
 
 
-def test_saved_unflattened(tmp_path: Path) -> None:
+def test_a_state_saved_unflattened_is_merged(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 

@@ -32,7 +32,7 @@ OTHER_WORDS = "not a regular file|which is not there|not found in"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "accelight.json"])
-def test_dcp(tmp_path: Path, name: str, kind: str) -> None:
+def test_dcp_files_that_are_no_files_are_errors(tmp_path: Path, name: str, kind: str) -> None:
     make, words = KINDS[kind]
     folder = damage.good(tmp_path / "in")
     write_manifest(folder, model_prefix="model")
@@ -50,7 +50,7 @@ def test_dcp(tmp_path: Path, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_meta_and_manifest(tmp_path: Path, kind: str) -> None:
+def test_a_meta_file_or_manifest_that_is_no_file_is_an_error(tmp_path: Path, kind: str) -> None:
     make, words = KINDS[kind]
     folder = damage.good(tmp_path / "in")
     make(folder / "meta.pt")
@@ -62,7 +62,7 @@ def test_meta_and_manifest(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results(tmp_path: Path, kind: str) -> None:
+def test_results_that_are_no_files_are_errors(tmp_path: Path, kind: str) -> None:
     make, words = KINDS[kind]
     folder = damage.good(tmp_path / "in")
     for name in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
@@ -72,7 +72,9 @@ def test_results(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zero(zero_checkpoints: tuple[Path, dict[str, str]], tmp_path: Path, kind: str) -> None:
+def test_zero_files_that_are_no_files_are_errors(
+    zero_checkpoints: tuple[Path, dict[str, str]], tmp_path: Path, kind: str
+) -> None:
     make, words = KINDS[kind]
     folder = tmp_path / "in"
     shutil.copytree(zero_checkpoints[0] / "stage 2, 2 processes", folder)

@@ -159,7 +159,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_too_little_disk(folder: Path, small_disk: Path) -> None:
+def test_too_little_disk_is_an_error_before_writing(folder: Path, small_disk: Path) -> None:
     with pytest.raises(OSError, match=r"needs 36\d+ bytes, the disk has \d+ free") as caught:
         merge_fsdp_weights(folder, small_disk / "out")
     assert caught.value.errno == errno.ENOSPC

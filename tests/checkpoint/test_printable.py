@@ -28,7 +28,7 @@ def assert_plain(text: str) -> None:
     assert all(line.isprintable() for line in text.split("\n")), ascii(text)
 
 
-def test_tables(tmp_path: Path) -> None:
+def test_names_in_tables_are_escaped(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in", **{EVIL: torch.ones(3), "w" * 1000: torch.ones(2)})
     write_manifest(folder, model_prefix="model", ties={f"tied{EVIL}": EVIL}, module_attribute=EVIL)
     result = accelight("inspect", folder, "--tensors")
@@ -41,7 +41,7 @@ def test_tables(tmp_path: Path) -> None:
     assert [one["name"] for one in described["tensors"]] == [EVIL, "w" * 1000]
 
 
-def test_reports(tmp_path: Path) -> None:
+def test_names_in_reports_are_escaped(tmp_path: Path) -> None:
     folder, output = damage.good(tmp_path / "in", **{EVIL: torch.ones(3), "b": torch.ones(2)}), tmp_path / "o\x1b[2Jut"
     result = accelight("merge-weights", folder, output, "--include", "b")
     assert result.returncode == 0, result.stderr

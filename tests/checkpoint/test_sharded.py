@@ -25,7 +25,7 @@ def assert_is_model(output: Path, expected: dict[str, torch.Tensor], folder: Pat
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize(("world_size", "hsdp"), [(2, False), (3, False), (4, True)])
-def test_our_folders(tmp_path: Path, engine: str, world_size: int, hsdp: bool) -> None:
+def test_folders_of_our_strategy_are_merged(tmp_path: Path, engine: str, world_size: int, hsdp: bool) -> None:
     run_on_ranks(world_size, saving.save_engine, str(tmp_path / "in"), engine, hsdp, True)
     report = merge_fsdp_weights(tmp_path / "in", tmp_path / "out", verify=True)
     assert_is_model(tmp_path / "out", saving.full_state_dict(), tmp_path)

@@ -88,7 +88,7 @@ def test_a_result_of_another_writer(folder: Path, merged: Path, tmp_path: Path) 
     assert verify_merged(folder, tmp_path / "other.safetensors").is_equal
 
 
-def test_ties(tmp_path: Path) -> None:
+def test_ties_are_verified(tmp_path: Path) -> None:
     folder = save(tmp_path / "in", {"model": {"w": torch.randn(4), "v": torch.randn(2)}})
     write_manifest(folder, model_prefix="model", ties={"head": "w"})
     merge_fsdp_weights(folder, tmp_path / "out")
@@ -160,7 +160,7 @@ def test_a_bin_file_that_differs(folder: Path, tmp_path: Path) -> None:
         (b"x" * 100, "does not end as a zip of torch.save"),
     ],
 )
-def test_no_bin_file(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
+def test_a_broken_bin_file_is_an_error(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "pytorch_model.bin"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -174,7 +174,7 @@ def test_no_bin_file(folder: Path, tmp_path: Path, content: Any, message: str) -
 
 
 @pytest.mark.parametrize("byte", [0, 512 * 1024 - 1, 512 * 1024, BIG * 4 - 1])
-def test_one_byte(folder: Path, merged: Path, byte: int) -> None:
+def test_one_changed_byte_is_found(folder: Path, merged: Path, byte: int) -> None:
     flip(merged / "model.safetensors", "big", byte)
     report = verify_merged(folder, merged)
     assert report.differences == {"big": f"model.safetensors: differs from its source from byte {byte} on"}
@@ -195,7 +195,7 @@ def test_other_values_dtypes_shapes_and_names(folder: Path, merged: Path) -> Non
     }
 
 
-def test_options_forgotten(folder: Path, tmp_path: Path) -> None:
+def test_a_result_made_with_other_options_differs(folder: Path, tmp_path: Path) -> None:
     merge_fsdp_weights(folder, tmp_path / "out", include="a")
     assert set(verify_merged(folder, tmp_path / "out").differences) == {"big", "c"}
 
@@ -229,7 +229,7 @@ def test_a_folder_without_a_result(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "no json"])
-def test_no_index(folder: Path, tmp_path: Path, content: str) -> None:
+def test_a_broken_index_is_an_error(folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match="not an index of files"):
         verify_merged(folder, tmp_path)
@@ -284,7 +284,7 @@ def test_no_safetensors_file(folder: Path, tmp_path: Path, content: bytes, messa
         verify_merged(folder, path)
 
 
-def test_wrong_arguments(folder: Path, merged: Path) -> None:
+def test_wrong_arguments_of_verify_are_refused(folder: Path, merged: Path) -> None:
     with pytest.raises(ValueError, match="strip_prefix must be"):
         verify_merged(folder, merged, strip_prefix=".")
     with pytest.raises(ValueError, match="dtype must be one of"):
@@ -296,7 +296,7 @@ def test_wrong_arguments(folder: Path, merged: Path) -> None:
 # --- the command
 
 
-def test_exit_statuses(folder: Path, merged: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_of_verify(folder: Path, merged: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["verify", str(folder), str(merged)]
     assert main(arguments) == 0
     assert capfd.readouterr().out.startswith("3 tensors, ")

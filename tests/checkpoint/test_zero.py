@@ -65,7 +65,7 @@ def test_the_file_is_that_of_deepspeeds_script(zero_checkpoints: Saved, tmp_path
     assert filecmp.cmp(tmp_path / "model.safetensors", theirs, shallow=False)
 
 
-def test_options(zero_checkpoints: Saved, tmp_path: Path) -> None:
+def test_options_of_a_merge_of_zero(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder = zero_checkpoints[0] / "stage 3 untied, in bf16, 2 processes"
     report = merge_fsdp_weights(
         folder, tmp_path / "bf16", dtype="bf16", max_shard_size=700, exclude=["*.count", "mask"], verify=True

@@ -37,7 +37,7 @@ class DeepSpeedPlugin:
         self.selected = False
 
 
-def test_made_by_hand() -> None:
+def test_an_accelerator_state_made_by_hand() -> None:
     state = AcceleratorState()
     assert state.initialized
     assert (state.mixed_precision, state.fsdp_plugin, state.deepspeed_plugin) == ("no", None, None)

@@ -47,7 +47,7 @@ def test_nothing_set_is_one_process() -> None:
     assert (info.launcher, place(info)) == ("none", (0, 1, 0, 1))
 
 
-def test_torchrun() -> None:
+def test_variables_of_torchrun() -> None:
     info = ProcessInfo.from_env(TORCHRUN)
     assert (info.launcher, place(info)) == ("torchrun", (3, 4, 1, 2))
     assert (info.main_address, info.main_port) == ("node0", 1234)
@@ -71,7 +71,7 @@ def test_rank_without_local_rank_is_one_process_per_node_as_kubeflow_starts_them
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ],
 )
-def test_mpi(names: tuple[str, ...]) -> None:
+def test_variables_of_mpi(names: tuple[str, ...]) -> None:
     env = dict(zip(names, ("3", "4", "1", "2"), strict=True))
     info = ProcessInfo.from_env({**env, "MASTER_ADDR": "node0"})
     assert (info.launcher, place(info), info.main_address) == ("mpi", (3, 4, 1, 2), "node0")
@@ -83,7 +83,7 @@ def test_pmi_under_slurm_takes_the_place_on_the_node_from_slurm() -> None:
     assert place(ProcessInfo.from_env({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "5"})) == (3, 5, 1, 2)
 
 
-def test_slurm() -> None:
+def test_variables_of_slurm() -> None:
     info = ProcessInfo.from_env(SLURM)
     assert (info.launcher, place(info), info.node) == ("slurm", (3, 5, 1, 2), "1")
     assert (info.main_address, info.main_port) == ("gpu03", 15000 + 4567)

@@ -207,7 +207,7 @@ def raise_everywhere() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_wrong_inputs(world_size: int) -> None:
+def test_inputs_that_cannot_be_gathered_are_refused(world_size: int) -> None:
     run_on_ranks(world_size, raise_everywhere)
 
 

@@ -35,7 +35,7 @@ def loader(length: int = 3) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(length)))
 
 
-def test_defaults() -> None:
+def test_defaults_of_the_gradient_state() -> None:
     state = GradientState()
     assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (1, False, True)
     assert (state.sync_gradients, state.end_of_dataloader, state.remainder) == (True, False, -1)
@@ -215,7 +215,7 @@ def test_windows_begin_anew_with_each_epoch_only_if_the_dataloader_ends_them() -
     assert [epoch(), epoch()] == [[False, True, False], [True, False, True]]
 
 
-def test_window_size() -> None:
+def test_the_size_of_the_accumulation_window() -> None:
     state = GradientState(GradientAccumulationPlugin(num_steps=3))
     assert [state.window_size(index, 7) for index in range(7)] == [3, 3, 3, 3, 3, 3, 1]
     assert [state.window_size(index, 8) for index in (5, 6, 7)] == [3, 2, 2]

@@ -181,7 +181,7 @@ def nest(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nesting(world_size: int, tmp_path: Path) -> None:
+def test_one_first_blocks_nest(world_size: int, tmp_path: Path) -> None:
     order = run_on_ranks(world_size, nest, str(tmp_path), timeout_s=20)[0]
     once = 3 * world_size
     for turn in (order[:once], order[once:]):

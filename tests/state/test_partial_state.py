@@ -62,7 +62,7 @@ def test_facts(world_size: int, init_group: bool) -> None:
         )
 
 
-def test_one_plain_process() -> None:
+def test_the_state_of_one_plain_process() -> None:
     state = PartialState()
     assert (state.distributed_type, state.backend, state.num_processes) == (DistributedType.NO, None, 1)
     assert not state.use_distributed

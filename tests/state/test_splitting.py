@@ -131,7 +131,7 @@ def split_here() -> list[Any]:
     return results
 
 
-def test_on_processes() -> None:
+def test_functions_run_on_the_processes_that_are_named() -> None:
     assert run_on_ranks(1, split_here) == [[list("ABCD")] * 4]
     assert run_on_ranks(3, split_here) == [
         [["A", "B"], ["A", "B"]] * 2,

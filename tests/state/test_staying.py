@@ -83,7 +83,7 @@ def test_the_others_come_late_to_what_the_main_process_ends_with(late: str, end:
 
 
 @pytest.mark.exhaustive
-def test_very_late() -> None:
+def test_rank_zero_waits_for_a_rank_that_is_very_late() -> None:
     source = START + LATE["before the block"] + ENDS["destroy"]
     lines = run_script(source, "7", launcher="by_hand", nproc=2, timeout_s=60).lines
     assert "done 1" in lines
@@ -92,7 +92,7 @@ def test_very_late() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("launcher", ["torchrun", "two_nodes"])
-def test_under_torchrun(launcher: Launcher) -> None:
+def test_late_ranks_end_well_under_torchrun(launcher: Launcher) -> None:
     result = run_script(START + LATE["before the local block"], "1.5", launcher=launcher, nproc=2)
     count = 4 if launcher == "two_nodes" else 2
     assert sorted(line for line in result.lines if "done" in line) == [f"done {rank}" for rank in range(count)]

@@ -166,7 +166,7 @@ def _report(*pending: tuple[str, int, str, int, tuple[int, ...]], **issued: int)
     ],
     ids=["not_issued", "on_its_way", "different", "different_sizes", "slow", "both_on_the_store"],
 )
-def test_who_can_move(first: Report, second: Report, expected: bool) -> None:
+def test_which_pairs_of_waits_are_a_deadlock(first: Report, second: Report, expected: bool) -> None:
     """A collective that all have issued is on its way, however slowly."""
     assert deadlocked({0: first, 1: second}) is expected
     assert Report.from_json(first.to_json()) == first

@@ -173,7 +173,7 @@ def test_classes_that_look_further_than_an_element(kind: Any) -> None:
     assert "in a full parameter" in (try_on_pieces(Wrapping(kind(parameters(), lr=0.1))).problem or "")
 
 
-def test_options_decide() -> None:
+def test_options_decide_whether_an_optimizer_is_refused() -> None:
     """A trust ratio that an option switches on, in one of the groups alone."""
 
     class Ratio(SGD):
@@ -198,7 +198,7 @@ def test_what_cannot_be_tried_is_a_problem() -> None:
     assert closure.needs_closure
 
 
-def test_nothing_changes() -> None:
+def test_the_trial_changes_no_state() -> None:
     held = parameters((2, 3), (3,))
     for one in held:
         one.grad = torch.ones_like(one)

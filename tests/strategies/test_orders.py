@@ -205,7 +205,7 @@ def scripts(draw: st.DrawFn, kind: str) -> Script:
 @pytest.mark.core("-fsdp2", "input-fsdp1", "micro-batches-zero1", "and resumed-zero3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_wrong(name: str, kind: str) -> None:
+def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:
     check(FOUND[name], kind)
 
 

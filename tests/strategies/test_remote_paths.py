@@ -91,7 +91,7 @@ def test_folders_are_refused_before_anything_is_written(refuse: Any, tmp_path: P
         MergeShardedCheckpoint("s3://merged")
 
 
-def test_what_is_remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_which_paths_are_remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert [is_remote(path) for path in ("s3://b/x", "memory://x", "a/b", "/a:b", "file:///a")] == [
         True, True, False, False, False,

@@ -37,5 +37,5 @@ def _call(engine: str, name: str, folder: str) -> None:
 @pytest.mark.core("fit", "fsdp1-predict", "fsdp2-validate", "zero2-test")
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2", "zero3"])
-def test_the_call_decides(engine: str, name: str, tmp_path: Any) -> None:
+def test_weights_only_of_the_call_is_followed(engine: str, name: str, tmp_path: Any) -> None:
     run_on_ranks(1, _call, engine, name, str(tmp_path))

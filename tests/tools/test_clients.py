@@ -30,7 +30,7 @@ def test_each_model_has_its_file_and_none_is_left_over() -> None:
         ([{}], 0, "trained"),
     ],
 )
-def test_verdicts(outcomes: list[dict[str, object]], status: int, cell: str) -> None:
+def test_outcomes_become_a_status_and_a_cell(outcomes: list[dict[str, object]], status: int, cell: str) -> None:
     assert clients.verdict(outcomes, status) == cell
 
 

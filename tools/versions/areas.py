@@ -45,7 +45,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/state/test_gradient_state.py",
         "tests/state/test_gathering.py::test_collectives",
         "tests/state/test_triggers.py::test_any_process_sets_and_all_know_once",
-        "tests/state/test_accelerator_state.py::test_made_by_hand",
+        "tests/state/test_accelerator_state.py::test_an_accelerator_state_made_by_hand",
         "tests/state/test_scripts.py::test_a_newcomers_script_under_torchrun",
     ),
     "FSDP1": tuple(test.format(engine="fsdp1", version=1) for test in _ENGINE),

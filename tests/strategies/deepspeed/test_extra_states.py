@@ -72,13 +72,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", ["fit", "validate"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_comes_back(stage: int, how: str, saved: Path) -> None:
+def test_extra_states_are_restored(stage: int, how: str, saved: Path) -> None:
     """Stage 3 could not be validated with one: an error, for DeepSpeed reads the partitions alone then."""
     assert run_on_ranks(2, _load, stage, f"{saved}/{stage}", how) == [CHANGED] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_it_comes_back_to_another_number_of_processes(stage: int, saved: Path) -> None:
+def test_extra_states_are_restored_on_another_number_of_processes(stage: int, saved: Path) -> None:
     """It was lost without a word."""
     assert run_on_ranks(1, _load, stage, f"{saved}/{stage}", "universal", timeout_s=200) == [CHANGED]
 

@@ -608,7 +608,7 @@ def attempt(kind: type[Module], stage: int) -> str:
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
 )
-def test_refused(kind: type[Module], expected: str, stage: int) -> None:
+def test_backwards_that_zero_cannot_train_are_refused(kind: type[Module], expected: str, stage: int) -> None:
     for found in run_on_ranks(NUM_RANKS, attempt, kind, stage):
         assert found.startswith(expected)
 

@@ -506,7 +506,7 @@ def test_precision_is_filled_anew_for_the_next_trainer() -> None:
 
 
 # ---------------------------------------------------------------- one of several
-def test_selecting() -> None:
+def test_a_plugin_is_selected_by_name() -> None:
     student, teacher = Plugin(), Plugin(zero_stage=1)
     with pytest.raises(ValueError, match=r"with AcceleratorState\(\).select_deepspeed_plugin\(name\)"):
         student.select()

@@ -69,7 +69,7 @@ def fit(kind: type[TinyModule], config: dict[str, Any], precision: str) -> tuple
         (ClipsAnother, 2),
     ],
 )
-def test_what_takes_effect(kind: type[TinyModule], stage: int) -> None:
+def test_clipping_that_takes_effect_trains_as_a_plain_loop(kind: type[TinyModule], stage: int) -> None:
     expected = train_plain(Case(accumulate=3, epochs=1, clip_norm=LIMIT), 2)
     for found, message in run_on_ranks(2, fit, kind, ds_config(stage), "32-true"):
         assert not message

@@ -56,7 +56,7 @@ def test_the_same_as_torch_reads(tmp_path: Path, dtype: torch.dtype) -> None:
         assert (mine.relative_path, mine.offset, mine.length) == (info.relative_path, info.offset, info.length)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_unknown_names_are_key_errors(tmp_path: Path) -> None:
     save(tmp_path)
     found = SafeReader(tmp_path).read_metadata()
     assert "model.20.weight" not in found.state_dict_metadata

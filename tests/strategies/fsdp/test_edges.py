@@ -294,7 +294,7 @@ def test_optimizers_that_are_refused(kind: str, name: str, words: str) -> None:
     assert_refused(Fit(globals()[f"With{name}"]), kind, name, words)
 
 
-def test_rprop_on_fsdp1() -> None:
+def test_rprop_trains_on_fsdp1() -> None:
     assert_as_one_process(Fit(globals()["WithRprop"]), "fsdp1")
 
 

@@ -312,7 +312,7 @@ def _is_layer(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 @shows("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params")
 @VERSIONS
-def test_wrapping(version: int) -> None:
+def test_wrap_policies_of_the_plugin(version: int) -> None:
     no_class: dict[str, Any] = {"transformer_cls_names_to_wrap": None}
     nothing, by_class, by_size, larger, by_call = observe(
         with_fields(version, auto_wrap_policy="no_wrap", **no_class),

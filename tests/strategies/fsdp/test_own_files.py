@@ -112,7 +112,7 @@ def test_inside_deepspeeds_folder_and_under_a_name_that_is_taken(tmp_path: Path)
     assert _content(tmp_path / "other")["latest.kept"] == "mine/latest"
 
 
-def test_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError("no links here")
 

@@ -145,7 +145,7 @@ def test_fields_are_the_documented_ones_in_order() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_defaults(version: int) -> None:
+def test_defaults_of_the_plugin(version: int) -> None:
     assert held(Plugin(fsdp_version=version)) == DEFAULTS[version]
 
 
@@ -312,7 +312,7 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("error", "given", "message"), WRONG)
-def test_wrong_values(error: type[Exception], given: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_refused(error: type[Exception], given: dict[str, Any], message: str) -> None:
     with pytest.raises(error, match=message):
         Plugin(**given)
 

@@ -279,7 +279,7 @@ def test_units_by_callable_are_torchs(policy: Callable[..., bool], ignored: str 
     assert same_as_torch(Model, by_policy(policy), ignored)
 
 
-def test_policy_objects() -> None:
+def test_policies_given_as_objects() -> None:
     assert names(Model(), by_policy(ModuleWrapPolicy({Block, Attention}))) == names(
         Model(), by_class("Block", "Attention")
     )
@@ -397,7 +397,7 @@ def test_an_expression_sees_names_without_wrappers_and_every_name_of_a_module() 
         ("", "ignored_modules='' fully matches no module name"),
     ],
 )
-def test_wrong_expressions(pattern: str, message: str) -> None:
+def test_wrong_regular_expressions_are_refused(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_ignored(Model(), pattern)
 
