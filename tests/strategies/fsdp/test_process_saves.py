@@ -89,7 +89,7 @@ def _save_both_ways(engine: str, folder: str) -> None:
 
 
 @pytest.mark.core("fsdp2-2")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.machines)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_byte_is_what_the_ranks_themselves_write(engine: str, world_size: int, tmp_path: Path) -> None:
     run_on_ranks(world_size, _save_both_ways, engine, str(tmp_path))
