@@ -146,6 +146,9 @@ FOUND: dict[str, Script] = {
     ),
     "a fresh module from a checkpoint of the middle of a window": MIDDLE,
     "the same with another process that writes": replace(MIDDLE, option="process"),
+    "weights clamped between a forward and what is recomputed of it": Script(
+        (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "clamp"),)),), option="recompute"
+    ),
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
     ),
