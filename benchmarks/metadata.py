@@ -236,5 +236,5 @@ def _merge(folder: Path) -> Iterator[str]:
     yield ""
     found = read_dcp_metadata(folder / ".metadata")
     yield "read"
-    if len(found.tensors) != NUM_TENSORS or len(found.tensors[_names()[-1]].chunks) != NUM_SHARDS:
+    if len(found.tensors) != NUM_TENSORS or len(found.tensors[_names()[-1]].records) != NUM_SHARDS:
         raise AssertionError(f"{len(found.tensors)} tensors")

@@ -68,7 +68,7 @@ def brief(value: object) -> str:
         shown = [brief(one) if not isinstance(one, tuple | list) else type(one).__name__ for one in value[:8]]
         text = f"{', '.join(shown)}{', ...' if len(value) > 8 else ''}"
         return f"[{text}]" if type(value) is list else f"({text})"
-    return type(value).__name__
+    return "dict" if isinstance(value, dict) else type(value).__name__
 
 
 # ------------------------------------------------------------------------------------------------

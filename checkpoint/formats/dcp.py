@@ -6,11 +6,10 @@ import json
 import os
 import struct
 import zlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from ..files import CheckpointError, file_inside, is_regular, open_regular, read_regular
 from ..manifest import HINT, Digests, Manifest, RecordDigests, read_manifest
@@ -26,7 +25,6 @@ from .base import (
     SourceTensor,
     StoredTensorInfo,
     TensorFile,
-    TensorInfo,
     check_coverage,
     check_expansion,
     is_contiguous,
@@ -34,15 +32,14 @@ from .base import (
 )
 from .dcp_metadata import (
     METADATA_NAME,
+    Box,
     DCPMetadata,
     Layout,
     StoredRecord,
     StoredTensor,
-    TensorTable,
     read_dcp_metadata,
-    same_names,
 )
-from .safe_unpickler import load_restricted
+from .safe_unpickler import load_restricted, type_name
 from .safetensors import read_safetensors
 from .torch_save import (
     BEGINNING,
@@ -50,8 +47,8 @@ from .torch_save import (
     SMALL,
     TENSOR_NAMES,
     DescribedTensor,
+    FileWindow,
     Fixed,
-    GradientAccumulator,
     PlacedTensor,
     TorchArchive,
     place,
@@ -62,8 +59,8 @@ from .torch_save import (
 # ------------------------------------------------------------------------------------------------
 # Folders of DCP's safetensors format: each rank's chunks in a file, and their places in its header.
 #
-# Such a folder has no ``.metadata``. A header says where in its tensor each chunk begins, but not the tensor's
-# full shape: as for torch's own reader, it ends where the last chunk does.
+# Such a folder has no ``.metadata``. A header has each chunk's offset in its tensor, but not the tensor's full
+# shape: as for torch's own reader, it ends where the last chunk does.
 #
 # Source: torch 2.13 ``distributed/checkpoint/hf_storage.py`` (``HuggingFaceStorageWriter`` with
 # ``save_distributed=True``; ``HuggingFaceStorageReader.read_metadata``), ``filesystem.py``
@@ -72,7 +69,6 @@ from .torch_save import (
 
 SHARD_PATTERN = "shard-*-model-*-of-*.safetensors"
 _OFFSETS = "DCP_SHARDING_INFO"
-_Chunk = tuple[tuple[int, ...], tuple[int, ...], StoredRecord]
 
 
 def has_safetensors_shards(folder: Path) -> bool:
@@ -87,33 +83,33 @@ def read_safetensors_shards(folder: Path) -> DCPMetadata:
         CheckpointError: If one is damaged or does not say where its chunks belong, or two disagree about a tensor.
     """
     dtypes: dict[str, tuple[DType, str]] = {}
-    chunks: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]] = {}
+    chunks: dict[str, dict[Box, StoredRecord]] = {}
     for name in sorted(path.name for path in folder.glob(SHARD_PATTERN)):
         file = read_safetensors(file_inside(folder, name, str(folder)))
-        for fqn, dtype, chunk in _chunks(file, name):
-            first, where = dtypes.setdefault(fqn, (dtype, name))
+        for fqn, offsets in _saved_offsets(file).items():
+            found = file.tensors[fqn]
+            first, where = dtypes.setdefault(fqn, (found.dtype, name))
             known = chunks.setdefault(fqn, {})
-            if dtype is not first:
+            if found.dtype is not first:
                 raise CheckpointError(
-                    f"{folder}: tensor {fqn!r} is {first.name} in {where} and {dtype.name} in {name}."
+                    f"{folder}: tensor {fqn!r} is {first.name} in {where} and {found.dtype.name} in {name}."
                 )
-            if any(len(sizes) != len(chunk[1]) for _, sizes in known):
+            if any(len(sizes) != len(found.shape) for _, sizes in known):
                 raise CheckpointError(
                     f"{folder}: tensor {fqn!r} has another number of dimensions in {where} than in {name}."
                 )
-            known.setdefault(chunk[:2], chunk)  # replicas
-    tensors = (
-        StoredTensor(fqn, dtypes[fqn][0], _full_shape(known), tuple(known.values())) for fqn, known in chunks.items()
-    )
-    return DCPMetadata(TensorTable.of(tensors), (), {})
+            record = StoredRecord(name, found.start, found.num_bytes, (), is_raw=True)
+            known.setdefault((offsets, found.shape), record)  # replicas
+    tensors: dict[str, StoredTensor] = {}
+    for fqn, known in chunks.items():
+        ends = [tuple(map(sum, zip(*box, strict=True))) for box in known]
+        layout = Layout(dtypes[fqn][0], tuple(map(max, zip(*ends, strict=True))), tuple(known))
+        tensors[fqn] = StoredTensor.of(fqn, layout, tuple(known.values()))
+    return DCPMetadata(tensors, (), {})
 
 
-def _full_shape(chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], _Chunk]) -> tuple[int, ...]:
-    ends = [tuple(map(sum, zip(*chunk, strict=True))) for chunk in chunks]
-    return tuple(map(max, zip(*ends, strict=True)))
-
-
-def _chunks(file: TensorFile, name: str) -> Iterator[tuple[str, DType, _Chunk]]:
+def _saved_offsets(file: TensorFile) -> dict[str, tuple[int, ...]]:
+    """Return where in its tensor each chunk of a file begins."""
     if _OFFSETS not in file.metadata:
         raise CheckpointError(
             f"{file.path}: the header has no {_OFFSETS}, which says where the chunks belong. "
@@ -121,25 +117,24 @@ def _chunks(file: TensorFile, name: str) -> Iterator[tuple[str, DType, _Chunk]]:
         )
     try:
         info = json.loads(file.metadata[_OFFSETS])
-        places = {fqn: tuple(info[fqn]["saved_offsets"]) for fqn in file.tensors}
+        found = {fqn: tuple(info[fqn]["saved_offsets"]) for fqn in file.tensors}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file.path}: {_OFFSETS} does not name every tensor's place ({error!r}).") from error
-    for fqn, tensor in file.tensors.items():
-        offsets = places[fqn]
-        if len(offsets) != len(tensor.shape) or not all(type(one) is int and 0 <= one < MAX_BYTES for one in offsets):
+    for fqn, offsets in found.items():
+        shape = file.tensors[fqn].shape
+        if len(offsets) != len(shape) or not all(type(one) is int and 0 <= one < MAX_BYTES for one in offsets):
             raise CheckpointError(
-                f"{file.path}: tensor {fqn!r} of shape {list(tensor.shape)} is said to begin at {list(offsets)}."
+                f"{file.path}: tensor {fqn!r} of shape {list(shape)} is said to begin at {list(offsets)}."
             )
-        record = StoredRecord(name, tensor.start, tensor.num_bytes, (), is_raw=True)
-        yield fqn, tensor.dtype, (offsets, tensor.shape, record)
+    return found
 
 
 _TORCH_CHECKPOINTING_NAME = "metadata.pkl"
-"""meta-pytorch/torch_checkpointing's description, beside a file for each of the checkpoint's items and processes."""
+"""meta-pytorch/torch_checkpointing's description, next to a file for each of the checkpoint's items and processes."""
 
 
 class DCPFormat(Format):
-    """Records in ``.distcp`` files, and ``.metadata``, which says where each lies."""
+    """Records in ``.distcp`` files, and ``.metadata``, which has the place of each."""
 
     signs: tuple[str, ...] = (f"{METADATA_NAME} (torch.distributed.checkpoint; Lightning's and accelight's folders)",)
     kind = "torch-dcp"
@@ -150,7 +145,7 @@ class DCPFormat(Format):
         return (folder / METADATA_NAME).is_file()
 
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
-        """Read the metadata, of which ``accelight.json`` may say where the model is."""
+        """Read the metadata; ``accelight.json`` may name the model's place in it."""
         manifest = read_manifest(folder)
         return dcp_source(folder, self.read_metadata(folder, manifest), manifest), manifest
 
@@ -160,7 +155,7 @@ class DCPFormat(Format):
         return describe_dcp(folder, self.read_metadata(folder, manifest), manifest, self.kind)
 
     def why_unreadable(self, folder: Path) -> str | None:
-        """Tell of folders with a description for each process, with one that is no file, or with files by rank."""
+        """Explain folders with a description for each process, with one that is no file, or with files by rank."""
         try:
             is_regular(folder / METADATA_NAME)
         except CheckpointError as error:
@@ -193,11 +188,11 @@ class DCPFormat(Format):
 
 
 class DCPSafetensorsFormat(DCPFormat):
-    """Shards in safetensors files, whose headers say where each lies."""
+    """Shards in safetensors files, whose headers have the place of each."""
 
     signs = (
         f"{SHARD_PATTERN} (its safetensors format)",
-        f"a folder such as pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)",  # of DCP's, too: said after both
+        f"a folder such as pytorch_model_fsdp_0/{METADATA_NAME} (Accelerate)",  # of DCP's, too: listed after both
     )
     kind = "torch-dcp-safetensors"
 
@@ -215,7 +210,7 @@ class DCPSafetensorsFormat(DCPFormat):
 
 
 # ------------------------------------------------------------------------------------------------
-# Describes a folder of torch.distributed.checkpoint from its metadata.
+# Description of a folder.
 
 
 _MAX_META_BYTES = 2**31
@@ -231,12 +226,12 @@ _KINDS = {
 
 
 def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None, unknown_kind: str) -> CheckpointInfo:
-    """Say what a DCP folder holds.
+    """Describe a DCP folder.
 
     Args:
         folder: The folder.
         metadata: Where its tensors lie.
-        manifest: What ``accelight.json`` says, if there is one.
+        manifest: The content of ``accelight.json``, if there is one.
         unknown_kind: The kind where nothing shows which library saved the folder.
     """
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
@@ -251,14 +246,13 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
         notes = (f"epoch and step are not known: {error}",)
     prefix = _prefix(names)
     kind = _kind(folder, manifest, prefix, unknown_kind)
-    described = {name: metadata.tensors[fqn] for name, fqn in names.items()}
     return CheckpointInfo(
         path=folder,
         kind=kind,
         model_prefix=prefix,
         tensors=tuple(
-            StoredTensorInfo.of(name, tensor.dtype, tensor.shape, len(tensor.chunks))
-            for name, tensor in described.items()
+            StoredTensorInfo.of(name, tensor.dtype, tensor.shape, len(tensor.records))
+            for name, tensor in ((name, metadata.tensors[fqn]) for name, fqn in names.items())
         ),
         files=_files(folder, metadata, digests),
         has_optimizer=_has_optimizer(folder, metadata),
@@ -292,14 +286,16 @@ def _has_optimizer(folder: Path, metadata: DCPMetadata) -> bool:
     entries = (*metadata.tensors, *metadata.not_tensors)
     if any(is_optimizer_key((metadata.paths.get(fqn) or (fqn,))[0].partition(".")[0]) for fqn in entries):
         return True
-    beside = folder.resolve().parent.glob(f"*/{METADATA_NAME}") if folder.name.startswith("pytorch_model_fsdp_") else ()
-    return any(is_optimizer_key(path.parent.name) for path in beside)
+    siblings = (
+        folder.resolve().parent.glob(f"*/{METADATA_NAME}") if folder.name.startswith("pytorch_model_fsdp_") else ()
+    )
+    return any(is_optimizer_key(path.parent.name) for path in siblings)
 
 
 def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[ShardFile, ...]:
     by_file: dict[str, list[tuple[str, StoredRecord]]] = {}
     for fqn, tensor in metadata.tensors.items():
-        for _, _, record in tensor.chunks:
+        for record in tensor.records:
             by_file.setdefault(record.relative_path, []).append((fqn, record))
     files = []
     for name in sorted(by_file):
@@ -317,7 +313,7 @@ def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[Shard
 
 
 # ------------------------------------------------------------------------------------------------
-# Folders of torch.distributed.checkpoint as a source of the merge: which tensors are the model's, where they lie.
+# A folder as a source of the merge: the model's tensors, and the places of their bytes.
 
 
 _is_contiguous = lru_cache(maxsize=1000)(is_contiguous)  # a few shapes, of very many tensors
@@ -328,46 +324,36 @@ def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = 
 
     Args:
         folder: Holds the files.
-        metadata: Says what is in them.
-        manifest: Says under which key of the saved state dict the model is, and how the files were written.
+        metadata: Their description.
+        manifest: Has the model's key in the saved state dict, and the files' digests.
 
     Raises:
         CheckpointError: If the model cannot be identified, or the records are others than were written.
     """
     prefix = None if manifest is None else manifest.model_prefix
-    fqns, depth, skipped = _select(metadata, prefix, str(folder))
+    names, skipped = select_model(metadata, prefix, str(folder))
     digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
-    table = metadata.tensors
-    table.rename(_named(metadata, fqns, depth), str(folder))
+    tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
 
     def locate(wanted: Iterable[str]) -> Mapping[str, SourceTensor]:
-        return locate_tensors(folder, table, wanted, digests)
+        return locate_tensors(folder, {name: tensors[name] for name in wanted}, digests)
 
     def check(wanted: Iterable[str], on_bytes: Callable[[int], object]) -> None:
-        _check_records(folder, table, wanted, digests, on_bytes)
+        _check_records(folder, [tensors[name] for name in wanted], digests, on_bytes)
 
-    return Source(folder, TensorInfos(table), skipped, locate, check)
+    return Source(folder, tensors, skipped, locate, check)
 
 
 def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the model's names with their entries' full names, and what belongs to something else."""
     fqns, depth, skipped = _select(metadata, prefix, where)
     names: dict[str, str] = {}
-    for name, fqn in _named(metadata, fqns, depth):
-        if name in names:
-            raise same_names(where, name, names[name], fqn)
-        names[name] = fqn
-    return names, skipped
-
-
-def _named(metadata: DCPMetadata, fqns: list[str], depth: int) -> Iterator[tuple[str, str]]:
-    """Yield each entry's name below a level of its path, and in full. The list is used up: it may be a long one."""
-    fqns.reverse()
-    while fqns:
-        fqn = fqns.pop()
+    for fqn in fqns:
         name = ".".join((metadata.paths.get(fqn) or (fqn,))[depth:])
-        yield fqn if name == fqn else name, fqn
+        if names.setdefault(name, fqn) != fqn:
+            raise CheckpointError(f"{where}: two entries are called {name!r}: {names[name]!r} and {fqn!r}.")
+    return names, skipped
 
 
 def _select(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[list[str], int, dict[str, str]]:
@@ -403,13 +389,9 @@ def _select(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[list
 
 
 def _keys(metadata: DCPMetadata, fqns: Iterable[str], depth: int) -> list[str | None]:
-    """Return the key on a level of each entry's path; None where the path ends there. Equal ones are one object."""
-    known: dict[str, str] = {}
-    found: list[str | None] = []
-    for fqn in fqns:
-        path = metadata.paths.get(fqn) or (fqn,)
-        found.append(known.setdefault(path[depth], path[depth]) if len(path) > depth + 1 else None)
-    return found
+    """Return the key on a level of each entry's path; None where the path ends there."""
+    paths = (metadata.paths.get(fqn) or (fqn,) for fqn in fqns)
+    return [path[depth] if len(path) > depth + 1 else None for path in paths]
 
 
 def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | None, where: str) -> str | None:
@@ -429,54 +411,62 @@ def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | No
     return next(iter(groups)) if len(groups) == 1 and is_complete else None
 
 
+class _Chunk(NamedTuple):
+    """One chunk of a tensor, and where the list of the tensor's pieces has it."""
+
+    tensor: StoredTensor
+    place: int
+    record: StoredRecord
+    pieces: list[Piece]
+
+
 def locate_tensors(
-    folder: Path, table: TensorTable, wanted: Iterable[str], digests: RecordDigests
+    folder: Path, tensors: Mapping[str, StoredTensor], digests: RecordDigests
 ) -> Mapping[str, SourceTensor]:
     """Find the bytes of tensors: goes through the files one by one, in the order of their records.
 
     Raises:
         CheckpointError: If they are not as described.
     """
-    names = list(wanted)
-    located = LocatedTensors(folder, table, names)
-    for relative, chunks in _by_file(table, names).items():
-        _locate_in_file(folder, relative, chunks, located, digests)
+    chunks: list[_Chunk] = []
+    pieces: dict[str, list[Piece]] = {}
+    for name, tensor in tensors.items():
+        pieces[name] = own = [_NOT_LOCATED] * len(tensor.records)
+        chunks += [_Chunk(tensor, place, record, own) for place, record in enumerate(tensor.records)]
+    for relative, in_file in _by_file(chunks).items():
+        _locate_in_file(folder, relative, in_file, digests)
     checked: set[Layout] = set()
-    for name in names:
-        layout = table.layouts[table.numbers[name]]
-        if layout not in checked:
-            tensor = located[name]
-            check_coverage(tensor.fqn, tensor.shape, tensor.pieces)
-            checked.add(layout)
+    located: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        located[name] = SourceTensor(tensor.fqn, tensor.dtype, tensor.shape, tuple(pieces[name]))
+        if tensor.layout not in checked:
+            check_coverage(tensor.fqn, tensor.shape, pieces[name])
+            checked.add(tensor.layout)
     return located
 
 
-def _by_file(table: TensorTable, names: Iterable[str]) -> dict[str, array[int]]:
-    """Return the chunks of tensors by file, in the order of their records."""
-    by_file = [array("q") for _ in table.files]
-    for name in names:
-        for chunk in table.chunks(table.numbers[name]):
-            by_file[table.file_of[chunk]].append(chunk)
-    offsets, lengths = table.offsets, table.lengths
-    for number, chunks in enumerate(by_file):
-        if any(offsets[first] >= offsets[second] for first, second in pairwise(chunks)):
-            by_file[number] = array("q", sorted(chunks, key=lambda one: (offsets[one], lengths[one])))
-    return {name: chunks for name, chunks in zip(table.files, by_file, strict=True) if chunks}
+_NOT_LOCATED = Piece(Path(), 0, (), ())
 
 
-def _locate_in_file(
-    folder: Path, relative: str, chunks: array[int], located: LocatedTensors, digests: RecordDigests
-) -> None:
-    table = located.table
-    path = file_inside(folder, relative, f"{folder / METADATA_NAME}: tensor {located.fqn_of(chunks[0])!r}")
-    offsets, lengths = table.offsets, table.lengths
-    end, last = 0, -1
+def _by_file(chunks: Iterable[_Chunk]) -> dict[str, list[_Chunk]]:
+    """Return chunks by file, in the order of their records."""
+    by_file: dict[str, list[_Chunk]] = {}
     for chunk in chunks:
-        start, length = offsets[chunk], lengths[chunk]
-        if end > start and length and (start, length) != (offsets[last], lengths[last]):
+        by_file.setdefault(chunk.record.relative_path, []).append(chunk)
+    for in_file in by_file.values():
+        in_file.sort(key=lambda one: (one.record.offset, one.record.length))
+    return by_file
+
+
+def _locate_in_file(folder: Path, relative: str, chunks: Sequence[_Chunk], digests: RecordDigests) -> None:
+    path = file_inside(folder, relative, f"{folder / METADATA_NAME}: tensor {chunks[0].tensor.fqn!r}")
+    end, last = 0, chunks[0]
+    for chunk in chunks:
+        start, length = chunk.record.offset, chunk.record.length
+        if end > start and length and (start, length) != (last.record.offset, last.record.length):
             raise CheckpointError(
-                f"{path}: the records of {located.fqn_of(last)!r} (bytes {offsets[last]} to {end}) and "
-                f"{located.fqn_of(chunk)!r} (from byte {start}) overlap."
+                f"{path}: the records of {last.tensor.fqn!r} (bytes {last.record.offset} to {end}) and "
+                f"{chunk.tensor.fqn!r} (from byte {start}) overlap."
             )
         if length:
             end, last = start + length, chunk
@@ -484,58 +474,43 @@ def _locate_in_file(
     try:
         reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
         for chunk in chunks:
-            _locate_chunk(reader, path, relative, chunk, located, digests)
+            chunk.pieces[chunk.place] = _locate_chunk(reader, path, chunk, digests)
     finally:
         os.close(fd)
 
 
-def _locate_chunk(
-    reader: RecordReader, path: Path, relative: str, chunk: int, located: LocatedTensors, digests: RecordDigests
-) -> None:
-    table = located.table
-    number = table.tensor_of(chunk)
-    layout, start, length = table.layouts[number], table.offsets[chunk], table.lengths[chunk]
-    if table.is_raw or chunk in table.transforms:
-        reader.check_range(located.fqn_of(chunk), start, length)
-        located.starts[chunk] = start
-        return
-    sizes = layout.boxes[chunk - table.first[number]][1]
-    like = reader.locate_known(start, length, digests.of(relative, start))
-    if like is None:
-        fqn = located.fqn_of(chunk)
-        like = reader.locate(fqn, start, length, digests.of(relative, start))
-    if like.dtype is not layout.dtype or like.shape != sizes:
-        _check_as_described(path, located.fqn_of(chunk), layout.dtype, sizes, like)
-    if not _is_contiguous(like.shape, like.strides):
-        fqn = located.fqn_of(chunk)
-        check_expansion(f"{path}: tensor {fqn!r}", sizes, like.strides, layout.dtype.itemsize)
-        located.strides[chunk] = like.strides
-    located.starts[chunk] = like.start
+def _locate_chunk(reader: RecordReader, path: Path, chunk: _Chunk, digests: RecordDigests) -> Piece:
+    fqn, dtype, record = chunk.tensor.fqn, chunk.tensor.dtype, chunk.record
+    start, length = record.offset, record.length
+    offsets, sizes = chunk.tensor.layout.boxes[chunk.place]
+    if record.is_raw or record.transforms:
+        reader.check_range(fqn, start, length)
+        return Piece(path, start, offsets, sizes, None, record.transforms, length if record.transforms else 0)
+    found = reader.locate(fqn, start, length, digests.of(record.relative_path, start))
+    if found.dtype is not dtype or found.shape != sizes:
+        _check_as_described(path, fqn, dtype, sizes, found)
+    if _is_contiguous(found.shape, found.strides):
+        return Piece(path, found.start, offsets, sizes)
+    check_expansion(f"{path}: tensor {fqn!r}", sizes, found.strides, dtype.itemsize)
+    return Piece(path, found.start, offsets, sizes, found.strides)
 
 
 def _check_records(
-    folder: Path,
-    table: TensorTable,
-    wanted: Iterable[str],
-    digests: RecordDigests,
-    on_bytes: Callable[[int], object],
+    folder: Path, tensors: Iterable[StoredTensor], digests: RecordDigests, on_bytes: Callable[[int], object]
 ) -> None:
     """Compare the bytes of tensors with the checksums in their records; raw and transformed ones have none."""
-    if table.is_raw:
-        return
-    located = LocatedTensors(folder, table, [])
-    for relative, chunks in _by_file(table, wanted).items():
+    by_file: dict[str, dict[tuple[int, int], str]] = {}
+    for tensor in tensors:
+        for record in tensor.records:
+            if not record.is_raw and not record.transforms:  # one may serve two names
+                by_file.setdefault(record.relative_path, {}).setdefault((record.offset, record.length), tensor.fqn)
+    for relative, records in by_file.items():
         path = file_inside(folder, relative, str(folder))
         fd = open_regular(path)
         try:
             reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
-            before = (-1, -1)
-            for chunk in chunks:
-                record = (table.offsets[chunk], table.lengths[chunk])
-                if chunk not in table.transforms and record != before:  # one may serve two names
-                    digest = digests.of(relative, record[0])
-                    on_bytes(reader.check(located.fqn_of(chunk), *record, digest))
-                before = record
+            for (offset, length), fqn in sorted(records.items()):
+                on_bytes(reader.check(fqn, offset, length, digests.of(relative, offset)))
         finally:
             os.close(fd)
 
@@ -552,10 +527,10 @@ def _check_as_described(path: Path, fqn: str, dtype: DType, sizes: tuple[int, ..
 
 
 # ------------------------------------------------------------------------------------------------
-# One record of a ``.distcp`` file: a tensor written by ``torch.save``, located without torch and without copying.
+# One record of a ``.distcp`` file: a tensor written by ``torch.save``, located without copying.
 #
-# A record is a small zip whose members are stored uncompressed: ``data.pkl`` says what the tensor is, ``data/0`` holds
-# its bytes. Only the record's two ends are read.
+# A record is a small zip whose members are stored uncompressed: ``data.pkl`` describes the tensor, ``data/0`` holds its
+# bytes. Only the record's two ends are read.
 
 
 _MAX_PICKLE = 64 * 1024
@@ -586,34 +561,31 @@ class RecordReader:
         Raises:
             CheckpointError: If the file is shorter, or the record is not one tensor stored as torch does, or another.
         """
-        what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
-        window = GradientAccumulator(self._fd, offset, length)
-        key, data = (length, window.beginning), window.all_bytes
+        known = self._locate_known(offset, length, digest)
+        if known is not None:
+            return known
+        what = f"{self._name}: tensor {fqn!r}"
+        window = FileWindow(self._fd, offset, length)
         try:
             archive = TorchArchive(window, _MAX_PICKLE, what)
             if digest is not None:
                 check_digest(what, archive.digest, digest)
             described = _describe(archive.pickle(), what)
             found = place(archive, described, what)
-            if data and len(self._known) < _MAX_KNOWN:
+            if window.all_bytes and len(self._known) < _MAX_KNOWN:
                 relative = PlacedTensor(found.dtype, found.shape, found.strides, found.start - offset)
-                self._known[key] = archive.fixed(described.storage.key), relative, archive.directory_start
+                fixed = archive.fixed(described.storage.key)
+                self._known[length, window.beginning] = fixed, relative, archive.directory_start
             return found
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
                 f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
             ) from error
 
-    def locate_known(self, offset: int, length: int, digest: int | None = None) -> PlacedTensor | None:
-        """Return the tensor in a record that is as one before it but for its values; None where that is not so.
-
-        Args:
-            offset: Of the record.
-            length: Of the record.
-            digest: Of the record when it was written, where that is known.
-        """
-        if length > SMALL or offset + length > self._file_bytes:
+    def _locate_known(self, offset: int, length: int, digest: int | None) -> PlacedTensor | None:
+        """Return the tensor in a record that differs from an earlier one in its values alone; None in other records."""
+        if length > SMALL:
             return None
         data = self._bytes(offset, length)
         found = self._known.get((length, data[:BEGINNING]))
@@ -658,7 +630,7 @@ class RecordReader:
         what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
         try:
-            archive = TorchArchive(GradientAccumulator(self._fd, offset, length), _MAX_DIRECTORY, what)
+            archive = TorchArchive(FileWindow(self._fd, offset, length), _MAX_DIRECTORY, what)
             check_digest(what, archive.digest, digest)
             return archive.check() if bytes_too else 0
         except (struct.error, UnicodeDecodeError) as error:
@@ -689,83 +661,8 @@ def _describe(data: bytes, what: str) -> DescribedTensor:
         return known
     described = load_restricted(data, TENSOR_NAMES, what, storage_of)
     if not isinstance(described, DescribedTensor):
-        raise CheckpointError(f"{what}: the record holds {type(described).__name__}, not one tensor.")
+        raise CheckpointError(f"{what}: the record holds {type_name(described)}, not one tensor.")
     if len(_known_pickles) > 10_000:
         _known_pickles.clear()
     _known_pickles[data] = described
     return described
-
-
-# ------------------------------------------------------------------------------------------------
-# Tensors of a DCP folder as the merge sees them: made of a table when they are asked for.
-
-
-class TensorInfos(Mapping[str, TensorInfo]):
-    """What is known of a table's tensors before their bytes are looked for."""
-
-    def __init__(self, table: TensorTable):
-        self._table = table
-
-    def __getitem__(self, name: str) -> TensorInfo:
-        """Return what is known of a tensor."""
-        return self._table.info(name)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names in order."""
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        """Return how many tensors there are."""
-        return len(self._table)
-
-
-class LocatedTensors(Mapping[str, SourceTensor]):
-    """Tensors with the places of their pieces' bytes.
-
-    Args:
-        folder: Of the files.
-        table: Says how the tensors are cut, and in which files they lie.
-        names: Of the tensors.
-    """
-
-    def __init__(self, folder: Path, table: TensorTable, names: Sequence[str]):
-        self.table = table
-        self.starts = array("q", bytes(8 * table.first[-1]))
-        """Where in its file each chunk's bytes begin; its record, where that is transformed."""
-        self.strides: dict[int, tuple[int, ...]] = {}
-        """Of the chunks that are not contiguous."""
-        self._names = names
-        self._names_by_number: list[str] = []
-        self._paths = [folder / name for name in table.files]
-
-    def fqn_of(self, chunk: int) -> str:
-        """Return the full name of the tensor that a chunk is part of."""
-        if not self._names_by_number:
-            self._names_by_number = [""] * len(self.table.layouts)
-            for name, number in self.table.numbers.items():
-                self._names_by_number[number] = name
-        number = self.table.tensor_of(chunk)
-        return self.table.fqn(self._names_by_number[number], number)
-
-    def __getitem__(self, name: str) -> SourceTensor:
-        """Return a tensor."""
-        table = self.table
-        number = table.numbers[name]
-        layout, first = table.layouts[number], table.first[number]
-        pieces = tuple([self._piece(first + place, *box) for place, box in enumerate(layout.boxes)])
-        return SourceTensor(table.fqn(name, number), layout.dtype, layout.shape, pieces)
-
-    def _piece(self, chunk: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
-        table = self.table
-        path, start = self._paths[table.file_of[chunk]], self.starts[chunk]
-        if table.transforms and chunk in table.transforms:
-            return Piece(path, start, offsets, sizes, None, table.transforms[chunk], table.lengths[chunk])
-        return Piece(path, start, offsets, sizes, self.strides.get(chunk) if self.strides else None)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names in order."""
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        """Return how many tensors there are."""
-        return len(self._names)

@@ -22,9 +22,8 @@ from ..files import CheckpointError, brief, file_inside, is_regular, open_regula
 from ..manifest import HINT, FileDigest
 from .base import DTYPES, MAX_BYTES, MAX_DIMS, STORAGE_CLASSES, DType, FileTensor, TensorFile, is_contiguous
 from .safe_unpickler import (
-    EMPTY_DICT,
     Allowed,
-    DictWithState,
+    CheckedDict,
     Inert,
     InertByDefault,
     InertUnlessAttack,
@@ -99,7 +98,7 @@ def _described(storage: Storage, dtype: DType, offset: Any, shape: Any, strides:
 TENSOR_NAMES: Allowed = {
     ("torch._utils", "_rebuild_tensor_v2"): SafeCall(_rebuild_v2),
     ("torch._utils", "_rebuild_tensor_v3"): SafeCall(_rebuild_v3),
-    ("collections", "OrderedDict"): EMPTY_DICT,
+    ("collections", "OrderedDict"): CheckedDict,
     **{("torch", name): ("storage", name) for name in STORAGE_CLASSES},
     **{("torch.storage", name): ("storage", name) for name in STORAGE_CLASSES},
     **{("torch", name): name for name in DTYPES},
@@ -182,7 +181,6 @@ _ALLOWED: Allowed = InertUnlessAttack(
         ("torch._utils", "_rebuild_parameter"): SafeCall(_rebuild_parameter),
         ("torch._utils", "_rebuild_parameter_with_state"): SafeCall(_rebuild_parameter),
         ("torch._tensor", "_rebuild_from_type_v2"): SafeCall(_rebuild_from_type),
-        ("collections", "OrderedDict"): DictWithState,
         ("torch", "Size"): Size,
         # An enumeration of ints: the int alone.
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"): SafeCall(lambda value=None, *_: value),
@@ -217,7 +215,7 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
                 f"DeepSpeed with checkpoint serialization on."
             )
         try:
-            yield TorchArchive(GradientAccumulator(fd, 0, size), max_pickle_bytes, str(path))
+            yield TorchArchive(FileWindow(fd, 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a zip of torch.save, or cut off: {error}.") from error
     finally:
@@ -312,7 +310,7 @@ Fixed = tuple[tuple[slice, bytes], ...]
 class TorchArchive:
     """A zip of ``torch.save`` in an open file: its pickle, and where its storages lie."""
 
-    def __init__(self, window: GradientAccumulator, max_bytes: int, what: str):
+    def __init__(self, window: FileWindow, max_bytes: int, what: str):
         """Read the directory.
 
         Args:
@@ -432,7 +430,7 @@ class TorchArchive:
         return _member_range(self._window, member, name, self._what)
 
 
-class GradientAccumulator:
+class FileWindow:
     """The bytes of one record, read where asked for; small ones at once."""
 
     def __init__(self, fd: int, offset: int, length: int):
@@ -504,13 +502,13 @@ def directory_digest(fd: int, offset: int, length: int, what: str) -> int:
     end = os.pread(fd, size, offset + length - size)
     start = _EOCD.unpack_from(end, size - _EOCD.size)[6] if end[-_EOCD.size :].startswith(b"PK\5\6") else 0xFFFFFFFF
     if start == 0xFFFFFFFF:  # a large one, or none
-        _, start = _central_directory(GradientAccumulator(fd, offset, length), length, what)
+        _, start = _central_directory(FileWindow(fd, offset, length), length, what)
     if start >= length - size:
         return zlib.crc32(end[start - length + size :])
     return zlib.crc32(os.pread(fd, length - start, offset + start))
 
 
-def _central_directory(window: GradientAccumulator, max_bytes: int, what: str) -> tuple[dict[str, _Member], int]:
+def _central_directory(window: FileWindow, max_bytes: int, what: str) -> tuple[dict[str, _Member], int]:
     """Return the members, and where the directory begins."""
     end = window.length - _EOCD.size  # torch.save writes no comment: the last record stands at the very end
     if end < 0:
@@ -542,7 +540,7 @@ def _central_directory(window: GradientAccumulator, max_bytes: int, what: str) -
     return members, start
 
 
-def _zip64_end(window: GradientAccumulator, end: int, what: str) -> tuple[int, int, int]:
+def _zip64_end(window: FileWindow, end: int, what: str) -> tuple[int, int, int]:
     magic, _, position, _ = _EOCD64_LOCATOR.unpack(window.read(end - _EOCD64_LOCATOR.size, end, what))
     if magic != b"PK\6\7":
         raise CheckpointError(f"{what}: the zip64 directory of the record is missing.")
@@ -566,7 +564,7 @@ def _zip64_extra(extra: bytes, plain: int, stored: int, local: int, what: str) -
     raise CheckpointError(f"{what}: a zip64 member of the record has no sizes.")
 
 
-def _member_range(window: GradientAccumulator, member: _Member, name: str, what: str) -> tuple[int, int]:
+def _member_range(window: FileWindow, member: _Member, name: str, what: str) -> tuple[int, int]:
     """Return where a member's bytes start in the record, and how many there are."""
     local, size, limit, _ = member  # the directory comes last: no data may reach to the member's entry in it
     header = _LOCAL.unpack(window.read(local, local + _LOCAL.size, what))
@@ -582,7 +580,7 @@ def _member_range(window: GradientAccumulator, member: _Member, name: str, what:
     return start, size
 
 
-def _check_end(window: GradientAccumulator, header: tuple[Any, ...], end: int, size: int, what: str) -> None:
+def _check_end(window: FileWindow, header: tuple[Any, ...], end: int, size: int, what: str) -> None:
     """Check that a member ends where its bytes do: a wrong length of the names before them would shift them all."""
     magic = window.read(end, end + 4, what)
     if header[2] & _HAS_DESCRIPTOR:  # torch.save writes the sizes behind the bytes
@@ -605,7 +603,6 @@ _MAX_PICKLE = 2**30  # about 150 bytes a tensor
 
 _NAMES: Allowed = {
     **TENSOR_NAMES,
-    ("collections", "OrderedDict"): DictWithState,
     ("torch._utils", "_rebuild_parameter"): SafeCall(lambda data, *_: data),
 }
 
@@ -646,7 +643,7 @@ META_NAME = "meta.pt"
 """What Lightning's strategies and ours save beside the shards: everything but weights and optimizer state."""
 
 _MAX_LIGHTNING_PICKLE = 64 * 2**20
-_ALLOWED_OF_LIGHTNING: Allowed = InertByDefault({("collections", "OrderedDict"): DictWithState})
+_ALLOWED_OF_LIGHTNING: Allowed = InertByDefault({("collections", "OrderedDict"): CheckedDict})
 
 
 def read_progress(folder: Path) -> tuple[int | None, int | None]:

@@ -32,6 +32,27 @@ def entry(value: bytes) -> bytes:
     return b"}" + text(b"w") + value + b"s"
 
 
+def chain(link: bytes, num_links: int) -> bytes:
+    """Things in one another, each of which refers to the one before it as entry 1 of the memo."""
+    return b"\x80\x04Nq\x01" + text(b"sizes") + b"q\x02" + (b"0" + link + b"q\x01") * num_links + b"."
+
+
+def equal_hashes(num_keys: int) -> bytes:
+    """Keys of a dict: pairs of numbers whose hashes are all the same."""
+    pairs: list[bytes] = []
+    first, mask = 0, 2**64 - 1
+    prime_1, prime_2, prime_5 = 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse = pow(prime_2, -1, 2**64)
+    while len(pairs) < num_keys:  # as `tuplehash` in CPython's Objects/tupleobject.c computes it
+        first += 1
+        lane = (prime_5 + first * prime_2) & mask
+        lane = (lane << 31 | lane >> 33) * prime_1 & mask
+        second = (12345 - lane) * inverse & mask
+        if second < 2**61 - 1:
+            pairs.append(b"\x8a\x08%b\x8a\x08%b\x86N" % (first.to_bytes(8, "little"), second.to_bytes(8, "little")))
+    return b"".join(pairs)
+
+
 SIZE = stack_global(b"torch", b"Size")
 DTYPE = stack_global(METADATA, b"TensorProperties") + b")\x81}" + text(b"dtype")
 BOMBS = {
@@ -52,6 +73,19 @@ BOMBS = {
     "equal hashes": b"\x80\x04}(" + b"".join(
         b"\x8a\x0a" + (n * (2**61 - 1)).to_bytes(10, "little") + b"N" for n in range(100_000)
     ) + b"u.",
+    "pairs with equal hashes": b"\x80\x04}(" + equal_hashes(20_000) + b"u.",
+    "a long key again and again": b"\x80\x04(" + b"N" * 2_000_000 + b"tq\x010" + b"}h\x01Ns" * 100_000 + b".",
+    "an entry of the memo": b"\x80\x04" + text(b"a" * 1_000_000) + b"r\xff\xff\xff\x0f.",
+    "an element of a set": b"\x80\x04\x8f(" + shared_tuples() + b"\x90.",
+    "a frozen set": b"\x80\x04(" + shared_tuples() + b"\x91.",
+    "a key from the stack": b"\x80\x04(" + shared_tuples() + b"Nd.",
+    "a key of a key": b"\x80\x04}}" + shared_tuples() + b"NsNs.",
+    "a text of the size of memory": b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b"a.",
+    "bytes of the size of memory": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"a.",
+    "a frame of the size of memory": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"N.",
+    "lists in lists": chain(b"]h\x01a", 500_000),
+    "dicts in dicts": chain(b"}h\x02h\x01s", 500_000),
+    "objects in objects": chain(stack_global(METADATA, b"ChunkStorageMetadata") + b")\x81}h\x02h\x01sb", 200_000),
 }  # fmt: skip
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n("

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
 from accelight.checkpoint.formats.dcp_metadata import read_dcp_metadata
-from accelight.checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
+from accelight.checkpoint.formats.safe_unpickler import CheckedDict, SafeCall, Sealed, load_restricted
 from tests.checkpoint import damage
 from tests.checkpoint.hostile import NAMES, hostile, text
 
@@ -67,6 +68,57 @@ def test_nested_keys_are_refused(num_levels: int) -> None:
     """A dict key that is a tuple in a tuple in a tuple: hashing it recurses in C."""
     with pytest.raises(CheckpointError, match="nested tuple as a key"):
         load_restricted(b"\x80\x04})\x85" + b"\x85" * num_levels + b"Ns.", {}, "it")
+
+
+def test_nested_keys_are_refused_in_every_dict() -> None:
+    """Also where the tuple is fetched from the memo, and in an OrderedDict."""
+    nested = b"\x80\x04))\x85\x85q\x00"
+    for target in (b"}", b"ccollections\nOrderedDict\n)R", b"}q\x010h\x01"):
+        with pytest.raises(CheckpointError, match="nested tuple as a key"):
+            load_restricted(nested + target + b"h\x00Ns.", {("collections", "OrderedDict"): CheckedDict}, "it")
+
+
+def test_keys_that_are_no_names() -> None:
+    value = {3: "a", 2**70: "b", 0.5: "c", (1, "x"): "d", None: "e", True: "f"}
+    assert load_restricted(pickle.dumps(value), {}, "it") == value
+    many = {(number,): None for number in range(10_001)}
+    with pytest.raises(CheckpointError, match="more than 10000 keys that are no names"):
+        load_restricted(pickle.dumps(many), {}, "it")
+    with pytest.raises(CheckpointError, match="a tuple of 1001 elements as a key"):
+        load_restricted(pickle.dumps({(None,) * 1001: None}), {}, "it")
+
+
+def test_the_dicts_opcode_in_text_and_numbers_stays() -> None:
+    """The scan replaces opcodes, and no operand that has their value."""
+    value = {"}": ["}" * 300, "}" * 20_000, 0x7D, 0x7D7D, 0x7D7D7D7D, 0x7D7D7D7D7D, 2**800 + 0x7D, {"}}": {}}]}
+    for protocol in (2, 3, 4, 5):
+        assert load_restricted(pickle.dumps(value, protocol), {}, "it") == value
+
+
+@pytest.mark.parametrize(
+    ("pickled", "match"),
+    [
+        (b"\x80\x04Nr\xff\xff\xff\x0f.", "has 9 bytes and puts entry 268435455 into its memo"),
+        (b"\x80\x04N2\x86.", r"opcode b'2' at byte 3 is not known"),
+        (b"\x80\x04\x8f.", r"opcode b'\\x8f' at byte 2 is not known"),
+        (b"\x80\x04(d.", r"opcode b'd' at byte 3 is not known"),
+        (b"\x80\x05\x97.", r"opcode b'\\x97' at byte 2 is not known"),
+        (b"\x80\x04\x8c\x05a.", "cut off after 6 bytes"),
+        (b"\x80\x04J\1\1", "cut off after 5 bytes"),
+        (b"\x80\x04h\x05.", "not a readable pickle"),
+    ],
+)
+def test_opcodes_that_are_not_admitted(pickled: bytes, match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        load_restricted(pickled, {}, "it")
+
+
+def test_an_opcode_over_the_end_of_a_frame() -> None:
+    """The C unpickler skips what is left of a frame, so that opcodes could hide in what looks like text."""
+    pickled = b"\x80\x04\x95" + (7).to_bytes(8, "little") + text(b"ab" + b"c" * 18) + b"."
+    with pytest.raises(pickle.UnpicklingError, match="truncated"):
+        pickle.load(io.BytesIO(pickled))
+    assert load_restricted(pickled, {}, "it") == "ab" + "c" * 18
 
 
 def test_an_error_beside_a_deep_stack() -> None:

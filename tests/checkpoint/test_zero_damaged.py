@@ -59,7 +59,7 @@ def _in_client_state(folder: Path, attack: bytes) -> None:
 def test_an_attack_where_nothing_is_read(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder, marker = copy(zero_checkpoints, tmp_path, 2), tmp_path / "marker"
     _in_client_state(folder, call(b"cos\nsystem\n", f"touch {marker}".encode()))
-    assert_refused(folder, rf"{MODEL}: The pickle asks for os\.system, which no training writes")
+    assert_refused(folder, rf"{MODEL}: The pickle asks for os\.system\. No training run writes such a file")
     assert not marker.exists()
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import re
+from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,9 +50,10 @@ from ....checkpoint.formats.dcp_metadata import (
     DCPMetadata,
     Layout,
     StoredRecord,
+    offset_key,
     read_dcp_metadata,
 )
-from ....checkpoint.formats.safe_unpickler import load_restricted
+from ....checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
 from ....checkpoint.manifest import Digests, FileDigest, RecordDigests, read_manifest
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
@@ -370,23 +372,23 @@ _CLASSES = (
 
 
 def _allowed() -> dict[tuple[str, str], object]:
-    """Return what ``.metadata`` may name, made anew for each load.
+    """Return what ``.metadata`` may name.
 
-    Classes are throw-away subclasses and functions throw-away ones, because a pickle can set attributes on what it
-    names: never on torch's own.
+    Classes are throw-away subclasses, because a pickle makes objects of what it names, and keys of dicts. As keys they
+    hash by identity: their fields may be tuples without end.
     """
-    here = dcp.__name__
+    here, by_identity = dcp.__name__, {"__hash__": object.__hash__, "__eq__": object.__eq__}
     table: dict[tuple[str, str], object] = {("torch", str(dtype).removeprefix("torch.")): dtype for dtype in _DTYPES}
     for original in _CLASSES:
-        table[(here, original.__name__)] = type(original.__name__, (original,), {"__module__": here})
-    table[(_StorageInfo.__module__, "_StorageInfo")] = type("_StorageInfo", (_StorageInfo,), {})
-    table[("torch", "Size")] = torch.Size
-    table[("torch.serialization", "_get_layout")] = lambda name: torch.strided
+        table[(here, original.__name__)] = Sealed(original.__name__, (original,), {"__module__": here, **by_identity})
+    table[(_StorageInfo.__module__, "_StorageInfo")] = Sealed("_StorageInfo", (_StorageInfo,), by_identity)
+    table[("torch", "Size")] = SafeCall(torch.Size)
+    table[("torch.serialization", "_get_layout")] = SafeCall(lambda name: torch.strided)
     for name in ("_MEM_FORMAT_ENCODING", "TensorProperties._MEM_FORMAT_ENCODING"):
-        table[(here, name)] = lambda value: dcp._MEM_FORMAT_ENCODING(value)
+        table[(here, name)] = SafeCall(lambda value: dcp._MEM_FORMAT_ENCODING(value))
     for name in ("PosixPath", "WindowsPath", "PurePosixPath"):
         for module in ("pathlib", "pathlib._local"):  # Python 3.13 pickles paths under the second
-            table[(module, name)] = lambda *parts: pathlib.PurePosixPath(*parts)
+            table[(module, name)] = SafeCall(lambda *parts: pathlib.PurePosixPath(*parts))
     return table
 
 
@@ -477,9 +479,12 @@ class SafeReader(FileSystemReader):
             offsets.setdefault(info.relative_path, set()).add(info.offset)
         self._places = {name: sorted(own) for name, own in offsets.items()}
         # Indices are compared by class, too: torch looks them up as its own.
-        loaded.storage_data = {
-            MetadataIndex(index.fqn, index.offset, index.index): info for index, info in loaded.storage_data.items()
-        }
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for index, info in loaded.storage_data.items():
+            if type(index.fqn) is not str or not isinstance(index.offset, torch.Size | None):
+                raise CheckpointError(f"{path}: a key of storage_data names no chunk of a tensor.")
+            storage[MetadataIndex(index.fqn, index.offset, index.index)] = info
+        loaded.storage_data = storage
         if loaded.storage_meta is None:
             loaded.storage_meta = dcp.StorageMeta()
         loaded.storage_meta.load_id = self.load_id
@@ -504,7 +509,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 # ------------------------------------------------------------------------------------------------
-# What ``.metadata`` says, as torch's planners and readers ask for it, made of a compact table when they do.
+# What ``.metadata`` says, as torch's planners and readers ask for it, made when they do.
 #
 # torch's own objects take about 2.5 KB a chunk, in every process.
 
@@ -520,16 +525,16 @@ class _Entries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     """``state_dict_metadata``; tensors of one layout share their list of chunks."""
 
     def __init__(self, content: DCPMetadata) -> None:
-        self._table = content.tensors
+        self._tensors = content.tensors
         self._others = dict.fromkeys(content.not_tensors)
         self._known: dict[Layout, TensorStorageMetadata] = {}
 
     def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        number = self._table.numbers.get(fqn)
-        if number is None:
+        tensor = self._tensors.get(fqn)
+        if tensor is None:
             self._others[fqn]  # a KeyError where there is none
             return BytesStorageMetadata()
-        layout = self._table.layouts[number]
+        layout = tensor.layout
         found = self._known.get(layout)
         if found is None:
             chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in layout.boxes]
@@ -539,45 +544,51 @@ class _Entries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         return found
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._table.numbers
+        yield from self._tensors
         yield from self._others
 
     def __len__(self) -> int:
-        return len(self._table.numbers) + len(self._others)
+        return len(self._tensors) + len(self._others)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._table.numbers or fqn in self._others
+        return fqn in self._tensors or fqn in self._others
 
 
 class _Storage(Mapping[MetadataIndex, _StorageInfo]):
     """``storage_data``."""
 
     def __init__(self, content: DCPMetadata) -> None:
-        self._table = content.tensors
+        self._tensors = content.tensors
         self._others = content.others
+        self._places: dict[Layout, dict[str, int]] = {}
 
     def __getitem__(self, index: MetadataIndex) -> _StorageInfo:
         record = self._record(index)
         return _StorageInfo(record.relative_path, record.offset, record.length, record.transforms or None)
 
     def _record(self, index: MetadataIndex) -> StoredRecord:
-        number = self._table.numbers.get(index.fqn)
-        place = None
-        if number is not None and index.offset is not None:
-            place = self._table.layouts[number].places.get(index.offset)
-        if number is None or place is None:
-            return self._others[index.fqn, index.offset]
-        return self._table.record(self._table.first[number] + place)
+        key, tensor = offset_key(index.offset), self._tensors.get(index.fqn)
+        place = None if tensor is None else self._places_in(tensor.layout).get(key)
+        return self._others[index.fqn, key] if tensor is None or place is None else tensor.records[place]
+
+    def _places_in(self, layout: Layout) -> dict[str, int]:
+        """Return which of a layout's chunks begins at an offset; the first where there are several."""
+        found = self._places.get(layout)
+        if found is None:
+            found = self._places[layout] = {}
+            for place, (offsets, _) in enumerate(layout.boxes):
+                found.setdefault(offset_key(offsets), place)
+        return found
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for fqn, number in self._table.numbers.items():
-            for offsets in self._table.layouts[number].places:
-                yield MetadataIndex(fqn, torch.Size(offsets))
-        for fqn, offset in self._others:
-            yield MetadataIndex(fqn, None if offset is None else torch.Size(offset))
+        for fqn, tensor in self._tensors.items():
+            for key in self._places_in(tensor.layout):
+                yield MetadataIndex(fqn, torch.Size(literal_eval(key)))
+        for fqn, key in self._others:
+            yield MetadataIndex(fqn, torch.Size(literal_eval(key)) if key else None)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._others) + sum(len(self._places_in(tensor.layout)) for tensor in self._tensors.values())
 
 
 # ------------------------------------------------------------------------------------------------
