@@ -2,7 +2,8 @@
 
 Plain containers, numbers, text and tensors come out as they are; every other object becomes an `Inert`.
 
-Source: torch 2.13 ``serialization.py``, ``_utils.py``, ``_tensor.py`` (``_rebuild_from_type_v2``).
+Source: torch 2.13 ``serialization.py``, ``_utils.py`` (``_rebuild_tensor_v2``, ``_v3``), ``_tensor.py``
+(``_rebuild_from_type_v2``).
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ from .safe_unpickler import (
     SafeCall,
     Size,
     load_restricted,
+    type_name,
 )
 
 # ------------------------------------------------------------------------------------------------
-# Tensors as the pickles of ``torch.save`` describe them, and where in a file their bytes lie. No torch.
-#
-# Source: torch 2.13 ``serialization.py`` (``_save``), ``_utils.py`` (``_rebuild_tensor_v2``, ``_v3``).
+# Tensors as the pickles of ``torch.save`` describe them, and the places of their bytes in a file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PlacedTensor:
 
 
 class Storage(NamedTuple):  # a tuple: a pickle cannot set its fields, as it can those of a frozen dataclass
-    """What a persistent id says of a storage; ``dtype`` is None for bytes."""
+    """A storage as a persistent id describes it; ``dtype`` is None for bytes."""
 
     dtype: DType | None
     key: str
@@ -182,7 +182,7 @@ _ALLOWED: Allowed = InertUnlessAttack(
         ("torch._utils", "_rebuild_parameter_with_state"): SafeCall(_rebuild_parameter),
         ("torch._tensor", "_rebuild_from_type_v2"): SafeCall(_rebuild_from_type),
         ("torch", "Size"): Size,
-        # An enumeration of ints: the int alone.
+        # An enumeration of ints; only the int is kept.
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"): SafeCall(lambda value=None, *_: value),
     }
 )
@@ -218,6 +218,8 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
             yield TorchArchive(FileWindow(fd, 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a zip of torch.save, or cut off: {error}.") from error
+        except MemoryError:
+            raise CheckpointError(f"{path}: too large for the memory of this process.") from None
     finally:
         os.close(fd)
 
@@ -252,7 +254,7 @@ def check_written(path: Path, digest: FileDigest) -> None:
 
 
 def check_bytes(path: Path, share: tuple[int, int] = (0, 1)) -> None:
-    """Compare all bytes in a file of ``torch.save`` with the checksums beside them; its old format has none.
+    """Compare all bytes in a file of ``torch.save`` with the checksums next to them; its old format has none.
 
     Args:
         path: The file.
@@ -284,7 +286,10 @@ def read_torch_file(path: Path) -> object:
 
 
 # ------------------------------------------------------------------------------------------------
-# The zip that ``torch.save`` writes: members stored uncompressed, found without copying. No torch.
+# The zip that ``torch.save`` writes: members stored uncompressed, found without copying.
+#
+# Not read with ``zipfile``: it takes 1.7 times as long for the zip of one tensor, of which a folder may have very many,
+# reads a directory of any size, and does not report where a member's bytes and its directory entry lie.
 #
 # Source: the zip format's APPNOTE 6.3; torch 2.13 ``serialization.py``.
 
@@ -292,164 +297,38 @@ def read_torch_file(path: Path) -> object:
 SMALL = 16 * 1024  # a record up to this size is read in one call
 BEGINNING = 256
 _END = 4 * 1024  # of a larger one, first this much at each end
-_EOCD = struct.Struct("<4s4H2LH")
-_EOCD64_LOCATOR = struct.Struct("<4sLQL")
-_EOCD64 = struct.Struct("<4sQ2H2L4Q")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
-_HAS_DESCRIPTOR = 8
-_SIZES, _SIZE64 = struct.Struct("<2L"), struct.Struct("<Q")
-_NEXT = (b"PK\3\4", b"PK\1\2")
-_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where a member's two headers have its checksum
 _BLOCK = 512 * 1024
 _DIRECTORY = 1024  # that of one tensor fits
+_EOCD = struct.Struct("<4s6xHLLH")  # magic, members, directory's size and start, comment's size
+_EOCD64_LOCATOR = struct.Struct("<4s4xQ4x")
+_EOCD64 = struct.Struct("<4s28xQQQ")  # as _EOCD
+_CENTRAL = struct.Struct("<4s4xHH4xLLLHHH8xL")  # magic, flags, method, CRC, 2 sizes, name, extra, comment, header
+_LOCAL = struct.Struct("<4s2xH10xLLHH")  # magic, flags, 2 sizes, name, extra
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where a member's two headers have its checksum
+_ENCRYPTED, _HAS_DESCRIPTOR = 1, 8
+_LARGE = 0xFFFFFFFF  # the number is in the zip64 fields
+_SIZES, _SIZE64 = struct.Struct("<2L"), struct.Struct("<Q")
+_NEXT = (b"PK\3\4", b"PK\1\2")
 Fixed = tuple[tuple[slice, bytes], ...]
 """Places in a zip, and the bytes there."""
 
 
-class TorchArchive:
-    """A zip of ``torch.save`` in an open file: its pickle, and where its storages lie."""
-
-    def __init__(self, window: FileWindow, max_bytes: int, what: str):
-        """Read the directory.
-
-        Args:
-            window: The zip's bytes.
-            max_bytes: The largest pickle, and the largest directory, that are read into memory.
-            what: Names the zip in errors.
-
-        Raises:
-            CheckpointError: If it is not a zip as ``torch.save`` writes it.
-            struct.error: If it is cut off inside an entry; so is a UnicodeDecodeError raised for a name.
-        """
-        self._what = what
-        self._max_bytes = max_bytes
-        self._window = window
-        self._members, self.directory_start = _central_directory(self._window, max_bytes, what)
-        prefix = next((name[: -len("data.pkl")] for name in self._members if name.endswith("/data.pkl")), None)
-        if prefix is None:
-            raise CheckpointError(f"{what}: the record has no data.pkl; it holds {sorted(self._members)[:8]}.")
-        self._prefix = prefix
-
-    def storage(self, key: str) -> tuple[int, int]:
-        """Return where in the file a storage's bytes start, and how many there are."""
-        start, size = self._range(f"data/{key}")
-        return self._window.offset + start, size
-
-    def pickle(self) -> bytes:
-        """Return the bytes of ``data.pkl``, after a check of its checksum and of the byte order."""
-        if f"{self._prefix}byteorder" in self._members:
-            start, size = self._range("byteorder")
-            if (found := self._window.read(start, start + min(size, 16), self._what)) != b"little":
-                raise CheckpointError(
-                    f"{self._what}: saved with byte order {found!r}, only little endian can be copied."
-                )
-        start, size = self._range("data.pkl")
-        if size > self._max_bytes:
-            raise CheckpointError(
-                f"{self._what}: a data.pkl of {size} bytes; what is read here has less than {self._max_bytes}."
-            )
-        data = self._window.read(start, start + size, self._what)
-        self._check_crc("data.pkl", self._members[self._prefix + "data.pkl"], zlib.crc32(data))
-        return data
-
-    @property
-    def digest(self) -> int:
-        """The CRC-32 of the zip's end, from its directory on: it has the checksums of all members."""
-        return zlib.crc32(self._window.read(self.directory_start, self._window.length, self._what))
-
-    def check(self, keys: Iterable[str] | None = None, share: tuple[int, int] = (0, 1)) -> int:
-        """Compare the bytes of members with their checksums; where torch was set to make none, nothing is compared.
-
-        Args:
-            keys: Of the storages to look at; None for everything in the zip.
-            share: Which of how many shares to look at, where several processes look.
-
-        Returns:
-            The number of bytes that were compared.
-
-        Raises:
-            CheckpointError: If a member is not as it was written.
-        """
-        own = [name for name in self._members if name.startswith(self._prefix)]
-        names = own if keys is None else [f"{self._prefix}data/{key}" for key in keys]
-        num_bytes = 0
-        for name in names[share[0] :: share[1]]:
-            short = name.removeprefix(self._prefix)
-            start, size = self._range(short)
-            if self._members[name].crc32:
-                self._check_crc(short, self._members[name], self._window.crc32(start, size))
-                num_bytes += size
-        return num_bytes
-
-    def _check_crc(self, name: str, member: _Member, found: int) -> None:
-        if member.crc32 not in (0, found):
-            raise CheckpointError(
-                f"{self._what}: the bytes of {name} are damaged: their CRC-32 is {found:08x}, torch wrote "
-                f"{member.crc32:08x} beside them. {HINT}"
-            )
-
-    def content(self, allowed: Allowed, storage: Callable[[object], object]) -> object:
-        """Return what the pickle describes, made of what a table allows.
-
-        Args:
-            allowed: See `load_restricted`.
-            storage: Returns what stands for a storage that the pickle names.
-        """
-        return load_restricted(self.pickle(), allowed, self._what, storage)
-
-    def fixed(self, key: str) -> Fixed:
-        """Return the bytes that another zip must share with this one for all that was read here to hold for it, too.
-
-        That is every byte that was read, except the checksums of the storage ``key`` and of the zip's id.
-        """
-        holes = []
-        for name in (f"{self._prefix}data/{key}", f"{self._prefix}.data/serialization_id"):
-            if name in self._members:
-                member = self._members[name]
-                holes += [member.local + _LOCAL_CRC, member.entry + _CENTRAL_CRC]
-        fixed: list[slice] = []
-        end = 0
-        for start, stop in sorted(self._window.reads):
-            start = max(start, end)
-            end = max(end, stop)
-            for hole in sorted(holes):
-                if start <= hole < stop:
-                    fixed.append(slice(start, hole))
-                    start = hole + 4
-            if start < stop:
-                begin = fixed.pop().start if fixed and fixed[-1].stop == start else start
-                fixed.append(slice(begin, stop))
-        return tuple((where, self._window.all_bytes[where]) for where in fixed)
-
-    def _range(self, short: str) -> tuple[int, int]:
-        name = self._prefix + short
-        member = self._members.get(name)
-        if member is None:
-            raise CheckpointError(f"{self._what}: the record has no {name}; it holds {sorted(self._members)[:8]}.")
-        return _member_range(self._window, member, name, self._what)
-
-
 class FileWindow:
-    """The bytes of one record, read where asked for; small ones at once."""
+    """The bytes of one record in a file, read where asked for; small ones at once."""
 
     def __init__(self, fd: int, offset: int, length: int):
         self._fd = fd
         self.offset = offset
         self.length = length
         self.reads: list[tuple[int, int]] = []
-        if length <= SMALL:
-            self._head, self._tail_start = os.pread(fd, length, offset), 0
-            self._tail = self._head
-        else:
-            self._head = os.pread(fd, _END, offset)
-            self._tail_start = length - _END
-            self._tail = os.pread(fd, _END, offset + self._tail_start)
+        self._head = os.pread(fd, length if length <= SMALL else _END, offset)
+        self._tail_start = 0 if length <= SMALL else length - _END
+        self._tail = os.pread(fd, _END, offset + self._tail_start) if self._tail_start else self._head
 
     @property
     def all_bytes(self) -> bytes:
         """All bytes of a small record; none of a large one."""
-        return self._head if self._head is self._tail else b""
+        return b"" if self._tail_start else self._head
 
     @property
     def beginning(self) -> bytes:
@@ -492,6 +371,177 @@ class _Member(NamedTuple):
     """0 where torch was set to make none (``torch.serialization.set_crc32_options``)."""
 
 
+class TorchArchive:
+    """A zip of ``torch.save`` in an open file: its pickle, and where its storages lie."""
+
+    def __init__(self, window: FileWindow, max_bytes: int, what: str):
+        """Read the directory.
+
+        Args:
+            window: The zip's bytes.
+            max_bytes: The largest pickle, and the largest directory, that are read into memory.
+            what: Names the zip in errors.
+
+        Raises:
+            CheckpointError: If it is not a zip as ``torch.save`` writes it.
+            struct.error: If it is cut off inside an entry; so is a UnicodeDecodeError raised for a name.
+        """
+        self._what = what
+        self._max_bytes = max_bytes
+        self._window = window
+        count, size, self.directory_start = _find_directory(window, what)
+        if size > max_bytes:
+            raise CheckpointError(f"{what}: a zip directory of {size} bytes, torch.save writes less than {max_bytes}.")
+        self._members = self._read_directory(count, size)
+        prefix = next((name[: -len("data.pkl")] for name in self._members if name.endswith("/data.pkl")), None)
+        if prefix is None:
+            raise CheckpointError(f"{what}: the record has no data.pkl; it holds {sorted(self._members)[:8]}.")
+        self._prefix = prefix
+
+    def _read_directory(self, count: int, size: int) -> dict[str, _Member]:
+        what, start, position = self._what, self.directory_start, 0
+        data = self._window.read(start, start + size, what)
+        members: dict[str, _Member] = {}
+        for _ in range(count):
+            magic, flags, method, crc, stored, plain, name_size, extra_size, comment_size, local = _CENTRAL.unpack_from(
+                data, position
+            )
+            names = position + _CENTRAL.size
+            extras = names + name_size
+            name = data[names:extras].decode()
+            if _LARGE in (stored, plain, local):
+                extra = data[extras : extras + extra_size]
+                plain, stored, local = _zip64_sizes(extra, (plain, stored, local), what)
+            if magic != b"PK\1\2" or method or flags & _ENCRYPTED or stored != plain or name in members:
+                raise CheckpointError(
+                    f"{what}: zip member {name!r} is compressed, encrypted or double; torch.save stores."
+                )
+            members[name] = _Member(local, plain, start + position, crc)
+            position = extras + extra_size + comment_size
+        return members
+
+    def storage(self, key: str) -> tuple[int, int]:
+        """Return where in the file a storage's bytes start, and how many there are."""
+        start, size = self._range(f"data/{key}")
+        return self._window.offset + start, size
+
+    def pickle(self) -> bytes:
+        """Return the bytes of ``data.pkl``, after a check of its checksum and of the byte order."""
+        if f"{self._prefix}byteorder" in self._members:
+            start, size = self._range("byteorder")
+            if (found := self._window.read(start, start + min(size, 16), self._what)) != b"little":
+                raise CheckpointError(
+                    f"{self._what}: saved with byte order {found!r}, only little endian can be copied."
+                )
+        start, size = self._range("data.pkl")
+        if size > self._max_bytes:
+            raise CheckpointError(
+                f"{self._what}: a data.pkl of {size} bytes; what is read here has less than {self._max_bytes}."
+            )
+        data = self._window.read(start, start + size, self._what)
+        self._check_crc("data.pkl", self._members[self._prefix + "data.pkl"], zlib.crc32(data))
+        return data
+
+    def content(self, allowed: Allowed, storage: Callable[[object], object]) -> object:
+        """Return what the pickle describes, made of what a table allows.
+
+        Args:
+            allowed: See `load_restricted`.
+            storage: Returns what stands for a storage that the pickle names.
+        """
+        return load_restricted(self.pickle(), allowed, self._what, storage)
+
+    @property
+    def digest(self) -> int:
+        """The CRC-32 of the zip's end, from its directory on: it has the checksums of all members."""
+        return zlib.crc32(self._window.read(self.directory_start, self._window.length, self._what))
+
+    def check(self, keys: Iterable[str] | None = None, share: tuple[int, int] = (0, 1)) -> int:
+        """Compare the bytes of members with their checksums; where torch was set to make none, nothing is compared.
+
+        Args:
+            keys: Of the storages to look at; None for everything in the zip.
+            share: Which of how many shares to look at, where several processes look.
+
+        Returns:
+            The number of bytes that were compared.
+
+        Raises:
+            CheckpointError: If a member is not as it was written.
+        """
+        own = [name for name in self._members if name.startswith(self._prefix)]
+        names = own if keys is None else [f"{self._prefix}data/{key}" for key in keys]
+        num_bytes = 0
+        for name in names[share[0] :: share[1]]:
+            short = name.removeprefix(self._prefix)
+            start, size = self._range(short)
+            if self._members[name].crc32:
+                self._check_crc(short, self._members[name], self._window.crc32(start, size))
+                num_bytes += size
+        return num_bytes
+
+    def _check_crc(self, name: str, member: _Member, found: int) -> None:
+        if member.crc32 not in (0, found):
+            raise CheckpointError(
+                f"{self._what}: the bytes of {name} are damaged: their CRC-32 is {found:08x}, torch wrote "
+                f"{member.crc32:08x} next to them. {HINT}"
+            )
+
+    def fixed(self, key: str) -> Fixed:
+        """Return the bytes that another zip must share with this one for all that was read here to hold for it, too.
+
+        That is every byte that was read, except the checksums of the storage ``key`` and of the zip's id.
+        """
+        holes = []
+        for name in (f"{self._prefix}data/{key}", f"{self._prefix}.data/serialization_id"):
+            if name in self._members:
+                member = self._members[name]
+                holes += [member.local + _LOCAL_CRC, member.entry + _CENTRAL_CRC]
+        fixed: list[slice] = []
+        end = 0
+        for start, stop in sorted(self._window.reads):
+            start = max(start, end)
+            end = max(end, stop)
+            for hole in sorted(holes):
+                if start <= hole < stop:
+                    fixed.append(slice(start, hole))
+                    start = hole + 4
+            if start < stop:
+                begin = fixed.pop().start if fixed and fixed[-1].stop == start else start
+                fixed.append(slice(begin, stop))
+        return tuple((where, self._window.all_bytes[where]) for where in fixed)
+
+    def _range(self, short: str) -> tuple[int, int]:
+        """Return where a member's bytes start in the record, and how many there are."""
+        window, what, name = self._window, self._what, self._prefix + short
+        member = self._members.get(name)
+        if member is None:
+            raise CheckpointError(f"{what}: the record has no {name}; it holds {sorted(self._members)[:8]}.")
+        local, size, limit, _ = member  # the directory comes last: no data may reach to the member's entry in it
+        names = local + _LOCAL.size
+        magic, flags, stored, plain, name_size, extra_size = _LOCAL.unpack(window.read(local, names, what))
+        if magic != b"PK\3\4" or window.read(names, names + name_size, what) != name.encode():
+            raise CheckpointError(f"{what}: the zip directory points {name} at byte {local}, which is not its header.")
+        start = names + name_size + extra_size
+        end = start + size
+        if end > limit:
+            raise CheckpointError(
+                f"{what}: {name} has {size} bytes from byte {start}, only {max(limit - start, 0)} are there."
+            )
+        # A wrong length of the names before the bytes would shift them all: the member must end where they do.
+        after = window.read(end, end + 4, what)
+        if flags & _HAS_DESCRIPTOR:  # torch.save writes the sizes behind the bytes
+            sizes = _SIZES.pack(size & _LARGE, size & _LARGE), _SIZE64.pack(size)
+            is_end = after == b"PK\7\x08" and window.read(end + 8, end + 16, what) in sizes
+        else:
+            is_end = after in _NEXT and all(one in (size, _LARGE) for one in (stored, plain))
+        if not is_end:
+            raise CheckpointError(
+                f"{what}: {name} should end at byte {end} of the record, which is not the end of a zip's member."
+            )
+        return start, size
+
+
 def directory_digest(fd: int, offset: int, length: int, what: str) -> int:
     """Return the digest of a zip, see `TorchArchive.digest`, without looking further into it.
 
@@ -500,110 +550,56 @@ def directory_digest(fd: int, offset: int, length: int, what: str) -> int:
     """
     size = min(length, _DIRECTORY)
     end = os.pread(fd, size, offset + length - size)
-    start = _EOCD.unpack_from(end, size - _EOCD.size)[6] if end[-_EOCD.size :].startswith(b"PK\5\6") else 0xFFFFFFFF
-    if start == 0xFFFFFFFF:  # a large one, or none
-        _, start = _central_directory(FileWindow(fd, offset, length), length, what)
+    start = _EOCD.unpack_from(end, size - _EOCD.size)[3] if end[-_EOCD.size :].startswith(b"PK\5\6") else _LARGE
+    if start == _LARGE:  # a large one, or none
+        _, _, start = _find_directory(FileWindow(fd, offset, length), what)
     if start >= length - size:
         return zlib.crc32(end[start - length + size :])
     return zlib.crc32(os.pread(fd, length - start, offset + start))
 
 
-def _central_directory(window: FileWindow, max_bytes: int, what: str) -> tuple[dict[str, _Member], int]:
-    """Return the members, and where the directory begins."""
+def _find_directory(window: FileWindow, what: str) -> tuple[int, int, int]:
+    """Return the number of entries of the central directory, its size and its position."""
     end = window.length - _EOCD.size  # torch.save writes no comment: the last record stands at the very end
     if end < 0:
         raise CheckpointError(
             f"{what}: a record of {window.length} bytes is too short for a zip: not a file of torch.save."
         )
-    magic, *_, count, size, start, comment = _EOCD.unpack(window.read(end, window.length, what))
+    magic, count, size, start, comment = _EOCD.unpack(window.read(end, window.length, what))
     if magic != b"PK\5\6" or comment:
         raise CheckpointError(f"{what}: the record does not end as a zip of torch.save: cut off or damaged.")
-    if count == 0xFFFF or size == 0xFFFFFFFF or start == 0xFFFFFFFF:
-        count, size, start = _zip64_end(window, end, what)
-    if size > max_bytes:
-        raise CheckpointError(f"{what}: a zip directory of {size} bytes, torch.save writes less than {max_bytes}.")
-    data = window.read(start, start + size, what)
-    members: dict[str, _Member] = {}
-    position = 0
-    for _ in range(count):
-        entry = _CENTRAL.unpack_from(data, position)
-        names = position + _CENTRAL.size
-        extras = names + entry[10]
-        name = data[names:extras].decode()
-        stored, plain, local = entry[8], entry[9], entry[16]
-        if 0xFFFFFFFF in (stored, plain, local):
-            plain, stored, local = _zip64_extra(data[extras : extras + entry[11]], plain, stored, local, what)
-        if entry[0] != b"PK\1\2" or entry[4] or entry[3] & 1 or stored != plain or name in members:
-            raise CheckpointError(f"{what}: zip member {name!r} is compressed, encrypted or double; torch.save stores.")
-        members[name] = _Member(local, plain, start + position, entry[7])
-        position = extras + entry[11] + entry[12]
-    return members, start
-
-
-def _zip64_end(window: FileWindow, end: int, what: str) -> tuple[int, int, int]:
-    magic, _, position, _ = _EOCD64_LOCATOR.unpack(window.read(end - _EOCD64_LOCATOR.size, end, what))
+    if count != 0xFFFF and _LARGE not in (size, start):
+        return count, size, start
+    magic, position = _EOCD64_LOCATOR.unpack(window.read(end - _EOCD64_LOCATOR.size, end, what))
     if magic != b"PK\6\7":
         raise CheckpointError(f"{what}: the zip64 directory of the record is missing.")
-    magic, *_, count, size, start = _EOCD64.unpack(window.read(position, position + _EOCD64.size, what))
+    magic, count, size, start = _EOCD64.unpack(window.read(position, position + _EOCD64.size, what))
     if magic != b"PK\6\6":
         raise CheckpointError(f"{what}: the zip64 directory of the record is damaged.")
     return count, size, start
 
 
-def _zip64_extra(extra: bytes, plain: int, stored: int, local: int, what: str) -> tuple[int, int, int]:
+def _zip64_sizes(extra: bytes, values: tuple[int, ...], what: str) -> tuple[int, ...]:
+    """Return values with the large ones among them taken from a member's zip64 field."""
     position = 0
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
-        if kind == 1:
-            values = iter(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
-            try:
-                return tuple(next(values) if one == 0xFFFFFFFF else one for one in (plain, stored, local))  # type: ignore[return-value]
-            except (StopIteration, RuntimeError):
-                break
+        if kind == 1 and size // 8 >= values.count(_LARGE):
+            large = iter(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
+            return tuple([next(large) if one == _LARGE else one for one in values])
         position += 4 + size
     raise CheckpointError(f"{what}: a zip64 member of the record has no sizes.")
 
 
-def _member_range(window: FileWindow, member: _Member, name: str, what: str) -> tuple[int, int]:
-    """Return where a member's bytes start in the record, and how many there are."""
-    local, size, limit, _ = member  # the directory comes last: no data may reach to the member's entry in it
-    header = _LOCAL.unpack(window.read(local, local + _LOCAL.size, what))
-    names = local + _LOCAL.size
-    if header[0] != b"PK\3\4" or window.read(names, names + header[9], what) != name.encode():
-        raise CheckpointError(f"{what}: the zip directory points {name} at byte {local}, which is not its header.")
-    start = names + header[9] + header[10]
-    if start + size > limit:
-        raise CheckpointError(
-            f"{what}: {name} has {size} bytes from byte {start}, only {max(limit - start, 0)} are there."
-        )
-    _check_end(window, header, start + size, size, f"{what}: {name}")
-    return start, size
-
-
-def _check_end(window: FileWindow, header: tuple[Any, ...], end: int, size: int, what: str) -> None:
-    """Check that a member ends where its bytes do: a wrong length of the names before them would shift them all."""
-    magic = window.read(end, end + 4, what)
-    if header[2] & _HAS_DESCRIPTOR:  # torch.save writes the sizes behind the bytes
-        sizes = window.read(end + 8, end + 16, what)
-        right = magic == b"PK\7\x08" and sizes in (
-            _SIZES.pack(size & 0xFFFFFFFF, size & 0xFFFFFFFF),
-            _SIZE64.pack(size),
-        )
-    else:
-        right = header[7] in (size, 0xFFFFFFFF) and header[8] in (size, 0xFFFFFFFF) and magic in _NEXT
-    if not right:
-        raise CheckpointError(f"{what} should end at byte {end} of the record, which is not the end of a zip's member.")
-
-
 # ------------------------------------------------------------------------------------------------
-# A state dict that ``torch.save`` wrote (``pytorch_model.bin``): read without torch, and not trusted.
+# A state dict: ``pytorch_model.bin``.
 
 
 _MAX_PICKLE = 2**30  # about 150 bytes a tensor
 
 _NAMES: Allowed = {
     **TENSOR_NAMES,
-    ("torch._utils", "_rebuild_parameter"): SafeCall(lambda data, *_: data),
+    ("torch._utils", "_rebuild_parameter"): SafeCall(_rebuild_parameter),
 }
 
 
@@ -616,38 +612,38 @@ def read_state_dict_file(path: Path) -> TensorFile:
     with open_archive(path, _MAX_PICKLE) as archive:
         content = archive.content(_NAMES, storage_of)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: should hold a state dict, found {type(content).__name__}.")
+            raise CheckpointError(f"{path}: should hold a state dict, found {type_name(content)}.")
         return TensorFile(path, {_name(path, key): _tensor(archive, path, key, content[key]) for key in content})
 
 
 def _name(path: Path, key: object) -> str:
     if not isinstance(key, str):
-        raise CheckpointError(f"{path}: a state dict has names as keys, found {type(key).__name__}.")
+        raise CheckpointError(f"{path}: a state dict has names as keys, found {type_name(key)}.")
     return key
 
 
 def _tensor(archive: TorchArchive, path: Path, name: object, value: object) -> FileTensor:
     what = f"{path}: {name!r}"
     if not isinstance(value, DescribedTensor):
-        raise CheckpointError(f"{what} is no tensor but {type(value).__name__}; a merged state dict holds tensors.")
+        raise CheckpointError(f"{what} is no tensor but {type_name(value)}; a merged state dict holds tensors.")
     found = place(archive, value, what)
     strides = None if is_contiguous(found.shape, found.strides) else found.strides
     return FileTensor(found.dtype, found.shape, found.start, prod(found.shape) * found.dtype.itemsize, strides)
 
 
 # ------------------------------------------------------------------------------------------------
-# How far training was: epoch and step out of Lightning's ``meta.pt``, without torch and without running any of it.
+# Epoch and step in Lightning's ``meta.pt``.
 
 
 META_NAME = "meta.pt"
-"""What Lightning's strategies and ours save beside the shards: everything but weights and optimizer state."""
+"""Saved by Lightning's strategies and ours next to the shards: everything but weights and optimizer state."""
 
 _MAX_LIGHTNING_PICKLE = 64 * 2**20
 _ALLOWED_OF_LIGHTNING: Allowed = InertByDefault({("collections", "OrderedDict"): CheckedDict})
 
 
 def read_progress(folder: Path) -> tuple[int | None, int | None]:
-    """Return epoch and global step from a folder's ``meta.pt``; None where it does not say them, or is missing.
+    """Return epoch and global step from a folder's ``meta.pt``; None where it lacks them, or is missing.
 
     Raises:
         CheckpointError: If the file is not one that ``torch.save`` writes.
@@ -659,6 +655,6 @@ def read_progress(folder: Path) -> tuple[int | None, int | None]:
     with open_archive(path, _MAX_LIGHTNING_PICKLE) as archive:
         content = archive.content(_ALLOWED_OF_LIGHTNING, lambda _: None)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: should hold a dict, found {type(content).__name__}.")
+        raise CheckpointError(f"{path}: should hold a dict, found {type_name(content)}.")
     epoch, step = (content.get(key) for key in ("epoch", "global_step"))
     return epoch if type(epoch) is int else None, step if type(step) is int else None
