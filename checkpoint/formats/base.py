@@ -86,7 +86,7 @@ STORAGE_CLASSES: dict[str, str | None] = {
     "ComplexDoubleStorage": "complex128",
     "UntypedStorage": None,
 }
-"""torch's storage classes and their element dtype; None for bytes, whose dtype stands beside the storage."""
+"""torch's storage classes and their element dtype; None for bytes, whose dtype stands next to the storage."""
 
 
 def is_floating(dtype: DType) -> bool:
@@ -194,7 +194,7 @@ class Source:
     """Compares the stored bytes of the tensors with these names with the checksums next to them, reports how many it
     has compared, and raises CheckpointError where they differ. Without checksums: does nothing."""
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Alias to the name of the tensor it shares, where the checkpoint itself says so."""
+    """Alias to the name of the tensor it shares, where the checkpoint itself records it."""
     dtype: DType | None = None
     """What floating-point tensors become where nothing else is asked for; None keeps each one's own."""
 
@@ -218,7 +218,7 @@ def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> N
     solid = sorted((p for p in pieces if all(p.sizes)), key=lambda piece: piece.offsets)
     if len(solid) > _MANY and _cover_once(shape, solid):
         return
-    _tell_overlap(fqn, solid)
+    _raise_on_overlap(fqn, solid)
     covered, full = sum(prod(piece.sizes) for piece in solid), prod(shape)
     if covered != full:
         raise CheckpointError(
@@ -254,7 +254,7 @@ def _cover_once(shape: Sequence[int], pieces: Sequence[Piece]) -> bool:
     return sum(weight(piece.offsets, piece.sizes) for piece in pieces) % _PRIME == weight((0,) * len(shape), shape)
 
 
-def _tell_overlap(fqn: str, pieces: Sequence[Piece]) -> None:
+def _raise_on_overlap(fqn: str, pieces: Sequence[Piece]) -> None:
     """Sweep along dimension 0: only pieces whose ranges meet there are compared, and not without end."""
     active: list[Piece] = []
     num_left = _MOST_COMPARISONS
@@ -351,18 +351,18 @@ class CheckpointInfo:
     """The model's, in the order they were saved."""
     files: tuple[ShardFile, ...]
     has_optimizer: bool
-    """Whether optimizer state is in the folder or, for Accelerate's, in the one beside it."""
+    """Whether optimizer state is in the folder or, for Accelerate's, in the one next to it."""
     ties: dict[str, str] = field(default_factory=dict)
     """Alias to the name of the tensor it shares, as ``accelight.json`` or DeepSpeed says."""
     module_attribute: str | None = None
     """The attribute of the LightningModule that holds its model, as ``accelight.json`` says."""
     epoch: int | None = None
     global_step: int | None = None
-    """From ``meta.pt`` or DeepSpeed's model states; None where they do not say."""
+    """From ``meta.pt`` or DeepSpeed's model states; None where they lack them."""
     skipped: dict[str, str] = field(default_factory=dict)
     """What is not the model's, with the reason."""
     has_digests: bool = False
-    """Whether ``accelight.json`` says how the files were written. They were looked at, but for the tensors' bytes."""
+    """Whether ``accelight.json`` says how the files were written. All were compared, except for the tensors' bytes."""
     notes: tuple[str, ...] = ()
     """What could not be read and is not needed for a merge."""
     kind_in_words: str = ""
@@ -433,7 +433,7 @@ def _rows(info: CheckpointInfo) -> list[tuple[str, str]]:
         ("file", f"{one.name}  {human_bytes(one.num_bytes)}  {_count(one.num_chunks, 'chunk')}") for one in info.files
     ]
     as_written = "the files are as they were written; the tensors' bytes were not read"
-    rows.append(("digests", as_written if info.has_digests else "none: changes since the save cannot all be told"))
+    rows.append(("digests", as_written if info.has_digests else "none: not every change since the save can be noticed"))
     reasons: dict[str, int] = {}
     for reason in info.skipped.values():
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -477,7 +477,7 @@ class Format(ABC):
 
     @abstractmethod
     def describe(self, folder: Path) -> CheckpointInfo:
-        """Say what the checkpoint in ``folder`` holds.
+        """Describe the checkpoint in ``folder``.
 
         Raises:
             CheckpointError: As `open`, and if a file that the description names is missing or too short.
@@ -492,7 +492,7 @@ class Format(ABC):
         return None
 
     def why_unreadable(self, folder: Path) -> str | None:
-        """Say why ``folder``, which is much like one of this format, cannot be read; None where it is not like one."""
+        """Return why ``folder``, which resembles one of this format, cannot be read; None where it does not."""
         return None
 
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..files import CheckpointError, file_inside
+from ..files import CheckpointError, brief, file_inside
 from ..manifest import MANIFEST_NAME, Manifest, read_manifest
 from .base import (
     DTYPES,
@@ -28,7 +28,7 @@ from .base import (
     check_expansion,
     is_contiguous,
 )
-from .safe_unpickler import Inert
+from .safe_unpickler import Inert, type_name
 from .torch_save import DescribedTensor, OddTensor, PlacedTensor, check_written, open_archive, place, read_torch_file
 from .zero_files import (
     LATEST_NAME,
@@ -42,7 +42,7 @@ from .zero_files import (
 
 
 class ZeROFormat(Format):
-    """Model and optimizer states in ``*_states.pt`` files, beside a ``latest`` file that names the newest folder."""
+    """Model and optimizer states in ``*_states.pt`` files, next to a ``latest`` file that names the newest folder."""
 
     signs = ("DeepSpeed's *_states.pt files", f"its file {LATEST_NAME!r}")
 
@@ -51,7 +51,7 @@ class ZeROFormat(Format):
         return has_zero_files(folder)
 
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
-        """Read all ranks' states; DeepSpeed says itself what is tied, but for modules that have two names."""
+        """Read all ranks' states; DeepSpeed records ties itself, except for modules that have two names."""
         manifest = _manifest(folder)
         source = read_zero(folder).source()
         more = {alias: name for alias, name in manifest.ties.items() if alias not in source.tensors}
@@ -92,7 +92,7 @@ def _manifest(folder: Path) -> Manifest:
 
 
 # ------------------------------------------------------------------------------------------------
-# Describes a DeepSpeed checkpoint from its files' metadata.
+# Description of a tag folder.
 
 
 _KINDS = {
@@ -101,15 +101,15 @@ _KINDS = {
     **{f"lightning-deepspeed-stage-{stage}": f"Lightning, DeepSpeedStrategy, stage {stage}" for stage in range(4)},
 }
 _OURS = "accelight, AccelDeepSpeedStrategy, ZeRO stage {}"
-"""Where ``accelight.json`` is beside Lightning's state: no other strategy writes it."""
+"""Where ``accelight.json`` is next to Lightning's state: no other strategy writes it."""
 
 
 def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointInfo:
-    """Say what a tag folder holds.
+    """Describe a tag folder.
 
     Args:
         checkpoint: Its description.
-        manifest: What ``accelight.json`` says, checked.
+        manifest: The content of ``accelight.json``, checked.
     """
     states, files = checkpoint.states, checkpoint.files
     chunks: dict[Path, int] = {}
@@ -188,7 +188,7 @@ class ZeroCheckpoint:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether optimizer state is in the folder: stage 0 keeps it beside the weights."""
+        """Whether optimizer state is in the folder: stage 0 keeps it next to the weights."""
         return self.stage > 0 or self.states.has_optimizer
 
     def source(self) -> Source:
@@ -499,7 +499,7 @@ def _check_same_shapes(first: ModelStates, shapes: Shapes, other: ModelStates, o
 
 
 # ------------------------------------------------------------------------------------------------
-# What DeepSpeed's files say, checked: model states (names, shapes, buffers) and optimizer states (fp32 partitions).
+# The content of DeepSpeed's files, checked: model states (names, shapes, buffers), optimizer states (fp32 partitions).
 #
 # Source: deepspeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``), ``runtime/zero/stage_1_and_2.py`` and
 # ``stage3.py`` (``state_dict``), ``runtime/bf16_optimizer.py``, ``utils/zero_to_fp32.py``.
@@ -523,13 +523,13 @@ class ModelStates:
     frozen_fragments: Mapping[str, DescribedTensor]
     """Of parameters that are not trained: in full below stage 3, this rank's part in stage 3."""
     shared: Mapping[str, str]
-    """Alias to the name of the parameter it shares; rank 0 says so."""
+    """Alias to the name of the parameter it shares; recorded by rank 0."""
     ds_version: str | None
     steps: Mapping[str, int | None]
     """``global_steps`` of DeepSpeed, ``epoch`` and ``global_step`` of Lightning."""
     is_lightning: bool
     has_optimizer: bool
-    """Whether optimizer state is beside the weights, as in stage 0."""
+    """Whether optimizer state is next to the weights, as in stage 0."""
 
 
 @dataclass(frozen=True)
@@ -589,8 +589,8 @@ class _Reader:
             self._fail("it has no buffer_names: not a model states file, or of a DeepSpeed older than 0.4.4")
         if (size := content.get("mp_world_size", 1)) not in (None, 1):
             self._fail(
-                f"saved with mp_world_size {size!r}: tensor-parallel weights cannot be merged here. Save gathered ones "
-                f"with engine.save_16bit_model()"
+                f"saved with mp_world_size {brief(size)}: tensor-parallel weights cannot be merged here. Save "
+                f"gathered ones with engine.save_16bit_model()"
             )
         if content.get("ds_autoep_layers") or content.get("autoep_layers"):
             self._fail("it has expert-parallel layers (AutoEP), which cannot be merged here")
@@ -627,7 +627,7 @@ class _Reader:
         key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
         if key not in state:
             self._fail("it holds no flat fp32 groups: not a ZeRO optimizer's state")
-        # A bf16 optimizer with fp32 accumulation does not say its stage: it is laid out as stage 1.
+        # A bf16 optimizer with fp32 accumulation does not record its stage: it is laid out as stage 1.
         stage = self._count(state.get("zero_stage", 1), "zero_stage")
         if stage not in (1, 2, 3) or (stage == 3) != (key == "fp32_flat_groups"):
             self._fail(f"zero_stage is {stage}, beside {key}")
@@ -712,7 +712,7 @@ def _kind(value: object) -> str:
         return "an object of a class that is not read here"
     if isinstance(value, (DescribedTensor, OddTensor)):
         return "a tensor"
-    return type(value).__name__
+    return type_name(value)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -807,7 +807,7 @@ def locate_parts(tensors: Mapping[str, ZeroTensor]) -> dict[str, SourceTensor]:
 
 
 def check_parts(tensors: Iterable[ZeroTensor], on_bytes: Callable[[int], object]) -> None:
-    """Compare the bytes of what holds these tensors with the checksums that torch wrote beside them.
+    """Compare the bytes of what holds these tensors with the checksums that torch wrote next to them.
 
     Raises:
         CheckpointError: If they are not as they were written.

@@ -226,7 +226,7 @@ def test_inspect_prints_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str
         "attribute    (none: the module holds layers itself)",
         "tied         c -> a",
         f"file         __0_0.distcp  {size / 1000:.1f} kB  2 chunks",
-        "digests      none: changes since the save cannot all be told",
+        "digests      none: not every change since the save can be noticed",
         "",
         "a  float32   [3, 4]  48 B  1 chunk",
         "b  bfloat16  [5]     10 B  1 chunk",
