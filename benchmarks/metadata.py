@@ -142,8 +142,8 @@ def _later_save(folder: Path) -> Iterator[str]:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the backend
 
+    from accelight.state.rendezvous import StoreMessages
     from accelight.state.upstream import TCPStore
-    from accelight.strategies.common.rendezvous import StoreMessages
     from accelight.strategies.fsdp.checkpoint.planner import WriteLocations, merge_plans
     from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 
@@ -157,7 +157,7 @@ def _later_save(folder: Path) -> Iterator[str]:
             own = _places(rank, len(items))
         else:
             other._rank, other.num_uses = rank, 0
-            other._send(_places(rank, len(items)))
+            other.send_to_rank_zero(_places(rank, len(items)))
     del other
     yield ""
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..state.rendezvous import run_on_rank_zero
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import in_own_folders
-from ..strategies.common.rendezvous import run_on_rank_zero
 from ..strategies.ray_train.storage import CHECKPOINT_NAME, RunStorage, remove_downloaded
 from ..strategies.upstream.lightning import Checkpoint, LightningModule, Trainer, check_trainer
 from .elastic_training import skip_used_batches

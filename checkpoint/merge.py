@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +22,6 @@ from .writing.plan import Plan, PlannedFile, check_conflicts, check_destination,
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 
 # ------------------------------------------------------------------------------------------------
@@ -128,9 +125,6 @@ class _Bar:
 
 T = TypeVar("T")
 
-# All processes of a group make the same calls, so the number of a call names its key, and nothing need be sent.
-_num_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
 
 def run_on_main(fn: Callable[[], T]) -> T:
     """Run ``fn`` on the main process of the default process group, and return its result on every process.
@@ -146,35 +140,22 @@ def run_on_main(fn: Callable[[], T]) -> T:
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return fn()
     from ..state.process_group import require_group  # torch
-
-    return _share(fn, require_group("merge_fsdp_weights"))
-
-
-def _share(fn: Callable[[], T], group: dist.ProcessGroup) -> T:
-    from ..state.process_group import group_store
     from ..state.rendezvous import one_first
 
-    number = _num_calls[group] = _num_calls.get(group, 0) + 1
-    store: Any = group_store(f"accelight/merge/{number}")  # Any: its stubs know str, it takes bytes
-    rank, num_waiting = group.rank(), group.size() - 1
-    ordered = one_first(
-        group, first=rank == 0, scope="merge", num_waiting=num_waiting, process_index=rank, timeout=None
+    group = require_group("merge_fsdp_weights")
+    rank = group.rank()
+    turn = one_first(
+        group, first=rank == 0, scope="merge", num_waiting=group.size() - 1, process_index=rank, timeout=None
     )
     if rank == 0:
-        with ordered:
-            result = fn()
-            store.set("result", pickle.dumps(result))
-        return result
+        with turn as results:
+            results.append(fn())
+        return results[0]
     try:
-        with ordered:
-            pass
+        with turn as results:
+            return results[0]
     except RuntimeError as error:
         raise CheckpointError(f"The merge failed on the main process. {error}") from error
-    result = pickle.loads(store.get("result"))  # written by the main process of our own job
-    if store.add("readers", 1) == num_waiting:
-        store.delete_key("result")
-        store.delete_key("readers")
-    return result
 
 
 DEFAULT_THREADS = 2

@@ -1,6 +1,6 @@
 """Process, accelerator and gradient state; process control, triggers and gathering. Needs torch alone."""
 
-from .accelerator_state import AcceleratorState
+from .accelerator_state import AcceleratorState, reset_state
 from .collectives import (
     broadcast,
     broadcast_object_list,
@@ -14,7 +14,6 @@ from .environment import ProcessInfo
 from .gradient_state import GradientAccumulationPlugin, GradientState
 from .partial_state import PartialState
 from .process_record import DistributedType, InitProcessGroupKwargs
-from .reset import reset_state
 from .triggers import check_trigger, check_triggers, set_trigger, triggered_by
 
 __all__ = [

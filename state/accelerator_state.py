@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from . import triggers
+from .gradient_state import GradientState
 from .partial_state import PartialState
 from .process_record import DistributedType, precision_from_env, shared
 from .utils import flag_from_env
@@ -309,3 +311,13 @@ def _changed(name: str, old: Any, new: Any) -> ValueError:
         f"AcceleratorState has {name}={old!r}, which cannot become {new!r}: somebody may have read it. "
         f"Give {name}={new!r} where the state is first made (or to the Trainer), or leave it out there."
     )
+
+
+def reset_state() -> None:
+    """Forget all states and triggers of this process, so that the next instances begin anew. For tests.
+
+    A process group stays as it is, and is adopted by the next ``PartialState()``.
+    """
+    triggers.reset()
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 
 from .gradient_state import active_entry
-from .process_group import backends_by_device, group_store, require_group, timeout_of
+from .process_group import backends_by_device
 from .process_record import communication_group, shared
-from .rendezvous import poll, shortest_pause
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -439,51 +436,34 @@ def _raise_mismatch(mine: list[str], group: dist.ProcessGroup) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# All processes have to come to the same call: found out on the store before a collective can hang.
+# The maximum of small numbers over all ranks, reduced while each rank continues.
 
 
-# Of the group and not of the states, as the store is: after a reset, old keys must not look new.
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+AllReduceMaxAsync = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
+"""As `all_reduce_max_async`."""
 
 
-def store_barrier(what: str) -> None:
-    """Wait until every process has come to ``what``, at most as long as the group's timeout.
+def all_reduce_max_async(values: Sequence[int]) -> Callable[[], Sequence[int]]:
+    """Begin to reduce int32 numbers to their maximum over all ranks; all ranks must call it at the same point.
 
-    Args:
-        what: Names the call in the error, such as ``"trainer.save_checkpoint"``.
-
-    Raises:
-        RuntimeError: If some processes do not come; it names those that did.
+    Returns:
+        A function that waits for the slowest rank and returns the numbers. A rank that does not need them need not
+        call it.
     """
-    group = require_group(what)
-    counts = _meetings.setdefault(group, Counter())
-    counts[what] += 1
-    num_processes, process_index = shared.current().num_processes, shared.current().process_index
-    store, timeout_s = group_store(f"accelight/meet/{what}/{counts[what]}"), timeout_of(group).total_seconds()
-    store.set(f"{process_index}", "")
-    come = store.add("come", 1)
-    if process_index == 0 and counts[what] > 2:  # whoever is here has left the last meeting, so all have left that one
-        before_last = group_store(f"accelight/meet/{what}/{counts[what] - 2}")
-        for key in ("come", *map(str, range(num_processes))):
-            before_last.delete_key(key)
-    if come == num_processes:
-        return
+    import torch.distributed as dist
 
-    def all_have_come() -> bool | None:
-        return store.add("come", 0) == num_processes or None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda: values
+    maxima = torch.tensor(values, dtype=torch.int32)
+    if "cpu" not in dist.get_backend_config() and dist.get_backend() != "gloo":
+        maxima = maxima.to(torch.accelerator.current_accelerator())
+    work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
 
-    if poll(all_have_come, timeout_s, shortest_pause(num_processes)) is None:
-        present = [index for index in range(num_processes) if store.check([f"{index}"])]
-        if store.add("come", -1) == num_processes - 1:  # the last came just now
-            store.add("come", 1)
-            return
-        store.delete_key(f"{process_index}")  # else it would be here already when all come the next time
-        counts[what] -= 1
-        raise RuntimeError(
-            f"{what} was called on {'process' if len(present) == 1 else 'processes'} "
-            f"{', '.join(map(str, present))} of {num_processes} alone: the others did not come in {timeout_s:g} s. "
-            "Call it on every process; each has a part in it."
-        )
+    def wait() -> Sequence[int]:
+        work.wait()  # returns at once when called again
+        return maxima.tolist()
+
+    return wait
 
 
 # ------------------------------------------------------------------------------------------------

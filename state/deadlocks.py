@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .process_group import group_store, live_group
-from .rendezvous import interrupt_waits, poll
+from .store import default_store, interrupt_waits, poll
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -372,9 +372,7 @@ def _shut_down(others: set[Any]) -> None:
 
 
 def _store_ports() -> list[int]:
-    from .upstream import PrefixStore, TCPStore, _get_default_store
+    from .upstream import TCPStore
 
-    store = _get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = default_store()
     return [store.port] if isinstance(store, TCPStore) else []

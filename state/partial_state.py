@@ -237,7 +237,7 @@ class PartialState(ReadOnlyState):
     @staticmethod
     def _first(
         facts: ProcessFacts, first: bool, scope: str, count: int, timeout: timedelta | float | None
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[object]:
         if facts.deferred or facts.num_processes == 1:
             return nullcontext()
         return one_first(

@@ -26,7 +26,8 @@ from .process_group import (
     start_group,
     timeout_of,
 )
-from .rendezvous import refuse_while_waited_for, watch
+from .rendezvous import refuse_while_waited_for
+from .store import leave_in_order
 from .utils import flag_from_env, named_arguments
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ class SharedFacts:
             destroy_at_exit()
         if "gloo" in backends:
             settle_at_exit()
-        watch(group)
+        leave_in_order(group)
         return ProcessFacts(
             device=device,
             backend=_backend_of(group, device.type),

@@ -1,242 +1,341 @@
-"""Meetings of ranks through the store: barriers in the order of the program, and a shutdown that waits for all ranks.
+"""Ranks wait for each other, send rank 0 messages, raise each other's errors, and find out which of them is missing.
 
-[Note: staying] Whoever waits on the store needs the process that holds it, process 0 as a rule: wherever it listens for
-the others itself, without torchrun's agent. Its last ``main_process_first`` block is done before the others have even
-come to theirs; if it ended then, or destroyed the group, they would find nobody. So everyone counts its uses; when the
-group goes (destroyed, or the program ends) process 0 waits until the others have caught up, or have left themselves and
-said so. A process that was killed says nothing: the group's timeout bounds the waiting, and after an error of its own,
-which would only be printed late, process 0 gives the others 10 s.
+All of it goes through the store, except `raise_together` and `run_on_rank_zero`, which use collectives where they are
+given no `StoreMessages`: a collective fails at once when a process ends, and a wait on the store does not.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import logging
 import os
+import pickle
 import socket
 import sys
+import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import util
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .process_group import group_store, live_group, timeout_of
+import torch
+import torch.distributed as dist
+
+from .deadlocks import found_deadlock
+from .process_group import backends_by_device, group_store, require_group
+from .store import Channel, DeadlockError, poll
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from .upstream import Store, TCPStore
-
-
-_log = logging.getLogger(__name__)
-
-_AFTER_AN_ERROR_S = 10.0
-_SILENT_S = 5.0
-_TOGETHER_S = 0.05  # all end at the same time, as a rule: leaving, they must not find the store just gone
-_POLL_S = 0.005
-
-
-class Use(Protocol):
-    """Something that processes do with the store, equally often."""
-
-    @property
-    def num_uses(self) -> int:
-        """How often this process has."""
-        ...
-
-    def num_missing(self) -> int:
-        """Return how many uses of the others are still to come, to be as many as here."""
-        ...
-
-
-@dataclass
-class _Stay:
-    store: Store
-    host: str
-    port: int
-    process_index: int
-    num_processes: int
-    timeout_s: float
-    uses: dict[str, Use] = field(default_factory=dict)
-
-    def leave(self) -> None:
-        """Say so, or, on process 0, let the others leave first where they need it."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and no process is left to notify
-            if self.process_index == 0:
-                self._wait()
-            elif _listens(self.host, self.port):
-                self.store.set(f"left/{self.process_index}", json.dumps(self._counts()))
-
-    def _counts(self) -> dict[str, int]:
-        return {name: use.num_uses for name, use in self.uses.items()}
-
-    def _wait(self) -> None:
-        started = time.monotonic()
-        limit_s = self.timeout_s if getattr(sys, "last_value", None) is None else _AFTER_AN_ERROR_S
-        has_logged = False
-        while (missing := self._missing()) and time.monotonic() - started < limit_s:
-            if not has_logged and time.monotonic() - started > _SILENT_S:
-                _log.warning(
-                    "Process 0 stays for the others, which have not come to %s yet; at most %g s more. (Ctrl-C ends "
-                    "it.)",
-                    " and ".join(missing),
-                    limit_s - _SILENT_S,
-                )
-                has_logged = True
-            time.sleep(_POLL_S if time.monotonic() - started < 1 else 0.1)
-        started = time.monotonic()
-        while len(self._left()) < self.num_processes - 1 and time.monotonic() - started < _TOGETHER_S:
-            time.sleep(_POLL_S)
-
-    def _missing(self) -> list[str]:
-        """Return the names of the uses that others are still to come to."""
-        missing = {name: use.num_missing() for name, use in self.uses.items() if use.num_uses}
-        if not any(missing.values()):
-            return []
-        left = self._left()
-        return [
-            name
-            for name, count in missing.items()
-            if count > sum(max(0, self.uses[name].num_uses - counts.get(name, 0)) for counts in left)
-        ]
-
-    def _left(self) -> list[dict[str, int]]:
-        """Return what those had counted that have left."""
-        keys = [f"left/{index}" for index in range(1, self.num_processes)]
-        return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
-
-
-_stays: weakref.WeakKeyDictionary[dist.ProcessGroup, _Stay] = weakref.WeakKeyDictionary()
-
-
-def watch(group: dist.ProcessGroup) -> None:
-    """See to it that this process leaves ``group`` as it should: see [Note: staying]. Communicates nothing now."""
-    import torch.distributed as dist
-
-    if group in _stays or dist.get_world_size(group) == 1:
-        return
-    listening = _listening_store()
-    if listening is None:
-        return
-    stay = _Stay(
-        group_store("accelight/stay"),
-        listening.host,
-        listening.port,
-        dist.get_rank(group),
-        dist.get_world_size(group),
-        timeout_of(group).total_seconds(),
-    )
-    _stays[group] = stay
-    leave = weakref.finalize(group, stay.leave)  # also at the program's end
-    util.Finalize(None, leave, exitpriority=0)  # in a process that multiprocessing started, which knows no atexit
-
-
-def count(group: dist.ProcessGroup, name: str, use: Use) -> None:
-    """Let ``use`` be among what process 0 stays for."""
-    stay = _stays.get(group)
-    if stay is not None:
-        stay.uses[name] = use
-
-
-def is_needed(group: dist.ProcessGroup) -> bool:
-    """Return whether process 0 may have to stay: it listens for the others itself."""
-    return group in _stays
-
-
-def _listening_store() -> TCPStore | None:
-    """Return the default group's TCP store; None for others, and where torchrun's agent holds it and outlives us."""
-    from .upstream import PrefixStore, TCPStore, _get_default_store
-
-    store = _get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    return store
-
-
-def _listens(host: str, port: int) -> bool:
-    """Return whether somebody does. To ask the store would print a long warning where it is gone."""
-    try:
-        socket.create_connection((host, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
-# ------------------------------------------------------------------------------------------------
-# One process first, the others after it: waiting on the store, so that no collective's timeout runs meanwhile.
-#
-# [Note: keys] A block's key in the store is its path of counters: the third block is ``3``, the first one nested in it
-# ``3.1``. All processes pass the same blocks, so they agree on the path without a word; and a block left by an
-# exception before its inner ones leaves the counters of the blocks after it equal on all processes. The counters belong
-# to the process group, as the store does, and not to the states: resetting a state must not make old keys look new.
+    from types import CodeType, FrameType
 
 
 T = TypeVar("T")
+R = TypeVar("R")
 
-_interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-"""By default process group: why no wait of its processes can end."""
-
-_DONE = "done"
-_LONGEST_WAIT = timedelta(days=7)
-_SLOWEST_POLL_S = 0.25
-_QUESTIONS_PER_S = 20_000  # of all processes together, to one store
+_log = logging.getLogger(__name__)
 
 
-class DeadlockError(RuntimeError):
-    """Raised by a wait on the store that cannot end, because the processes wait for each other."""
+def num_ranks() -> int:
+    """Return the number of processes; one without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def interrupt_waits(group: dist.ProcessGroup, reason: str) -> None:
-    """Let every `poll`, also in other threads, raise `DeadlockError` while ``group`` is the default process group."""
-    _interruptions[group] = reason
+# ------------------------------------------------------------------------------------------------
+# Errors of one rank, raised on all.
 
 
-@dataclass
-class _Counters:
-    """Where this process is among the blocks of one group: finished or running blocks per open level."""
+def raise_together(
+    what: str,
+    problems: Sequence[str],
+    cause: BaseException | None = None,
+    through: dist.ProcessGroup | StoreMessages | None = None,
+) -> None:
+    """Raise on every rank if any rank has a problem; every rank must call it.
 
-    num_others: int
-    """Processes beside this one."""
-    progress: Store | None
-    """Where the others write down what they have left behind them; None where nobody stays for them."""
-    is_holder: bool
-    """Whether this process may have to stay: see [Note: staying]."""
-    levels: list[int] = field(default_factory=lambda: [0])
-    num_waited_for: int = 0
-    """Open blocks that other processes wait for this one to leave."""
+    Args:
+        what: For the error.
+        problems: Of this rank.
+        cause: Of this rank's problems.
+        through: A group of all ranks (default: the default group), or messages.
+
+    Raises:
+        RuntimeError: With ``what`` failed and each problem, with the ranks that have it.
+    """
+    if isinstance(through, StoreMessages):
+        lines = through.gather_then_broadcast(problems, format_errors_by_rank, what)
+    else:
+        everyone: list[Any] = [list(problems)] * num_ranks()
+        if len(everyone) > 1:
+            dist.all_gather_object(everyone, list(problems), group=through)
+        lines = format_errors_by_rank(everyone)
+    if lines:
+        raise RuntimeError("\n".join([f"{what} failed.", *lines])) from cause
+
+
+@contextmanager
+def raise_on_all_ranks(what: str, through: dist.ProcessGroup | StoreMessages | None = None) -> Iterator[None]:
+    """Run a body that does not communicate, on every rank; an exception of one is raised on all.
+
+    Raises:
+        RuntimeError: As `raise_together`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
+        error = caught
+    raise_together(what, [] if error is None else [_text_of(error)], error, through)
+
+
+def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each problem, with the ranks that have it.
+
+    Args:
+        problems: Of each rank.
+    """
+    ranks_by_problem: dict[str, list[int]] = {}
+    for rank, found in enumerate(problems):
+        for problem in found:
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    return [
+        f"{'every process' if len(ranks) == len(problems) > 1 else _processes(ranks)}: {problem}"
+        for problem, ranks in ranks_by_problem.items()
+    ]
+
+
+def run_on_rank_zero(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
+    """Run ``action`` on rank 0 while the others wait, and return its result on every rank.
+
+    ``group`` holds all ranks; the default group by default.
+
+    Raises:
+        RuntimeError: On every rank, if it failed, naming ``what`` and the error.
+    """
+    error: Exception | None = None
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        outcome, error = _attempt(action)
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    return _result_of(outcome, what, error)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[list[Any], Exception | None]:
+    """Return the failure or the result of an action, for the other ranks, and its exception."""
+    try:
+        return [None, action()], None
+    except Exception as error:  # noqa: BLE001 (raised by `_result_of`, after the others have the text)
+        return [_text_of(error), None], error
+
+
+def _result_of(outcome: Sequence[Any], what: str, error: Exception | None = None) -> Any:
+    failure, result = outcome
+    if failure is not None:
+        raise RuntimeError(f"{what} failed on rank 0: {failure}") from error
+    return result
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _processes(ranks: Sequence[int]) -> str:
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Messages to rank 0 and from it. A rank waits only for the answer that it needs.
+#
+# Collectives of Python objects send everything to every rank, in several steps, with NCCL through the device. Here each
+# rank sends rank 0 its own object, and rank 0 answers with some bytes.
+#
+# [Note: ended processes] The store does not show that a process has ended. Where processes write for minutes, all begin
+# to reduce one number over gloo after they have sent their message: the connection of a process that ends breaks at
+# once, and the reduction with it.
+#
+# [Note: old messages] A rank that sends rank 0 a message has received all that rank 0 sent before. So when all messages
+# are there, rank 0 removes them, and what it sent before.
+
+_GRACE_S = 10.0  # rank 0 waits as well, and then reports for which rank
+
+
+class StoreMessages(Channel):
+    """Numbered messages between rank 0 and all others; every rank goes through the same ones in the same order.
+
+    Args:
+        group: The default process group.
+        name: Of these messages; each thread needs its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        super().__init__(group, f"messages/{name}", f"the messages of {name}")
+        self._sent: list[str] = []
+
+    def broadcast_from_rank_zero(self, action: Callable[[], R], what: str, watch: _Watch | None = None) -> R:
+        """Run ``action`` on rank 0 and return its result, pickled for the others, which wait for it.
+
+        Raises:
+            RuntimeError: On every rank, if it failed, naming ``what`` and the error; or if rank 0 does not answer.
+        """
+        key = self._next()
+        if self._rank != 0:
+            return _result_of(pickle.loads(self._receive(key, what, watch)), what)
+        outcome, error = _attempt(action)
+        try:
+            content = pickle.dumps(outcome)
+        except Exception as unpicklable:  # noqa: BLE001 (raised by `_result_of`)
+            outcome, error = [_text_of(unpicklable), None], unpicklable
+            content = pickle.dumps(outcome)
+        if self._num_ranks > 1:
+            self._sent += self.put(key, content)
+        return _result_of(outcome, what, error)
+
+    def gather_then_broadcast(
+        self, content: T, action: Callable[[list[T]], R], what: str, watched_over: dist.ProcessGroup | None = None
+    ) -> R:
+        """Send ``content`` to rank 0, run ``action`` there on all contents in rank order, and return its result.
+
+        Args:
+            content: Of this rank, pickled.
+            action: Run on rank 0.
+            what: For errors.
+            watched_over: A group of all ranks. If its CPU backend is gloo, the end of a process is noticed at once:
+                see [Note: ended processes].
+
+        Raises:
+            RuntimeError: On every rank, if it failed, naming ``what`` and the error; or if a rank did not send its
+                content within the group's timeout, or has ended, naming the rank.
+        """
+        key = self._next() if self._rank == 0 else self.send_to_rank_zero(content)
+        watch = _Watch(watched_over)
+        return self.broadcast_from_rank_zero(lambda: action(self._collect(key, content, watch)), what, watch)
+
+    def send_to_rank_zero(self, content: Any) -> str:
+        """Send what `gather_then_broadcast` collects on rank 0, and return its key."""
+        key = self._next()
+        self.put(f"{key}/{self._rank}", pickle.dumps(content))
+        self._store.add(key, 1)
+        self.finish_use()
+        return key
+
+    @contextmanager
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
+        """As the function of this name, through these messages."""
+        with raise_on_all_ranks(what, self):
+            yield
+
+    def _collect(self, key: str, own: T, watch: _Watch) -> list[T]:
+        others, timeout_s = range(1, self._num_ranks), self.timeout_s()
+
+        def all_are_there() -> bool:
+            return not others or self._store.add(key, 0) == len(others)
+
+        poll(lambda: all_are_there() or watch.is_broken() or None, timeout_s, self._pause_s)
+        if not all_are_there():
+            absent = _processes([rank for rank in others if not self._store.check([f"{key}/{rank}"])])
+            if watch.is_broken():
+                raise RuntimeError(f"A process has ended: {absent} did not finish.")
+            raise RuntimeError(f"{absent} did not finish in {timeout_s:g} s.")
+        contents, read = [own], [key]
+        for rank in others:
+            content, keys = self.take(f"{key}/{rank}")
+            contents.append(pickle.loads(content))
+            read += keys
+        self.delete([*self._sent, *read])  # see [Note: old messages]
+        self._sent.clear()
+        return contents
+
+    def _receive(self, key: str, what: str, watch: _Watch | None) -> bytes:
+        def is_there_or_never() -> bool | None:
+            return self._store.check([key]) or (watch is not None and watch.is_broken()) or None
+
+        try:
+            if poll(is_there_or_never, self.timeout_s() + _GRACE_S, self._pause_s) is None:
+                raise RuntimeError(f"{what} failed: process 0 said nothing for {self.timeout_s():g} s.")
+            if not self.wait_for(key, _GRACE_S):
+                raise RuntimeError(f"{what} failed: a process has ended, and process 0 does not say which.")
+            return self.take(key)[0]
+        finally:
+            self.finish_use()
+
+    def _next(self) -> str:
+        self.num_uses += 1
+        return f"{self.num_uses}"
+
+
+class _Watch:
+    """Notices the end of a process that has not reached the point at which this object was made."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._work: Any = None
+        self._is_broken = False
+        if group is not None and backends_by_device(group).get("cpu") == "gloo":
+            self._work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+
+    def is_broken(self) -> bool:
+        if self._work is not None and self._work.is_completed():
+            try:
+                self._work.wait()
+            except RuntimeError:
+                self._is_broken = True
+            self._work = None
+        return self._is_broken
+
+
+_messages: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreMessages]] = weakref.WeakKeyDictionary()
+
+
+def store_messages(name: str = "the main thread") -> StoreMessages:
+    """Return the messages of this name in the default process group, the same at each call.
+
+    Args:
+        name: Of the thread's work. Two threads must not share messages: their orders may differ between ranks.
+    """
+    group = require_group(f"A message of {name}")
+    by_name = _messages.setdefault(group, {})
+    if name not in by_name:
+        by_name[name] = StoreMessages(group, name)
+    return by_name[name]
+
+
+# ------------------------------------------------------------------------------------------------
+# One process first, the others after it. They wait on the store, so that no collective's timeout runs meanwhile.
+#
+# [Note: blocks] A block's key is its path of counters: the third block is ``3``, the first one nested in it ``3.1``.
+# All processes pass the same blocks, so they agree on the path without communicating. An exception that leaves a block
+# before its inner ones keeps the counters of later blocks equal on all processes. The counters belong to the process
+# group, as the store does, and not to the states: after a reset, old keys must not look new.
+
+_LONGEST_WAIT_S = timedelta(days=7).total_seconds()
+
+
+class _Blocks(Channel):
+    """Where this process is among the blocks of one group; a use is a block outside of all others."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, "first", "main_process_first")
+        self.levels = [0]
+        """Finished or running blocks per open level."""
+        self.num_waited_for = 0
+        """Open blocks that other processes wait for this one to leave."""
 
     def enter(self) -> str:
         self.levels[-1] += 1
+        self.num_uses = self.levels[0]
         path = ".".join(map(str, self.levels))
         self.levels.append(0)
         return path
 
     def leave(self) -> None:
         self.levels.pop()
-        if len(self.levels) == 1 and self.progress is not None and not self.is_holder:
-            with suppress(RuntimeError):  # its holder was killed: what this process does in its block is done
-                self.progress.add("blocks", 1)
-
-    @property
-    def num_uses(self) -> int:
-        """Blocks so far, without those inside others."""
-        return self.levels[0]
-
-    def num_missing(self) -> int:
-        """Return how many blocks the others have yet to leave."""
-        if self.progress is None:
-            return 0
-        return self.num_others * self.levels[0] - self.progress.add("blocks", 0)
+        if len(self.levels) == 1:
+            self.finish_use()
 
 
-_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, _Counters] = weakref.WeakKeyDictionary()
+_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, _Blocks] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -248,39 +347,64 @@ def one_first(
     num_waiting: int,
     process_index: int,
     timeout: timedelta | float | None,
-) -> Iterator[None]:
+) -> Iterator[list[Any]]:
     """Run the block on one process of ``scope`` first, then on the ``num_waiting`` others.
+
+    Yields:
+        A list: what the first process appends, pickled, the others find.
 
     Raises:
         RuntimeError: On the others, if the first one's block raised or its process is gone.
         TimeoutError: On the others, if the first one's block took longer than ``timeout``.
     """
-    limit = (
-        _LONGEST_WAIT if timeout is None else timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    )
-    if limit <= timedelta(0):
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if limit_s is not None and limit_s <= 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}. Leave it out to wait as long as it takes.")
-    counters = _counters_of(group)
-    path = counters.enter()
-    store = group_store(f"accelight/first/{scope}/{path}")
+    if (blocks := _blocks.get(group)) is None:
+        blocks = _blocks[group] = _Blocks(group)
+    path = blocks.enter()
     try:
         if not first:
-            _wait(store, limit, num_waiting, scope, path)
-            yield
+            yield _wait_for_first(blocks, f"{scope}/{path}", limit_s or _LONGEST_WAIT_S, num_waiting)
             return
-        outcome = _DONE
-        counters.num_waited_for += bool(num_waiting)
+        results: list[Any] = []
+        outcome: tuple[str | None, list[Any]] = None, results
+        blocks.num_waited_for += bool(num_waiting)
         try:
-            yield
+            yield results
         except BaseException as error:
-            outcome = f"process {process_index} raised {type(error).__name__} in the block it runs first: {error}"
+            outcome = f"process {process_index} raised {type(error).__name__} in the block it runs first: {error}", []
             raise
         finally:
-            counters.num_waited_for -= bool(num_waiting)
+            blocks.num_waited_for -= bool(num_waiting)
             if num_waiting:
-                store.set("outcome", outcome)
+                blocks.put(f"{scope}/{path}", pickle.dumps(outcome))
     finally:
-        counters.leave()
+        blocks.leave()
+
+
+def _wait_for_first(blocks: _Blocks, key: str, limit_s: float, num_waiting: int) -> list[Any]:
+    try:
+        if not blocks.wait_for(key, limit_s, promptly=False):
+            scope, path = key.rsplit("/", 1)
+            raise TimeoutError(
+                f"The first process of {scope!r} has not left block {path} after {limit_s:g} s. Raise timeout=, or see "
+                "what it is doing."
+            )
+        content, keys = blocks.take(key)
+        if blocks._store.add(f"{key}/readers", 1) == num_waiting:
+            blocks.delete([*keys, f"{key}/readers"])
+    except DeadlockError:
+        raise
+    except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
+        raise RuntimeError(
+            f"Lost the process group's store while waiting for the first process of {key.rsplit('/', 1)[0]!r}: the "
+            f"process that holds it (usually process 0) has ended. ({error})"
+        ) from error
+    failure, results = pickle.loads(content)
+    if failure is not None:
+        raise RuntimeError(f"Cannot go on: {failure}")
+    return list(results)
 
 
 def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
@@ -289,70 +413,271 @@ def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: Inside a block that this process runs first.
     """
-    if group in _counters and _counters[group].num_waited_for:
+    if group in _blocks and _blocks[group].num_waited_for:
         raise RuntimeError(
             f"{what} needs all processes, and the others wait for this one to leave its main_process_first() or "
             "local_main_process_first() block. Call it before or after the block."
         )
 
 
-def _counters_of(group: dist.ProcessGroup) -> _Counters:
-    if group not in _counters:
-        progress = group_store("accelight/first") if is_needed(group) else None
-        _counters[group] = _Counters(group.size() - 1, progress, group.rank() == 0)
-        count(group, "main_process_first", _counters[group])
-    return _counters[group]
+# ------------------------------------------------------------------------------------------------
+# Barriers, and comparisons of the ranks' next actions: different ones would mix their values or end the processes.
+#
+# Ranks meet on the store and not in a collective: a rank that does not come may be in a collective of the user's, which
+# would be answered with ours.
+
+_PATIENCE_S = 30.0
+_LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.", "contextlib")
+_numbers = itertools.count()
 
 
-def _wait(store: Store, limit: timedelta, num_waiting: int, scope: str, path: str) -> None:
-    try:
-        if poll(lambda: store.check(["outcome"]) or None, limit.total_seconds()) is None:
-            raise TimeoutError(
-                f"The first process of {scope!r} has not left block {path} after {limit.total_seconds():g} s. "
-                "Raise timeout=, or see what it is doing."
-            )
-        outcome = store.get("outcome").decode()
-        if store.add("readers", 1) == num_waiting:  # the last one clears up
-            store.delete_key("outcome")
-            store.delete_key("readers")
-    except DeadlockError:
-        raise
-    except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
-        raise RuntimeError(
-            f"Lost the process group's store while waiting for the first process of {scope!r}: the process that holds "
-            f"it (usually process 0) has ended. ({error})"
-        ) from error
-    if outcome != _DONE:
-        raise RuntimeError(f"Cannot go on: {outcome}")
+class _Meeting(Channel):
+    """A point that all ranks reach repeatedly, each with a text. The last rank to arrive writes the verdict."""
+
+    def arrive(self, text: str = "") -> None:
+        self.num_uses += 1
+        store, number = self._store, self.num_uses
+        store.set(f"said/{self._rank}", json.dumps([number, text]))
+        if store.add("arrived", 1) == number * self._num_ranks:  # all have left the verdict before this one
+            said = [self._said(rank)[1] for rank in range(self._num_ranks)] if text else []
+            store.set(f"verdict/{number}", json.dumps(said if len(set(said)) > 1 else []))
+            store.delete_key(f"verdict/{number - 1}")
+
+    def wait(self, timeout_s: float) -> list[str] | None:
+        """Return the text of each rank if they differ, else an empty list; None if some ranks do not arrive."""
+        verdict = f"verdict/{self.num_uses}"
+        return json.loads(self._store.get(verdict)) if self.wait_for(verdict, timeout_s) else None
+
+    def present(self) -> list[int]:
+        """Return the ranks that have arrived."""
+        return [rank for rank in range(self._num_ranks) if self._said(rank)[0] >= self.num_uses]
+
+    def withdraw(self) -> bool:
+        """Take this rank's arrival back, and return True; False if the last rank has just arrived."""
+        if self._store.add("arrived", -1) >= self.num_uses * self._num_ranks - 1:
+            self._store.add("arrived", 1)
+            return False
+        self._store.delete_key(f"said/{self._rank}")
+        self.num_uses -= 1
+        return True
+
+    def _said(self, rank: int) -> tuple[int, str]:
+        """Return the number of a rank's last arrival and its text; 0 before the first one."""
+        key = f"said/{rank}"
+        number, text = json.loads(self._store.get(key)) if self._store.check([key]) else (0, "")
+        return number, text
 
 
-def shortest_pause(num_processes: int) -> float:
-    """Return the seconds between two questions to the store, if all processes ask at the same time and want to know."""
-    return max(0.01, num_processes / _QUESTIONS_PER_S)
+_barriers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Meeting]] = weakref.WeakKeyDictionary()
 
 
-def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOWEST_POLL_S) -> T | None:
-    """Ask again and again, ever more slowly, until there is an answer; None after ``timeout_s``.
-
-    ``Store.wait`` would keep Ctrl-C waiting, lock the store's connection for other threads, and print a warning at
-    each timeout.
+def store_barrier(what: str) -> None:
+    """Wait until every process has come to ``what``, at most as long as the group's timeout.
 
     Args:
-        ask: Returns the answer, or None while there is none.
-        timeout_s: Seconds to ask for.
-        slowest_s: Longest pause between two questions.
+        what: Names the call in the error, such as ``"trainer.save_checkpoint"``.
 
     Raises:
-        DeadlockError: If the processes wait for each other.
+        RuntimeError: If some processes do not come; it names those that did.
     """
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.0001
-    while (answer := ask()) is None:
-        if _interruptions and (reason := _interruptions.get(live_group())) is not None:  # type: ignore[arg-type]
-            raise DeadlockError(reason)
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            return None
-        time.sleep(min(pause_s, remaining_s))
-        pause_s = min(pause_s * 1.5, slowest_s)
-    return answer
+    group = require_group(what)
+    barriers = _barriers.setdefault(group, {})
+    if what not in barriers:
+        barriers[what] = _Meeting(group, f"barrier/{what}")
+    barrier = barriers[what]
+    barrier.arrive()
+    timeout_s = barrier.timeout_s()
+    if barrier.wait(timeout_s) is not None:
+        return
+    present = barrier.present()
+    if barrier.withdraw():  # else this process would be here already when all come the next time
+        raise RuntimeError(
+            f"{what} was called on {_processes(present)} of {group.size()} alone: the others did not come in "
+            f"{timeout_s:g} s. Call it on every process; each has a part in it."
+        )
+
+
+class CollectiveOrderChecker:
+    """Compares actions of all ranks, in the order in which each calls `compare`.
+
+    Every rank makes it at the same time. A comparison takes a rank four requests to the store, whatever the number of
+    ranks; the last one reads what each has said.
+
+    Args:
+        way_out: What to do about a difference: the end of each error.
+        timeout: How long a rank waits for the others.
+    """
+
+    def __init__(self, way_out: str, timeout: timedelta) -> None:
+        self._way_out, self._timeout_s = way_out, timeout.total_seconds()
+        # Rank 0's number: an error before may have let another rank make fewer.
+        self.number = run_on_rank_zero(lambda: next(_numbers), "Numbering a comparison")
+        self._meeting: _Meeting | None = None
+
+    def compare(self, action: str) -> None:
+        """Report what this rank is about to do, and return when all ranks have reported the same.
+
+        Raises:
+            RuntimeError: On every rank, if their actions differ; or on this one, if some do not report in time.
+        """
+        if dist.get_backend() == "fake":  # this process plans memory, and stands for all
+            return
+        if self._meeting is None:
+            self._meeting = _Meeting(require_group(action), f"compared/{self.number}")
+        self._meeting.arrive(action)
+        try:
+            different = self._wait(self._meeting, action)
+        except DeadlockError as error:
+            raise RuntimeError(f"{error} {self._way_out}") from None
+        if different:
+            listed = "; ".join(f"process {rank} {action}" for rank, action in enumerate(different))
+            raise RuntimeError(f"Processes use different parts of the model at one time: {listed}. {self._way_out}")
+
+    def _wait(self, meeting: _Meeting, action: str) -> list[str]:
+        rank = dist.get_rank()
+        for patience_s in (min(_PATIENCE_S, self._timeout_s), self._timeout_s):
+            if (different := meeting.wait(patience_s)) is not None:
+                return different
+            present = meeting.present()
+            absent = ", ".join(f"{each}" for each in range(num_ranks()) if each not in present)
+            text = f"Process {rank} {action} now, and process {absent} does not"
+            if patience_s < self._timeout_s and present[0] == rank:
+                warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
+        raise RuntimeError(f"{text}. {self._way_out}")
+
+
+class ComparedPlaces:
+    """Lets ranks do what needs all of them at a line of the user's code, once all have come to that line.
+
+    A line that all ranks have come to once is not compared again.
+
+    Args:
+        way_out: As for `CollectiveOrderChecker`.
+        timeout: As there.
+    """
+
+    def __init__(self, way_out: str, timeout: timedelta) -> None:
+        self._compared = CollectiveOrderChecker(way_out, timeout)
+        self._known: set[tuple[CodeType, int]] = set()
+
+    def come(self, action: str) -> None:
+        """Come to the line that has called the library or torch.
+
+        Args:
+            action: What this rank is about to do there.
+
+        Raises:
+            RuntimeError: If the others do something else, as `CollectiveOrderChecker.compare`.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            frame = frame.f_back
+        if frame is None or (place := (frame.f_code, frame.f_lasti)) in self._known:
+            return
+        self._compared.compare(f"{action} at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+        self._known.add(place)
+
+
+# ------------------------------------------------------------------------------------------------
+# The ranks that are missing when a collective fails; gloo reports only that its connection broke or timed out.
+#
+# [Note: answers] A process that leaves training with such an error reports it on the store and waits some seconds for
+# the others' reports. A process that failed with an error of its own reports that error: the others failed in
+# consequence. A process does not answer if it was killed, is busy elsewhere, or is behind a link that is cut. From the
+# far side of a cut nobody can be asked: there it is the store's host that does not answer.
+
+ANSWERS_WITHIN_S = 10.0
+"""Others fail at the same moment or, where their own timeout has begun later, not much after it."""
+_SIGNS = ("gloo/transport", "gloo::", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_ASK_EVERY_S = 0.1
+_NOTED_WITHIN_S = 2.0
+_MOST_CHARACTERS = 2000
+
+
+def report_missing_ranks(error: BaseException, run: str) -> None:
+    """Add to the text of ``error`` which processes are missing, if it comes from a collective that lost one.
+
+    Any other error is noted on the store for the processes that fail in consequence.
+
+    Args:
+        error: Ends training on this process.
+        run: Names this run of training: the same on all processes, and another one in each run.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    if not _is_of_connection(error):
+        noting = threading.Thread(target=_note_failure, args=(_text_of(error), run), daemon=True)
+        noting.start()
+        noting.join(_NOTED_WITHIN_S)
+        return
+    where = f"Process {dist.get_rank()} on {socket.gethostname()} could not communicate with the others,"
+    sentence = found_deadlock() or f"{where} {missing_ranks(run)}"
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{sentence}",)  # str(error), which loggers print, then ends with it
+    elif sys.version_info >= (3, 11):
+        error.add_note(sentence)
+    else:
+        _log.error(sentence)
+
+
+def missing_ranks(run: str) -> str:
+    """Ask which other processes have failed, and return a sentence about those that do not answer.
+
+    Args:
+        run: As for `report_missing_ranks`.
+    """
+    everyone, heard, reached = set(range(dist.get_world_size())), dict[int, str](), threading.Event()
+    arguments = (f"{run}/failed", dist.get_rank(), everyone, heard, reached)
+    asking = threading.Thread(target=_ask, args=arguments, daemon=True)  # a cut link may hold it for ever
+    asking.start()
+    asking.join(ANSWERS_WITHIN_S + 1)
+    if not reached.is_set():
+        where = f"{os.environ.get('MASTER_ADDR', 'the host of process 0')}:{os.environ.get('MASTER_PORT', '')}"
+        return (
+            f"nor does the store at {where.rstrip(':')}, which process 0 or its torchrun agent holds: process 0 has "
+            "ended, or its host cannot be reached from here."
+        )
+    if failed := {rank: text for rank, text in sorted(heard.items()) if text}:
+        return "because " + "; ".join(f"process {rank} failed with {text}" for rank, text in failed.items())
+    missing = sorted(everyone - heard.keys())  # the group may be gone by now: Ray ends it from another thread
+    if not missing:
+        return "but all of them answer: they wait for each other, or the timeout is too short."
+    return (
+        f"and {_processes(missing)} did not answer within {ANSWERS_WITHIN_S:g} s: ended, not to be reached, or busy "
+        "elsewhere."
+    )
+
+
+def _is_of_connection(error: BaseException | None) -> bool:
+    """Return whether ``error``, or its cause, says that another process did not take part in a collective."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _ask(prefix: str, rank: int, everyone: set[int], heard: dict[int, str], reached: threading.Event) -> None:
+    """Fill ``heard`` with the error of each process that has failed; empty where it is a consequence of another's."""
+    try:
+        store = group_store(prefix)
+        store.set(f"{rank}", "")
+        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        while heard.keys() != everyone and not any(heard.values()) and time.monotonic() < deadline:
+            for other in everyone - heard.keys():
+                if store.check([f"{other}"]):
+                    heard[other] = store.get(f"{other}").decode()
+                reached.set()
+            time.sleep(_ASK_EVERY_S)
+    except (RuntimeError, ValueError):  # the store is gone, or the group
+        return
+
+
+def _note_failure(text: str, run: str) -> None:
+    try:
+        group_store(f"{run}/failed").set(f"{dist.get_rank()}", text[:_MOST_CHARACTERS])
+    except (RuntimeError, ValueError):  # the store is gone, or the group
+        return

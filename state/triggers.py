@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import rendezvous
 from .process_group import backends_by_device, group_store, require_group, timeout_of
 from .process_record import communication_group
-from .rendezvous import DeadlockError, poll
+from .store import DeadlockError, count_uses, poll
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,16 +90,8 @@ class _Channel:
             lambda: timeout_of(self._group()).total_seconds(),
         )
         self._round_is_open = False
-        rendezvous.count(group, "check_trigger(blocking=False)", self)
-
-    @property
-    def num_uses(self) -> int:
-        """Rounds so far."""
-        return self._rounds.number
-
-    def num_missing(self) -> int:
-        """Return how many processes have yet to come to the last round."""
-        return self._rounds.num_missing()
+        rounds = self._rounds
+        count_uses(group, "check_trigger(blocking=False)", lambda: rounds.number, rounds.num_missing)
 
     def register(self, name: str) -> None:
         """Learn a name; the others learn it in the next blocking check."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint.locate import NewestCheckpoint, find_checkpoint, find_newest
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.merge import load_state_dict
-from .common.rendezvous import raise_together, run_on_rank_zero
+from ..state.rendezvous import raise_together, run_on_rank_zero
 from .deepspeed.checkpoint import read_trainer_state
 from .fsdp.checkpoint.loader import read_metadata
 from .fsdp.checkpoint.writer import METADATA_FILE

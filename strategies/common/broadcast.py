@@ -19,9 +19,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...state.collectives import sending_device
 from ...state.process_group import require_group
+from ...state.rendezvous import num_ranks
 from ..upstream.torch_core import is_traceable_wrapper_subclass
 from ..upstream.torch_fake import is_planned
-from .rendezvous import num_ranks
 
 _BUCKET_BYTES = 2**18
 """Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""

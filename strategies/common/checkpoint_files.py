@@ -31,9 +31,9 @@ from ...checkpoint.files import is_regular, telling_full_disk
 from ...checkpoint.formats.torch_save import check_bytes
 from ...checkpoint.manifest import MANIFEST_NAME
 from ...checkpoint.writing.plan import RESULT_NAMES
+from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
-from .rendezvous import raise_on_all_ranks, run_on_rank_zero
 
 
 class NewFolder:

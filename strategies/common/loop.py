@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from ...state import GradientAccumulationPlugin, GradientState
 from ...state.gradient_state import ShortWindows
+from ...state.rendezvous import report_missing_ranks
 from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, rank_zero_info, sized_len
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
-from .rendezvous import tell_lost_processes
 from .signals import Termination, mark_terminated
 
 
@@ -186,7 +186,7 @@ class LoopFollowing(ParallelStrategy):
             mark_terminated(exception)
         self._end_training_loop()
         super().on_exception(exception)
-        tell_lost_processes(exception, self._termination.run)
+        report_missing_ranks(exception, self._termination.run)
 
 
 # ------------------------------------------------------------------------------------------------

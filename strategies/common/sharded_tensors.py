@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
+from ...state.rendezvous import ComparedPlaces
 from ..upstream.torch_core import _get_current_function_mode, tree_leaves, tree_map_only
-from .rendezvous import ComparedPlaces
 
 # ------------------------------------------------------------------------------------------------
 # What a rank holds of a parameter of FSDP1, as it lies in memory: a range of elements, which DCP takes as boxes.

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...state.collectives import sending_device
+from ...state.collectives import all_reduce_max_async, sending_device
 from ...state.deadlocks import watch_for_deadlocks
 from ...state.process_group import group_store, require_group
+from ...state.rendezvous import run_on_rank_zero
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
-from .rendezvous import PendingAllReduceMax, run_on_rank_zero
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -67,7 +67,7 @@ class Termination:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
-        self._reductions: list[PendingAllReduceMax] = []
+        self._reductions: list[Callable[[], Sequence[int]]] = []
         """Whether to leave, as the last of their numbers: the reports of all ranks in the present batch."""
         self._count = 0
         """Evaluation batches of this run: the same number on all ranks that run collectives in them."""
@@ -160,12 +160,12 @@ class Termination:
         All ranks must call it.
 
         Returns:
-            What waits for the numbers.
+            A function that waits for the numbers.
         """
-        maximum = PendingAllReduceMax([*values, self.message(), int(self._is_noted)])
+        wait = all_reduce_max_async([*values, self.message(), int(self._is_noted)])
         if self._trainer is not None and self._trainer.world_size > 1:
-            self._reductions.append(maximum)
-        return lambda: maximum.wait()[:-2]
+            self._reductions.append(wait)
+        return lambda: wait()[:-2]
 
     def agree_before_batch(self) -> None:
         """Leave if any rank received the signal, before a training batch; all ranks must call it.
@@ -177,7 +177,7 @@ class Termination:
         if not reductions:
             self.agree(BATCH_BEGINS)
             return
-        ends = [maximum.wait()[-2:] for maximum in reductions]
+        ends = [wait()[-2:] for wait in reductions]
         self.receive(max(of_all for of_all, _ in ends))
         if max(is_noted for _, is_noted in ends):
             self._leave()

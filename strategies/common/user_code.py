@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
+from ...state.rendezvous import ComparedPlaces
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
-from .rendezvous import ComparedPlaces
 from .sharded_tensors import FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..common.rendezvous import CollectiveOrderChecker
+from ...state.rendezvous import CollectiveOrderChecker
 from ..common.user_code import library_code, running_as_library
 from ..upstream.torch_fake import is_planned
 from . import zero_optimizer

@@ -19,7 +19,7 @@ from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
 from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
 from ...checkpoint.manifest import FileDigest, read_manifest, write_manifest
 from ...state import gather_object
-from ...state.collectives import store_barrier
+from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ..common import dataloader_state
 from ..common.checkpoint_files import (
     bytes_are_checked,
@@ -34,7 +34,6 @@ from ..common.checkpoint_files import (
 from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
 from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
-from ..common.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_messages
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from . import universal, zero_optimizer
 from .accumulation import window_of

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ..common.modules import find_ties
 from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
-from ..common.rendezvous import AllReduceMaxAsync, PendingAllReduceMax
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.torch_fake import is_planned
@@ -90,7 +90,7 @@ class Engine(ABC, Generic[SettingsT]):
         self.settings = settings
         self.mesh = mesh
         self.device = device
-        self.all_reduce_max_async: AllReduceMaxAsync = lambda values: PendingAllReduceMax(values).wait
+        self.all_reduce_max_async: AllReduceMaxAsync = all_reduce_max_async
         """For the messages of the ranks about each step."""
 
     def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:

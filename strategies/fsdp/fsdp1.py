@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
+from ...state.collectives import AllReduceMaxAsync
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
-from ..common.rendezvous import AllReduceMaxAsync
 from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
 from ..upstream.torch_core import tree_map_only

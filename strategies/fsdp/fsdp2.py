@@ -24,8 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
+from ...state.collectives import AllReduceMaxAsync
 from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
-from ..common.rendezvous import AllReduceMaxAsync
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info

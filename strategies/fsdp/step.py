@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..common.rendezvous import CollectiveOrderChecker, num_ranks
+from ...state.rendezvous import CollectiveOrderChecker, num_ranks
 from ..common.sharded_tensors import local_part, part_of
 from ..common.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden

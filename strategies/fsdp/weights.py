@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from ...checkpoint.formats.base import read_weight_map
 from ...state.collectives import sending_device
+from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
-from ..common.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..upstream.lightning import _materialize_distributed_module
 from .engine import Engine
 from .sharded_model import (

@@ -11,8 +11,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together, run_on_rank_zero
 from ..common.config import require_installed
-from ..common.rendezvous import num_ranks, raise_on_all_ranks, raise_together, run_on_rank_zero
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
 """Of the Trainer's checkpoint inside of a reported folder: the name that Ray's own callback gives it, too."""

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from accelight.state import PartialState
-from accelight.state.collectives import store_barrier
 from accelight.state.process_group import group_store
+from accelight.state.rendezvous import store_barrier
 from tests.ranks import run_on_ranks
 
 

@@ -197,7 +197,7 @@ def use_twice_with_a_reset() -> int:
             pass
         reset_state()
     dist.barrier()
-    return sum(store.check([f"accelight/first/all/{n}/outcome"]) for n in range(1, 4))
+    return sum(store.check([f"accelight/first/all/{n}"]) for n in range(1, 4))
 
 
 def test_keys_are_removed_after_use_and_a_reset_state_does_not_find_old_ones() -> None:

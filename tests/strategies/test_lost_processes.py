@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from accelight.strategies.common import rendezvous
+from accelight.state import rendezvous
 from tests.ranks import run_on_ranks
 
 
@@ -19,7 +19,7 @@ def _ask_while_the_group_ends() -> str:
         patch.setattr(rendezvous, "ANSWERS_WITHIN_S", 1.0)
         ending = threading.Timer(0.3, dist.destroy_process_group)
         ending.start()
-        said = rendezvous.lost_processes("accelight/run/0")
+        said = rendezvous.missing_ranks("accelight/run/0")
         ending.join()
     return said
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from accelight.strategies.common.rendezvous import PendingAllReduceMax
+from accelight.state.collectives import all_reduce_max_async
 from tests.ranks import run_on_ranks
 
 WORLD_SIZE = 3
@@ -13,13 +13,13 @@ WORLD_SIZE = 3
 
 def _only_one_waits() -> list[list[int]]:
     rank = dist.get_rank()
-    first = PendingAllReduceMax([rank, 10 - rank, 0])
-    second = PendingAllReduceMax([int(rank == 2)])
+    first = all_reduce_max_async([rank, 10 - rank, 0])
+    second = all_reduce_max_async([int(rank == 2)])
     total = torch.tensor(float(rank))
     dist.all_reduce(total)  # what comes in between, and is waited for, keeps its own numbers
     if rank != 1:
         return [[int(total)]]
-    return [list(second.wait()), list(first.wait()), list(first.wait()), [int(total)]]
+    return [list(second()), list(first()), list(first()), [int(total)]]
 
 
 def test_whoever_waits_has_them() -> None:
@@ -28,9 +28,9 @@ def test_whoever_waits_has_them() -> None:
 
 
 def _goes_on_alone() -> list[int]:
-    mine = PendingAllReduceMax([dist.get_rank()])
+    mine = all_reduce_max_async([dist.get_rank()])
     dist.barrier()
-    return list(mine.wait())
+    return list(mine())
 
 
 def test_a_rank_waits_for_nobody_before_it_asks() -> None:
@@ -38,4 +38,4 @@ def test_a_rank_waits_for_nobody_before_it_asks() -> None:
 
 
 def test_alone() -> None:
-    assert list(PendingAllReduceMax([3, 0]).wait()) == [3, 0]
+    assert list(all_reduce_max_async([3, 0])()) == [3, 0]

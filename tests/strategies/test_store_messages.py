@@ -7,9 +7,9 @@ import os
 import pytest
 import torch.distributed as dist
 
+from accelight.state import store as store_module
+from accelight.state.rendezvous import StoreMessages, _Watch, store_messages
 from accelight.state.upstream import PrefixStore, TCPStore
-from accelight.strategies.common import rendezvous as store_messages_module
-from accelight.strategies.common.rendezvous import StoreMessages, _Watch, store_messages
 from tests.ranks import free_port, run_on_ranks
 
 
@@ -41,7 +41,7 @@ def _say_much(port: int) -> int:
     rank = dist.get_rank()
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_messages_module, "group_store", lambda name: PrefixStore(name, store))
+        patch.setattr(store_module, "group_store", lambda name: PrefixStore(name, store))
         messages = StoreMessages(dist.group.WORLD, "much")  # type: ignore[arg-type]
     own = bytes([rank]) * (9 * 2**20 + rank)
     heard = messages.gather_then_broadcast(own, b"".join, "saying much")

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from ....state.process_group import group_store
 from ....state.process_record import set_device
+from ....state.rendezvous import StoreMessages, num_ranks
 from ...common.checkpoint_files import is_remote
-from ...common.rendezvous import StoreMessages, num_ranks
 from .process_save import SavingProcess
 from .staging import SharedStager, Stager
 

@@ -19,7 +19,7 @@ from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import clean_name
-from ....state.collectives import store_barrier
+from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
 from ...common.checkpoint_files import (
     bytes_are_checked,
@@ -37,7 +37,6 @@ from ...common.checkpoint_files import (
 from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
-from ...common.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_messages
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
     _PATH,

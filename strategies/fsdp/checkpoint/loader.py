@@ -55,10 +55,10 @@ from ....checkpoint.formats.dcp_metadata import (
 )
 from ....checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
 from ....checkpoint.manifest import Digests, FileDigest, RecordDigests, read_manifest
+from ....state.rendezvous import store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import is_extra_state
-from ...common.rendezvous import store_messages
 from ...upstream.lightning_package import lightning_package
 from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
 from ..sharded_model import NamedTensor, ShardedModel, load_model_state_dict, model_state_dict

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
-from ...common.rendezvous import store_messages
+from ....state.rendezvous import store_messages
 from ...common.sharded_tensors import FlatLayout, FlatShard
 from ...upstream.torch_core import all_gather_single
 from ..flat_params import layouts_of, units_of

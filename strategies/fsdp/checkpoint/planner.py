@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
-from ...common.rendezvous import StoreMessages, store_messages
+from ....state.rendezvous import StoreMessages, store_messages
 from ...common.sharded_tensors import FlatShard
 from ...upstream.torch_core import ShardedTensor, _StorageInfo, _StoragePrefix
 

@@ -35,9 +35,9 @@ from typing_extensions import Self, override
 
 from ....checkpoint.manifest import Manifest
 from ....state.process_group import timeout_of
-from ....state.rendezvous import poll
+from ....state.rendezvous import format_errors_by_rank
+from ....state.store import poll
 from ...common.checkpoint_files import NewFolder
-from ...common.rendezvous import format_errors_by_rank
 from .planner import CachedPlan, LocalSavePlanner, MergedPlan, PlanMessage, SavePlanCache, WriteLocations
 from .staging import SharedMemory, SharedStager, unnamed_file
 from .writer import FolderWriter, finish_folder

@@ -33,8 +33,8 @@ from ....checkpoint.writing.plan import (
     parse_size,
     stale_files,
 )
+from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...common.checkpoint_files import check_mark, mark
-from ...common.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...common.sharded_tensors import FlatShard
 from ..sharded_model import NamedTensor, ShardedModel
 from .planner import replica_of

@@ -29,8 +29,8 @@ from ....checkpoint.files import telling_full_disk
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
 from ....checkpoint.manifest import FileDigest, Manifest, write_manifest
+from ....state.rendezvous import format_errors_by_rank, store_messages
 from ...common.checkpoint_files import NewFolder
-from ...common.rendezvous import format_errors_by_rank, store_messages
 from .planner import (
     CachedPlan,
     LocalSavePlanner,

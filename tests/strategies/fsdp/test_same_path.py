@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelight.state import rendezvous
 from accelight.state.process_group import group_store
-from accelight.strategies.common import rendezvous
-from accelight.strategies.common.rendezvous import CollectiveOrderChecker
+from accelight.state.rendezvous import CollectiveOrderChecker
 from accelight.strategies.fsdp.step import CollectiveOrder
 from tests.ranks import run_on_ranks
 from tests.strategies.orders import Fit, Script, run
@@ -75,7 +75,7 @@ def _compare_often() -> list[bool]:
     for number in range(20):
         compared.compare(f"does {number}")
     dist.barrier()
-    store = group_store(compared._prefix)
+    store = group_store(f"accelight/compared/{compared.number}")
     return [store.check([f"verdict/{number}"]) for number in range(1, 21)]
 
 
@@ -84,12 +84,12 @@ def test_the_store_keeps_the_last_verdict_alone() -> None:
     assert run_on_ranks(2, _compare_often) == [[False] * 19 + [True]] * 2
 
 
-def _fail_and_compare() -> str:
+def _fail_and_compare() -> int:
     if dist.get_rank() == 1:  # as after an error between making it and making the next
-        next(rendezvous._COUNT)
+        next(rendezvous._numbers)
     compared = CollectiveOrderChecker("", timedelta(seconds=5))
     compared.compare("does it")
-    return compared._prefix
+    return compared.number
 
 
 def test_ranks_meet_after_one_made_fewer() -> None:

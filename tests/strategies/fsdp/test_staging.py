@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelight.strategies.common.rendezvous import store_messages
+from accelight.state.rendezvous import store_messages
 from accelight.strategies.fsdp.checkpoint.async_save import AsyncSaver
 from accelight.strategies.fsdp.checkpoint.staging import Stager
 from tests.ranks import run_on_ranks
