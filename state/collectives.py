@@ -283,10 +283,6 @@ def replace_tensors(data: T, tensors: Sequence[torch.Tensor]) -> T:
     return map_tensors(lambda _: next(remaining), data)
 
 
-# ------------------------------------------------------------------------------------------------
-# Tensors inside lists, tuples, named tuples and dicts: taken out, and put back as something else.
-
-
 def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Return ``data`` with ``function`` applied to each tensor, in the order of :func:`tensors_of`."""
     if isinstance(data, torch.Tensor):
@@ -435,10 +431,6 @@ def _raise_mismatch(mine: list[str], group: dist.ProcessGroup) -> None:
     raise ValueError("The processes do not communicate the same things:\n" + "\n".join(lines))
 
 
-# ------------------------------------------------------------------------------------------------
-# The maximum of small numbers over all ranks, reduced while each rank continues.
-
-
 AllReduceMaxAsync = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
 """As `all_reduce_max_async`."""
 
@@ -464,10 +456,6 @@ def all_reduce_max_async(values: Sequence[int]) -> Callable[[], Sequence[int]]:
         return maxima.tolist()
 
     return wait
-
-
-# ------------------------------------------------------------------------------------------------
-# Gathering for evaluation: every sample once, in the dataset's order, on any number of processes.
 
 
 def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:

@@ -1,9 +1,9 @@
 """Ends a run whose ranks wait for each other: each in a collective, or on the store, that another one does not join.
 
-A daemon thread of each rank looks twice a second at what the thread that trains does. As long as that changes nothing
-else happens: a step pays nothing. Where that thread has been in one place for two seconds, the flight recorder names
-the gloo collectives that this thread has issued and that have not completed; a wait on the store shows in the stack.
-The rank then reports on the store what it waits for, and withdraws the report as soon as it moves.
+A daemon thread of each rank looks twice a second at the thread that trains. While that thread moves, nothing else
+happens: a step pays nothing. Once it has been in one place for two seconds, the flight recorder names the gloo
+collectives that it has issued and that have not completed; a wait on the store shows in the stack. The rank then
+reports on the store what it waits for, and withdraws the report as soon as it moves.
 
 [Note: who can move] Ranks are deadlocked if all of them have reported and none can move. A rank in a collective can
 move if every member of its group has issued the same one: its data is on the way. A wait on the store ends only by what
@@ -81,11 +81,7 @@ class Report:
 
 
 def deadlocked(reports: dict[int, Report]) -> bool:
-    """Return whether none of the ranks can move: see [Note: who can move].
-
-    Args:
-        reports: By rank, of all ranks.
-    """
+    """Return whether none of the ranks can move, given the reports of all: see [Note: who can move]."""
     return not any(_can_complete(one, reports) for report in reports.values() for one in report.pending)
 
 
@@ -104,11 +100,7 @@ def _can_complete(one: _Collective, reports: dict[int, Report]) -> bool:
 
 
 class DeadlockWatch:
-    """The thread of one rank.
-
-    Args:
-        group: The default process group.
-    """
+    """The thread of one rank, for the default process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -247,11 +239,7 @@ _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockWatch] = weakref.
 
 
 def watch_for_deadlocks(group: dist.ProcessGroup) -> None:
-    """Begin to watch the thread that calls it, for a default process group of several ranks; each call moves the watch.
-
-    Args:
-        group: The default process group.
-    """
+    """Watch the calling thread, for a default process group of several ranks; each call moves the watch."""
     import torch.distributed as dist
 
     if group.size() == 1 or dist.get_backend(group) == "fake":

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,10 +43,6 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-# ------------------------------------------------------------------------------------------------
-# Errors of one rank, raised on all.
-
-
 def raise_together(
     what: str,
     problems: Sequence[str],
@@ -63,7 +58,7 @@ def raise_together(
         through: A group of all ranks (default: the default group), or messages.
 
     Raises:
-        RuntimeError: With ``what`` failed and each problem, with the ranks that have it.
+        RuntimeError: ``what`` failed, with a line for each problem.
     """
     if isinstance(through, StoreMessages):
         lines = through.gather_then_broadcast(problems, format_errors_by_rank, what)
@@ -92,11 +87,7 @@ def raise_on_all_ranks(what: str, through: dist.ProcessGroup | StoreMessages | N
 
 
 def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each problem, with the ranks that have it.
-
-    Args:
-        problems: Of each rank.
-    """
+    """Return a line for each problem, with the ranks that have it; given the problems of each rank."""
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, found in enumerate(problems):
         for problem in found:
@@ -110,15 +101,10 @@ def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
 def run_on_rank_zero(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 while the others wait, and return its result on every rank.
 
-    ``group`` holds all ranks; the default group by default.
-
     Raises:
         RuntimeError: On every rank, if it failed, naming ``what`` and the error.
     """
-    error: Exception | None = None
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        outcome, error = _attempt(action)
+    outcome, error = _attempt(action) if dist.get_rank() == 0 else ([None, None], None)
     dist.broadcast_object_list(outcome, src=0, group=group)
     return _result_of(outcome, what, error)
 
@@ -163,12 +149,7 @@ _GRACE_S = 10.0  # rank 0 waits as well, and then reports for which rank
 
 
 class StoreMessages(Channel):
-    """Numbered messages between rank 0 and all others; every rank goes through the same ones in the same order.
-
-    Args:
-        group: The default process group.
-        name: Of these messages; each thread needs its own.
-    """
+    """Numbered messages between rank 0 and all others, the same ones in the same order on every rank."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         super().__init__(group, f"messages/{name}", f"the messages of {name}")
@@ -199,8 +180,8 @@ class StoreMessages(Channel):
         """Send ``content`` to rank 0, run ``action`` there on all contents in rank order, and return its result.
 
         Args:
-            content: Of this rank, pickled.
-            action: Run on rank 0.
+            content: Of this rank; it is pickled.
+            action: What rank 0 does.
             what: For errors.
             watched_over: A group of all ranks. If its CPU backend is gloo, the end of a process is noticed at once:
                 see [Note: ended processes].
@@ -285,20 +266,13 @@ class _Watch:
         return self._is_broken
 
 
-_messages: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreMessages]] = weakref.WeakKeyDictionary()
-
-
 def store_messages(name: str = "the main thread") -> StoreMessages:
     """Return the messages of this name in the default process group, the same at each call.
 
     Args:
         name: Of the thread's work. Two threads must not share messages: their orders may differ between ranks.
     """
-    group = require_group(f"A message of {name}")
-    by_name = _messages.setdefault(group, {})
-    if name not in by_name:
-        by_name[name] = StoreMessages(group, name)
-    return by_name[name]
+    return StoreMessages.of(require_group(f"A message of {name}"), name)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -315,8 +289,8 @@ _LONGEST_WAIT_S = timedelta(days=7).total_seconds()
 class _Blocks(Channel):
     """Where this process is among the blocks of one group; a use is a block outside of all others."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group, "first", "main_process_first")
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        super().__init__(group, name, "main_process_first")
         self.levels = [0]
         """Finished or running blocks per open level."""
         self.num_waited_for = 0
@@ -333,9 +307,6 @@ class _Blocks(Channel):
         self.levels.pop()
         if len(self.levels) == 1:
             self.finish_use()
-
-
-_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, _Blocks] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -360,8 +331,7 @@ def one_first(
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if limit_s is not None and limit_s <= 0:
         raise ValueError(f"timeout must be positive, got {timeout!r}. Leave it out to wait as long as it takes.")
-    if (blocks := _blocks.get(group)) is None:
-        blocks = _blocks[group] = _Blocks(group)
+    blocks = _Blocks.of(group, "first")
     path = blocks.enter()
     try:
         if not first:
@@ -413,7 +383,7 @@ def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: Inside a block that this process runs first.
     """
-    if group in _blocks and _blocks[group].num_waited_for:
+    if _Blocks.of(group, "first").num_waited_for:
         raise RuntimeError(
             f"{what} needs all processes, and the others wait for this one to leave its main_process_first() or "
             "local_main_process_first() block. Call it before or after the block."
@@ -468,9 +438,6 @@ class _Meeting(Channel):
         return number, text
 
 
-_barriers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Meeting]] = weakref.WeakKeyDictionary()
-
-
 def store_barrier(what: str) -> None:
     """Wait until every process has come to ``what``, at most as long as the group's timeout.
 
@@ -481,10 +448,7 @@ def store_barrier(what: str) -> None:
         RuntimeError: If some processes do not come; it names those that did.
     """
     group = require_group(what)
-    barriers = _barriers.setdefault(group, {})
-    if what not in barriers:
-        barriers[what] = _Meeting(group, f"barrier/{what}")
-    barrier = barriers[what]
+    barrier = _Meeting.of(group, f"barrier/{what}")
     barrier.arrive()
     timeout_s = barrier.timeout_s()
     if barrier.wait(timeout_s) is not None:
@@ -498,10 +462,7 @@ def store_barrier(what: str) -> None:
 
 
 class CollectiveOrderChecker:
-    """Compares actions of all ranks, in the order in which each calls `compare`.
-
-    Every rank makes it at the same time. A comparison takes a rank four requests to the store, whatever the number of
-    ranks; the last one reads what each has said.
+    """Compares the actions of all ranks, in the order in which each reports them. Every rank makes it at the same time.
 
     Args:
         way_out: What to do about a difference: the end of each error.
@@ -512,7 +473,7 @@ class CollectiveOrderChecker:
         self._way_out, self._timeout_s = way_out, timeout.total_seconds()
         # Rank 0's number: an error before may have let another rank make fewer.
         self.number = run_on_rank_zero(lambda: next(_numbers), "Numbering a comparison")
-        self._meeting: _Meeting | None = None
+        self._known: set[tuple[CodeType, int]] = set()
 
     def compare(self, action: str) -> None:
         """Report what this rank is about to do, and return when all ranks have reported the same.
@@ -522,16 +483,25 @@ class CollectiveOrderChecker:
         """
         if dist.get_backend() == "fake":  # this process plans memory, and stands for all
             return
-        if self._meeting is None:
-            self._meeting = _Meeting(require_group(action), f"compared/{self.number}")
-        self._meeting.arrive(action)
+        meeting = _Meeting.of(require_group(action), f"compared/{self.number}")
+        meeting.arrive(action)
         try:
-            different = self._wait(self._meeting, action)
+            different = self._wait(meeting, action)
         except DeadlockError as error:
             raise RuntimeError(f"{error} {self._way_out}") from None
         if different:
             listed = "; ".join(f"process {rank} {action}" for rank, action in enumerate(different))
             raise RuntimeError(f"Processes use different parts of the model at one time: {listed}. {self._way_out}")
+
+    def compare_at_line(self, action: str) -> None:
+        """Compare an action at the line of users' code that has called the library or torch; each line once."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+            frame = frame.f_back
+        if frame is None or (place := (frame.f_code, frame.f_lasti)) in self._known:
+            return
+        self.compare(f"{action} at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+        self._known.add(place)
 
     def _wait(self, meeting: _Meeting, action: str) -> list[str]:
         rank = dist.get_rank()
@@ -544,38 +514,6 @@ class CollectiveOrderChecker:
             if patience_s < self._timeout_s and present[0] == rank:
                 warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
         raise RuntimeError(f"{text}. {self._way_out}")
-
-
-class ComparedPlaces:
-    """Lets ranks do what needs all of them at a line of the user's code, once all have come to that line.
-
-    A line that all ranks have come to once is not compared again.
-
-    Args:
-        way_out: As for `CollectiveOrderChecker`.
-        timeout: As there.
-    """
-
-    def __init__(self, way_out: str, timeout: timedelta) -> None:
-        self._compared = CollectiveOrderChecker(way_out, timeout)
-        self._known: set[tuple[CodeType, int]] = set()
-
-    def come(self, action: str) -> None:
-        """Come to the line that has called the library or torch.
-
-        Args:
-            action: What this rank is about to do there.
-
-        Raises:
-            RuntimeError: If the others do something else, as `CollectiveOrderChecker.compare`.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
-            frame = frame.f_back
-        if frame is None or (place := (frame.f_code, frame.f_lasti)) in self._known:
-            return
-        self._compared.compare(f"{action} at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
-        self._known.add(place)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -621,11 +559,7 @@ def report_missing_ranks(error: BaseException, run: str) -> None:
 
 
 def missing_ranks(run: str) -> str:
-    """Ask which other processes have failed, and return a sentence about those that do not answer.
-
-    Args:
-        run: As for `report_missing_ranks`.
-    """
+    """Ask which other processes of a run have failed, and return a sentence about those that do not answer."""
     everyone, heard, reached = set(range(dist.get_world_size())), dict[int, str](), threading.Event()
     arguments = (f"{run}/failed", dist.get_rank(), everyone, heard, reached)
     asking = threading.Thread(target=_ask, args=arguments, daemon=True)  # a cut link may hold it for ever

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import util
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .process_group import group_store, live_group, timeout_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Self
 
     from .upstream import Store, TCPStore
 
@@ -44,6 +45,7 @@ _SILENT_S = 5.0
 _TOGETHER_S = 0.05  # processes usually end at the same time, and those that leave must still find the store
 _POLL_S = 0.005
 
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[type, str], Any]] = weakref.WeakKeyDictionary()
 _interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 """By default process group: why no wait of its processes can end."""
 
@@ -98,11 +100,19 @@ class Channel:
         self._rank, self._num_ranks = group.rank(), group.size()
         self._group = weakref.ref(group)
         self._pause_s = max(0.01, self._num_ranks / _QUESTIONS_PER_S)
-        self._is_counted = counted_as is not None and is_needed(group)
+        self._is_counted = counted_as is not None and group in _shutdowns
         self.num_uses = 0
         """How often this process has used the channel."""
         if counted_as is not None:
             count_uses(group, counted_as, lambda: self.num_uses, self.num_missing)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, name: str) -> Self:
+        """Return the channel of this kind and name, the same at each call."""
+        channels = _channels.setdefault(group, {})
+        if (cls, name) not in channels:
+            channels[cls, name] = cls(group, name)
+        return channels[cls, name]
 
     def timeout_s(self) -> float:
         """Return the group's timeout; 0 once the group is gone."""
@@ -153,10 +163,9 @@ class Channel:
 @dataclass
 class _Shutdown:
     store: Store
-    host: str
-    port: int
-    process_index: int
-    num_processes: int
+    address: tuple[str, int]
+    rank: int
+    num_ranks: int
     timeout_s: float
     uses: dict[str, tuple[Callable[[], int], Callable[[], int]]] = field(default_factory=dict)
     """By name: how often this process has used the store, and how many uses the others have yet to finish."""
@@ -164,11 +173,11 @@ class _Shutdown:
     def leave(self) -> None:
         """Report that this process leaves; on process 0, wait for the others that still need the store."""
         with suppress(RuntimeError):  # the store is gone, and no process is left to notify
-            if self.process_index == 0:
+            if self.rank == 0:
                 self._wait()
-            elif _listens(self.host, self.port):
+            elif _listens(self.address):
                 counts = {name: num_uses() for name, (num_uses, _) in self.uses.items()}
-                self.store.set(f"left/{self.process_index}", json.dumps(counts))
+                self.store.set(f"left/{self.rank}", json.dumps(counts))
 
     def _wait(self) -> None:
         started = time.monotonic()
@@ -185,7 +194,7 @@ class _Shutdown:
                 has_logged = True
             time.sleep(_POLL_S if time.monotonic() - started < 1 else 0.1)
         started = time.monotonic()
-        while len(self._left()) < self.num_processes - 1 and time.monotonic() - started < _TOGETHER_S:
+        while len(self._left()) < self.num_ranks - 1 and time.monotonic() - started < _TOGETHER_S:
             time.sleep(_POLL_S)
 
     def _missing(self) -> list[str]:
@@ -202,7 +211,7 @@ class _Shutdown:
 
     def _left(self) -> list[dict[str, int]]:
         """Return the counts of the processes that have left."""
-        keys = [f"left/{index}" for index in range(1, self.num_processes)]
+        keys = [f"left/{index}" for index in range(1, self.num_ranks)]
         return [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
 
 
@@ -211,11 +220,12 @@ _shutdowns: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shutdown] = weakref.We
 
 def leave_in_order(group: dist.ProcessGroup) -> None:
     """Arrange this process's part in the shutdown of ``group``. Does not communicate now."""
-    if group in _shutdowns or group.size() == 1 or (listening := _listening_store()) is None:
+    if group in _shutdowns or group.size() == 1 or (store := _listening_store()) is None:
         return
-    store, timeout = group_store("accelight/shutdown"), timeout_of(group)
-    shutdown = _Shutdown(store, listening.host, listening.port, group.rank(), group.size(), timeout.total_seconds())
-    _shutdowns[group] = shutdown
+    timeout_s, address = timeout_of(group).total_seconds(), (store.host, store.port)
+    shutdown = _shutdowns[group] = _Shutdown(
+        group_store("accelight/shutdown"), address, group.rank(), group.size(), timeout_s
+    )
     leave = weakref.finalize(group, shutdown.leave)  # also at the program's end
     util.Finalize(None, leave, exitpriority=0)  # processes that multiprocessing starts do not run atexit
 
@@ -226,11 +236,6 @@ def count_uses(
     """Let process 0 wait for these uses at the shutdown: see `_Shutdown.uses`."""
     if (shutdown := _shutdowns.get(group)) is not None:
         shutdown.uses[name] = num_uses, num_missing
-
-
-def is_needed(group: dist.ProcessGroup) -> bool:
-    """Return whether process 0 holds the store itself and may have to stay."""
-    return group in _shutdowns
 
 
 def _listening_store() -> TCPStore | None:
@@ -253,10 +258,10 @@ def default_store() -> Store:
     return store
 
 
-def _listens(host: str, port: int) -> bool:
+def _listens(address: tuple[str, int]) -> bool:
     """Return whether a process listens there. Asking a store that is gone would print a long warning."""
     try:
-        socket.create_connection((host, port), timeout=1).close()
+        socket.create_connection(address, timeout=1).close()
     except OSError:
         return False
     return True

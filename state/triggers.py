@@ -1,14 +1,13 @@
-"""Triggers: any process sets one, all learn of it in the same check.
+"""Triggers: any process sets one, and all see it in the same check.
 
 [Note: one number] A blocking check reduces one number that is kept: whether this process has anything to report, a
 trigger or a name that the others may not know. Only if someone has, all gather who set what. (gloo cuts a larger tensor
 into several messages: a flag for each of 64 names took 1.9 to 4.8 times as long as Accelerate's check, one number 0.9.)
 
-[Note: rounds] A non-blocking check is a round in the store: it reports what was set here, and answers from
-the round before, to which all came a whole step ago, so that it hardly waits: one call to the store. An answer depends
-on what was set before the previous check, and never on who came when: all processes agree. (To look for a key without
-counting would be no cheaper, and a process that has looked already would never know. A reduction started at one check
-and awaited at the next took as long as a blocking one: torch 2.13, gloo, two processes.)
+[Note: rounds] A non-blocking check is a round in the store: one call, which reports what was set here. It answers from
+the round before, to which all came a whole step ago, so that it hardly waits. An answer depends on what was set before
+the previous check, and never on who came when: all processes agree. (A reduction started at one check and awaited at
+the next took as long as a blocking one: torch 2.13, gloo, two processes.)
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ def set_trigger(name: str = DEFAULT) -> None:
 
 
 def check_trigger(name: str = DEFAULT, blocking: bool = True) -> bool:
-    """Tell whether any process has set the trigger, and reset it. Every process must call it, and gets the same answer.
+    """Return whether any process has set the trigger, and reset it. Every process calls it, and gets the same answer.
 
     Other triggers found set on the way are kept for their own check.
 
@@ -284,7 +283,7 @@ class Rounds:
         store: Of the group; its keys are for these rounds alone.
         what: What comes to a round, for errors.
         num_processes: All of them come to every round.
-        timeout_s: Tells how long to wait for one that does not come.
+        timeout_s: Returns how long to wait for one that does not come.
         rounds_in_key: After how many rounds the next counter begins; by default before one could overflow.
     """
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from ...state.rendezvous import ComparedPlaces
+from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.torch_core import _get_current_function_mode, tree_leaves, tree_map_only
 
 # ------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ class GlobalTensors(TorchFunctionMode):
     def __init__(self, access: ShardAccess, *, in_step: bool = False) -> None:
         super().__init__()
         self._access, self._in_step = access, in_step
-        self.places: ComparedPlaces | None = None
+        self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which the ranks gather; None compares nothing."""
         self._open: dict[int, _Open] = {}
         self._is_entered = self._is_paused = False
@@ -553,7 +553,7 @@ class GlobalTensors(TorchFunctionMode):
 
     def _come(self, name: str) -> None:
         if self.places is not None:
-            self.places.come(f"gathers a sharded tensor for {name}()")
+            self.places.compare_at_line(f"gathers a sharded tensor for {name}()")
 
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""

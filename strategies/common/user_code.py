@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
-from ...state.rendezvous import ComparedPlaces
+from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
 from .sharded_tensors import FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
 
@@ -78,7 +78,7 @@ class UserCode:
     def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
         self.access = access
         self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, in_step=True)
-        self.places: ComparedPlaces | None = None
+        self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
@@ -95,7 +95,7 @@ class UserCode:
         _attached = self
         if trainer.world_size > 1:
             timeout = timeout_of(require_group("A fit"))
-            self.places = self._in_hooks.places = self._in_steps.places = ComparedPlaces(_WAY_OUT, timeout)
+            self.places = self._in_hooks.places = self._in_steps.places = CollectiveOrderChecker(_WAY_OUT, timeout)
         self._wrap_training_step(module)
         actions = _hooks_of_users(trainer, module)
         self._profiler = profiler = trainer.profiler  # type: ignore[attr-defined]
@@ -540,7 +540,7 @@ def _come(strategy: Any, action: str) -> None:
     """Come to the user's line, before ranks gather: one that is there alone says so."""
     user_code: UserCode | None = getattr(strategy, "_user_code", None)
     if user_code is not None and user_code.places is not None:
-        user_code.places.come(action)
+        user_code.places.compare_at_line(action)
 
 
 def _modules(strategy: Any, modules: Modules) -> Iterable[nn.Module]:
