@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from ..upstream.lightning import LightningModule, LRSchedulerConfig
+from ..upstream.patches import Patches
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -196,10 +196,10 @@ class TotalNorms:
         check: Callable[[str, list[Tensor]], None] = lambda *_: None,
     ) -> None:
         self._norm, self._check = norm, check
-        self._torchs: list[tuple[CellType, Any]] = []
+        self._patches = Patches("clipping")
 
     def follow(self) -> None:
-        """Begin; what was followed before is let go."""
+        """Put them in."""
         self.detach()
         self._replace(clip_grad._get_total_norm, self._total_norm)
         self._replace(clip_grad._clip_grads_with_norm_, self._scale)
@@ -207,16 +207,12 @@ class TotalNorms:
 
     def detach(self) -> None:
         """Undo `follow`."""
-        for cell, torchs in self._torchs:
-            cell.cell_contents = torchs
-        self._torchs = []
+        self._patches.remove()
 
     def _replace(self, function: Any, replacement: Callable[..., Any]) -> None:
-        # Everybody who imported it holds the function that torch's `_no_grad` made; that keeps the real one in a cell.
+        # Importers hold the function that torch's `_no_grad` made, which keeps the real one in a cell.
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
-        torchs = cell.cell_contents
-        self._torchs.append((cell, torchs))
-        cell.cell_contents = partial(replacement, torchs)
+        self._patches.put(cell, "cell_contents", partial(replacement, cell.cell_contents))
 
     def _total_norm(
         self,
@@ -265,19 +261,13 @@ class TotalNorms:
             torchs(alike, clip_value, foreach)
 
 
-# ------------------------------------------------------------------------------------------------
-# Optimizer steps that a gradient scaler leaves out, and the schedules that must not run ahead of them.
-
-
-_HOOK = "lr_scheduler_step"
-
-
 class SkippedSteps:
     """Knows whether the last optimizer step was skipped, and holds schedulers back then."""
 
     def __init__(self) -> None:
         self.last: bool = False
         """Whether the last step was left out for gradients that overflowed."""
+        self._patches = Patches("user code")
 
     @contextmanager
     def watch(self, optimizer: Optimizer) -> Iterator[None]:
@@ -295,7 +285,7 @@ class SkippedSteps:
 
         Source: accelerate 1.15 ``scheduler.py`` (``AcceleratedScheduler``).
         """
-        self.detach(module)
+        self.detach()
         by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
         advance = module.lr_scheduler_step
 
@@ -303,10 +293,8 @@ class SkippedSteps:
             if not (self.last and id(scheduler) in by_step):
                 advance(scheduler, metric)
 
-        # On the instance: the Trainer looks the hook up there, and the class is the user's.
-        module.__dict__[_HOOK] = advance_if_stepped
+        self._patches.put(module, "lr_scheduler_step", advance_if_stepped)
 
-    @staticmethod
-    def detach(module: LightningModule) -> None:
+    def detach(self) -> None:
         """Undo `hold_back`."""
-        module.__dict__.pop(_HOOK, None)
+        self._patches.remove()

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 
 from ..common.config import require_installed
 from ..common.user_code import as_library
+from ..upstream.patches import Patches
 from .ds_config import DeepSpeedSettings
 
 OLDEST = "0.19.8"
@@ -57,15 +58,11 @@ def choose_accelerator(device: torch.device) -> None:
 
 def deepspeed_library() -> Any:
     """Import DeepSpeed, without the warnings that torch would repeat at every step because of it."""
-    if "deepspeed" in sys.modules:
-        _silence()
-        allow_scalars()
-        return sys.modules["deepspeed"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        if "deepspeed" not in sys.modules:
+            warnings.simplefilter("ignore")
         library = importlib.import_module("deepspeed")
     _silence()
-    allow_scalars()
     return library
 
 
@@ -218,65 +215,76 @@ def is_open(path: Path) -> bool:
 # multiplies gradients in place with a tensor of one dimension. These parameters have one dimension while it does so.
 
 
-@functools.cache
-def allow_scalars() -> None:
-    """Let DeepSpeed's engines, partitioning and ``GatheredParameters`` take parameters without a dimension."""
+def allow_scalars() -> Patches:
+    """Let DeepSpeed's engines, partitioning and ``GatheredParameters`` take parameters without a dimension.
+
+    Returns:
+        What undoes it.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Init
 
-    gathered_enter = GatheredParameters.__enter__
-    broadcast, clip = DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients
-    partition, gathered_exit = Init._zero_init_param, GatheredParameters.__exit__
+    patches = Patches("scalars")
+    weights, gradients = _around(lambda one: None if hasattr(one, "ds_id") else one), _around(lambda one: one.grad)
+    patches.share(DeepSpeedEngine, "_broadcast_model", weights)
+    patches.share(DeepSpeedEngine, "clip_fp32_gradients", gradients)
+    patches.share(Init, "_zero_init_param", _partitioning)
+    patches.share(GatheredParameters, "__enter__", _entering)
+    patches.share(GatheredParameters, "__exit__", _leaving)
+    return patches
 
-    @functools.wraps(broadcast)
-    def broadcast_model(self: Any) -> None:
-        with _in_one_dimension(one for one in self.module.parameters() if not hasattr(one, "ds_id")):
-            broadcast(self)
 
-    @functools.wraps(clip)
-    def clip_fp32_gradients(self: Any) -> None:
-        with _in_one_dimension(one.grad for one in self.module.parameters() if one.grad is not None):
-            clip(self)
+def _around(choose: Callable[[Any], Any]) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Return what makes a method of engines run while these tensors of its parameters have one dimension."""
 
-    @functools.wraps(partition)
+    def make(method: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(self: Any) -> None:
+            with _in_one_dimension(filter(lambda one: one is not None, map(choose, self.module.parameters()))):
+                method(self)
+
+        return run
+
+    return make
+
+
+def _partitioning(partition: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def zero_init_param(self: Any, param: Any) -> None:
-        if param.ndim:
-            partition(self, param)
-            return
         convert = self._convert_to_deepspeed_param
 
         def convert_scalar(scalar: Any) -> None:
             convert(scalar)
             scalar.data = scalar.data.view(1)  # until it is partitioned; it has noted its shape
 
-        self._convert_to_deepspeed_param = convert_scalar
-        try:
+        with Patches("scalars") as patches:
+            if not param.ndim:
+                patches.put(self, "_convert_to_deepspeed_param", convert_scalar)
             partition(self, param)
-        finally:
-            del self._convert_to_deepspeed_param
 
-    @functools.wraps(gathered_enter)
+    return zero_init_param
+
+
+def _entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def enter_gathered(self: Any) -> Any:
-        result = gathered_enter(self)
+        result = enter(self)
         for one in getattr(self, "params", None) or ():
             one.accelight_gathered = getattr(one, "accelight_gathered", 0) + 1
         return result
 
-    @functools.wraps(gathered_exit)
+    return as_library(enter_gathered)
+
+
+def _leaving(leave: Callable[..., None]) -> Callable[..., None]:
     def exit_gathered(self: Any, *args: Any) -> None:
         for one in getattr(self, "params", None) or ():
             if not one.ndim and self.src_rank is not None:
                 one.data = one.data.view(1)  # until it is partitioned
         try:
-            gathered_exit(self, *args)
+            leave(self, *args)
         finally:
             for one in getattr(self, "params", None) or ():
-                one.accelight_gathered -= 1
+                one.accelight_gathered = max(0, getattr(one, "accelight_gathered", 0) - 1)
 
-    DeepSpeedEngine._broadcast_model, DeepSpeedEngine.clip_fp32_gradients = broadcast_model, clip_fp32_gradients
-    Init._zero_init_param = zero_init_param
-    GatheredParameters.__enter__ = as_library(enter_gathered)
-    GatheredParameters.__exit__ = as_library(exit_gathered)
+    return as_library(exit_gathered)
 
 
 def is_gathered_by_user(parameter: Any) -> bool:

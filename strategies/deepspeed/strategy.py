@@ -69,6 +69,7 @@ from .ds_config import (
 )
 from .engine import end_engines_on, engine_of, release_parameters, summarise_run
 from .library import (
+    allow_scalars,
     check_async_io,
     check_build_locks,
     choose_accelerator,
@@ -314,8 +315,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         self._termination.detach()
         self._buffers.detach()
         self._while_fitting.close()
-        if self.lightning_module is not None:
-            self.skipped_steps.detach(self.lightning_module)
+        self.skipped_steps.detach()
         # Not Lightning's: moving the module to the CPU would tear parameters from the engine's buffers, and the engine
         # still evaluates and saves what it has trained.
         self.precision_plugin.teardown()
@@ -459,6 +459,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         device = self.root_device
         tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         choose_accelerator(device)
+        self._while_fitting.close()  # of a run that was not torn down
+        self._while_fitting.enter_context(allow_scalars())
         with explaining_interfaces():
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._held_weights.begin()

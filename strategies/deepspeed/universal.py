@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..common.modules import is_extra_state
+from ..upstream.patches import Patches
 
 # ------------------------------------------------------------------------------------------------
 # DeepSpeed's universal checkpoints: the same state for any number of ranks.
@@ -66,11 +67,9 @@ def _without_extra_states() -> Iterator[None]:
                 del weights[name]
         return state
 
-    torch.load = load_weights
-    try:
+    with Patches("ZeRO files") as patches:
+        patches.put(torch, "load", load_weights)
         yield
-    finally:
-        torch.load = load
 
 
 def _convert_here(checkpoint: Path) -> None:

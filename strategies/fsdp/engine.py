@@ -22,6 +22,7 @@ from ..common.modules import find_ties
 from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
+from ..upstream.patches import Patches
 from ..upstream.torch_fake import is_planned
 from .flat_params import units_of
 from .settings import EngineSettings, resolve_ignored, units_to_wrap
@@ -92,6 +93,7 @@ class Engine(ABC, Generic[SettingsT]):
         self.device = device
         self.all_reduce_max_async: AllReduceMaxAsync = all_reduce_max_async
         """For the messages of the ranks about each step."""
+        self._patches = Patches("labels")
 
     def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:
         """Shard ``model``, whose submodules are changed in place.
@@ -221,7 +223,8 @@ class Engine(ABC, Generic[SettingsT]):
         """Forget gradients that were accumulated and not reduced: those of ``parameters``, or all."""
 
     def end_training(self, root: nn.Module) -> None:
-        """Let go of gradients and graphs: no backward will come any more, and no optimizer step."""
+        """Release gradients and graphs: no backward will come any more, and no optimizer step."""
+        self._patches.remove()
         self.discard_unreduced_grads(root)
 
     def begin_step(self, root: nn.Module) -> None:
@@ -309,10 +312,6 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers(recurse=False):
         if not buffer.is_meta:
             module._buffers[name] = buffer.to(device)
-
-
-# ------------------------------------------------------------------------------------------------
-# Optimizers that would train something else than one process trains: refused, by name, before the first step.
 
 
 def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh) -> None:

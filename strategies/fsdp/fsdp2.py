@@ -29,6 +29,7 @@ from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_secon
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
+from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_fake import is_planned
 from ..upstream.torch_fsdp2 import (
     add_zeros,
@@ -146,6 +147,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             give_frozen_group_dtypes(group)
         self._units_by_module = units_by_module(root)
         self.path = CollectiveOrder([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
+        label_quickly(self._patches)
         self._watch, self._has_begun = UsedParameterTracker(self._units, self.path, lambda: self.in_step), False
         self.reset_to_idle(root)
         self._units.discard_unreduced_grads()
@@ -395,16 +397,19 @@ class UsedParameterTracker:
         self._filled: set[Any] = set()
         self.probing = False
         """Whether this is the first training step of a fit."""
-        label_quickly()
         for state in units.states:
             disable_dynamo_once(state)
         places = units.places()
         for number, group in enumerate(units.groups):
             GroupChanges(group, lambda: self.probing)
             registered = [(param, *places[param]) for param in group.fsdp_params]
-            group.unshard = self._before_unshard(number, group, registered, type(group).unshard)
-            group.post_backward = self._around(number, group, disabled_once(type(group).post_backward))
-            group.pre_backward = partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward))
+            replace_for_good(
+                "FSDP2 groups",
+                group,
+                unshard=self._before_unshard(number, group, registered, type(group).unshard),
+                post_backward=self._around(number, group, disabled_once(type(group).post_backward)),
+                pre_backward=partial(_first_derivatives_only, group, disabled_once(type(group).pre_backward)),
+            )
 
     def _before_unshard(
         self, number: int, group: Any, registered: list[tuple[Any, nn.Module, str]], unshard: Callable[..., Any]
@@ -497,11 +502,11 @@ def can_be_unit(module: nn.Module) -> bool:
     own: Any = type(module)
     if isinstance(module, FSDPModule):
         return True
-    try:
-        module.__class__ = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
-    except TypeError:
-        return False
-    module.__class__ = own
+    with Patches("sharded modules") as patches:
+        try:
+            patches.put(module, "__class__", type(f"FSDP{own.__name__}", (FSDPModule, own), {}))
+        except TypeError:
+            return False
     return True
 
 

@@ -57,6 +57,7 @@ from ..upstream.lightning import (
     rank_zero_info,
 )
 from ..upstream.lightning import MixedPrecision as LightningMixedPrecision
+from ..upstream.patches import Patches
 from .checkpoint.async_save import check_kind, check_places, describe_async_mode, make_async_saver
 from .checkpoint.checkpointer import Checkpointer
 from .engine import Engine, StepRunner
@@ -67,7 +68,7 @@ from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
 from .sharded_model import ShardedModel, build_mesh, unwrap_root
 from .step import UnshardOnCall, ZeroGradFollowing, looks_before_backward, looks_between_batches
-from .summary import detach_summaries, summarise_run, summarise_whole
+from .summary import summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
 from .weights import materialize_alike, parameters_on_meta, prepare_with_weights
 
@@ -91,6 +92,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _checkpointer: Checkpointer
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
+    _summaries: Patches
     skipped_steps: SkippedSteps
     """Whether the gradient scaler left the last optimizer step out."""
     last_grad_norm: torch.Tensor | None
@@ -358,10 +360,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self._tracker.close()
         self._termination.detach()
         self._buffers.detach()
-        if self.lightning_module is not None:
-            self.skipped_steps.detach(self.lightning_module)
-            if (trainer := self.lightning_module._trainer) is not None:
-                detach_summaries(trainer.callbacks)  # type: ignore[attr-defined]
+        self.skipped_steps.detach()
+        self._summaries.remove()
         self._zero_grads.detach()
         self._total_norms.detach()
         if self._form is not None:
@@ -529,7 +529,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._buffers = BufferSync(broadcast_buffers)
         self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
-        self._total_norms = TotalNorms(self._norm_of)
+        self._total_norms, self._summaries = TotalNorms(self._norm_of), Patches("trainer")
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -621,7 +621,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.barrier()
         if fitting:
             self._follow_buffers(self.form.root)
-            summarise_whole(trainer.callbacks, self.form.root)  # type: ignore[attr-defined]
+            summarise_whole(trainer.callbacks, self.form.root, self._summaries)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:

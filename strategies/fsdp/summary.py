@@ -18,6 +18,7 @@ from typing_extensions import override
 from ...checkpoint.names import clean_name
 from ..common.launch import RunSummary, counted, short_dtype
 from ..upstream.lightning import LayerSummary, LightningModule, ModelSummary, Summary, Trainer
+from ..upstream.patches import Patches
 from ..upstream.torch_core import ActivationWrapper
 from .engine import Engine
 from .flat_params import WholeParameter, parameters_by_owner
@@ -26,27 +27,21 @@ from .settings import EngineSettings, FSDP2Settings
 from .sharded_model import RootWrapper, ShardedModel, unwrap_root
 
 
-def summarise_whole(callbacks: Iterable[object], root: nn.Module) -> None:
+def summarise_whole(callbacks: Iterable[object], root: nn.Module, patches: Patches) -> None:
     """Let the summaries among ``callbacks``, Rich's too, count whole parameters in the fit that begins.
 
     Args:
         callbacks: The Trainer's.
         root: The sharded module.
+        patches: Removed when the fit ends.
     """
+    patches.remove()
     for callback in callbacks:
         if isinstance(callback, ModelSummary):
-            vars(callback)["_summary"] = partial(_summary, callback, root)
-
-
-def detach_summaries(callbacks: Iterable[object]) -> None:
-    """Let the summaries be Lightning's again: nothing is to keep the module."""
-    for callback in callbacks:
-        if isinstance(callback, ModelSummary):
-            vars(callback).pop("_summary", None)
+            patches.put(callback, "_summary", partial(_summary, callback, root))
 
 
 def _summary(callback: ModelSummary, root: nn.Module, trainer: Trainer, module: LightningModule) -> Summary:
-    vars(callback).pop("_summary", None)
     return _WholeSummary(module, WholeParameters(root), max_depth=callback._max_depth)
 
 
@@ -115,10 +110,6 @@ class _WholeSummary(Summary):
     def flop_counts(self) -> dict[str, dict[Any, int]]:
         counts = {clean_name(name): found for name, found in self._flop_counter.get_flop_counts().items()}
         return {name: counts.get(f"{type(self._model).__name__}.{name}", {}) for name in self.layer_names}
-
-
-# ------------------------------------------------------------------------------------------------
-# The summary of a fit with FSDP at its start.
 
 
 def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precision: str, saved_by: str) -> RunSummary:
@@ -197,10 +188,6 @@ def _held(root: nn.Module) -> int:
 def _dtypes(settings: EngineSettings) -> list[str]:
     named = {"gathered": settings.precision.param_dtype, "reduced": settings.precision.reduce_dtype}
     return [f"{what} in {short_dtype(dtype)}" for what, dtype in named.items() if dtype is not None]
-
-
-# ------------------------------------------------------------------------------------------------
-# The parameters of a sharded module as they were before, with either engine.
 
 
 class WholeParameters:

@@ -22,6 +22,7 @@ from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
 from ..upstream.lightning import _materialize_distributed_module
+from ..upstream.patches import Patches
 from .engine import Engine
 from .sharded_model import (
     NamedTensor,
@@ -413,10 +414,6 @@ def _receive(needs: list[_Need], targets: list[Tensor], device: torch.device) ->
             target.copy_(part)
 
 
-# ------------------------------------------------------------------------------------------------
-# Building a model whose parameters take no memory, because the values come later.
-
-
 _state = threading.local()
 
 
@@ -430,26 +427,18 @@ def parameters_on_meta() -> Iterator[None]:
     if getattr(_state, "active", False):  # entered twice, by nested contexts of the Trainer
         yield
         return
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(nn.Module, "register_parameter", _register_on_meta))
+    with Patches("init") as patches:
+        patches.put(nn.Module, "register_parameter", _register_on_meta)
         if importlib.util.find_spec("transformers") is not None:
             from transformers import PreTrainedModel
 
             build: Any = classmethod(_without_values(PreTrainedModel.__dict__["from_pretrained"].__func__))
-            stack.enter_context(_replaced(PreTrainedModel, "from_pretrained", build))
+            patches.put(PreTrainedModel, "from_pretrained", build)
         _state.active = True
-        stack.callback(setattr, _state, "active", False)
-        yield
-
-
-@contextmanager
-def _replaced(cls: type, name: str, replacement: Any) -> Iterator[None]:
-    original = cls.__dict__[name]
-    setattr(cls, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(cls, name, original)
+        try:
+            yield
+        finally:
+            _state.active = False
 
 
 _register_parameter = nn.Module.register_parameter

@@ -27,6 +27,7 @@ from ..common.grads import local_tensor
 from ..fsdp.flat_params import units_of
 from ..fsdp.fsdp2 import Units
 from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
+from ..upstream.patches import Patches
 from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
 from .example_model import batch_size_of
 from .memory_plan import MemoryPlan, size
@@ -121,10 +122,13 @@ class _Steps:
         storages: What is held.
         num_sorted_after: Number of training steps after which what is held at the highest is sorted; None at once.
         expected: The highest, where it is known already.
+        patches: Removed when the plan is made.
     """
 
-    def __init__(self, strategy: Any, storages: Storages, num_sorted_after: int, expected: int | None) -> None:
-        self._strategy, self._storages = strategy, storages
+    def __init__(
+        self, strategy: Any, storages: Storages, num_sorted_after: int, expected: int | None, patches: Patches
+    ) -> None:
+        self._strategy, self._storages, self._patches = strategy, storages, patches
         self._num_sorted_after, self._expected = num_sorted_after, expected
         self.building: Peak | None = None
         self.steady_state_bytes = 0
@@ -146,7 +150,7 @@ class _Steps:
             self._storages.phase = after
             return result
 
-        setattr(self._strategy, name, run)
+        self._patches.put(self._strategy, name, run)
 
     def _count(self) -> None:
         """The module is complete, and not sharded yet, except by ZeRO-3."""
@@ -189,16 +193,17 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
     """
     _be_quiet()
     strategy = order.strategy()
-    _prepare(strategy)
     classify: list[Callable[[], dict[int, Part]]] = []
     storages = Storages(lambda: classify[0]() if classify else {})
     window = min(order.accumulate_grad_batches, _MOST_MICRO_BATCHES)
-    with pretended_group(order.world_size), HollowTensors(storages).running():
+    patches = Patches("plan")
+    _prepare(strategy, patches)
+    with patches, pretended_group(order.world_size), HollowTensors(storages).running():
         module = order.module()
         if not isinstance(module, LightningModule):
             raise PlanningError(f"A plan trains a LightningModule, and got {type(module).__name__}.")
         batch = order.batch(module)
-        steps = _Steps(strategy, storages, window * (_STEPS - 1), expected)
+        steps = _Steps(strategy, storages, window * (_STEPS - 1), expected, patches)
         classify.append(lambda: parts_of(strategy.model, strategy.optimizers))
         trainer = Trainer(
             strategy=strategy,
@@ -217,7 +222,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-        trainer._data_connector.prepare_data = lambda: None  # type: ignore[method-assign] # it may download
+        patches.put(trainer._data_connector, "prepare_data", lambda: None)  # it may download
         trainer.fit(module, _loader(batch, window * (_STEPS + 1)))
         highest = steps.end()
     if steps.building is None or steps.num_steps < window * _STEPS:
@@ -253,7 +258,7 @@ def _check_optimizers(strategy: Any) -> None:
         )
 
 
-def _prepare(strategy: Any) -> None:
+def _prepare(strategy: Any, patches: Patches) -> None:
     """Refuse what a plan would be wrong about; let DeepSpeed run without kernels of its own.
 
     Raises:
@@ -265,7 +270,7 @@ def _prepare(strategy: Any) -> None:
     if isinstance(strategy, AccelDeepSpeedStrategy):
         if "nvme" in str(strategy.deepspeed_config):
             raise PlanningError("What is offloaded to NVMe cannot be planned. Plan with offloading to the CPU.")
-        without_compiled_kernels()
+        without_compiled_kernels(patches)
     elif not isinstance(strategy, AccelFSDPStrategy):
         raise PlanningError(
             f"Plans are for AccelFSDPStrategy and AccelDeepSpeedStrategy, not for {type(strategy).__name__}."
@@ -516,8 +521,8 @@ class _NoKernels:
     adam_update = adam_rollback = destroy_adam = create_adam
 
 
-def without_compiled_kernels() -> None:
-    """Let DeepSpeed compile and run none of its own kernels, for the rest of this process.
+def without_compiled_kernels(patches: Patches) -> None:
+    """Let DeepSpeed compile and run none of its own kernels until the patches are removed.
 
     Raises:
         RuntimeError: If DeepSpeed computes on an accelerator in this process already.
@@ -532,8 +537,8 @@ def without_compiled_kernels() -> None:
             f"DeepSpeed computes on {get_accelerator()._name!r} in this process, and plans are made on the CPU. Set "
             "DS_ACCELERATOR=cpu in the environment, or plan in a script of its own."
         )
-    communication.build_shm_op = lambda: None
-    CPUAdamBuilder.load = lambda self, verbose=True: _NoKernels()
+    patches.put(communication, "build_shm_op", lambda: None)
+    patches.put(CPUAdamBuilder, "load", lambda self, verbose=True: _NoKernels())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
+from ..upstream.patches import Patches
 from ..upstream.torch_fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -213,13 +214,15 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def running(self) -> Iterator[None]:
         """Let what happens inside be without kernels."""
-        resize, numpy, tolist = torch.UntypedStorage.resize_, torch.Tensor.numpy, torch.Tensor.tolist
         storages = self._storages
 
-        def resize_(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            storages.resized(storage)
-            return result
+        def resizing(resize: Any) -> Any:
+            def run(storage: Any, size: int) -> Any:
+                result = resize(storage, size)
+                storages.resized(storage)
+                return result
+
+            return run
 
         def read(function: Any) -> Any:
             def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -229,14 +232,11 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             return run
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        torch.Tensor.numpy, torch.Tensor.tolist = read(numpy), read(tolist)  # type: ignore[method-assign]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            torch.Tensor.numpy, torch.Tensor.tolist = numpy, tolist  # type: ignore[method-assign]
+        with Patches("plan") as patches, self:
+            patches.put(torch.UntypedStorage, "resize_", resizing(torch.UntypedStorage.resize_))
+            for name in ("numpy", "tolist"):
+                patches.put(torch.Tensor, name, read(getattr(torch.Tensor, name)))
+            yield
 
 
 _UNKNOWN = object()

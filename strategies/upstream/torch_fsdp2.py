@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group
 from torch.profiler import record_function
 
+from .patches import Patches, replace_for_good
+
 __all__ = [
     "add_zeros",
     "disable_dynamo_once",
@@ -83,10 +85,10 @@ def groups_of_state(state: Any) -> list[Any]:
 def disable_dynamo_once(state: Any) -> None:
     """Keep the hooks of a unit out of torch.compile once and for all, see `disabled_once`."""
     for name in ("_pre_backward", "_root_post_backward_final_callback"):
-        setattr(state, name, MethodType(disabled_once(getattr(type(state), name)), state))
+        replace_for_good("FSDP2 groups", state, **{name: MethodType(disabled_once(getattr(type(state), name)), state)})
     for name in ("_pre_forward", "_post_forward"):
         hook = getattr(type(state), name)
-        setattr(state, name, MethodType(disabled_once(hook), state))
+        replace_for_good("FSDP2 groups", state, **{name: MethodType(disabled_once(hook), state)})
         for module in state._modules:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, registered in hooks.items():  # in its place: others may have come before and after it
@@ -107,15 +109,16 @@ def disabled_once(hook: Any) -> Callable[..., Any]:
     return torch.compiler.disable(hook.__wrapped__, reason="FSDP2's hooks")  # type: ignore[no-untyped-call]
 
 
-def label_quickly() -> None:
+def label_quickly(patches: Patches) -> None:
     """Let FSDP2's labels for profilers cost next to nothing while there is no profiler; else they are torch's own.
 
     Seven for each unit and step, each through the dispatcher (torch 2.13): a tenth of a step of small units. What
     others have put in their place stays.
     """
+    patches.remove()
     labelled: Any = _fsdp_param_group
-    if labelled.record_function is record_function:
-        labelled.record_function = _label
+    if labelled.record_function in (record_function, _label):
+        patches.share(labelled, "record_function", lambda _: _label)
 
 
 def _label(name: str, args: str | None = None) -> AbstractContextManager[Any]:

@@ -178,7 +178,7 @@ def _labels(torchs: bool) -> tuple[Counter[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_fsdp_param_group, "record_function", profiler.record_function)
         if torchs:
-            patch.setattr("accelight.strategies.fsdp.fsdp2.label_quickly", lambda: None)
+            patch.setattr("accelight.strategies.fsdp.fsdp2.label_quickly", lambda patches: None)
         labels = _Labels(patch)
         trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **WRAP), 2, max_steps=3, callbacks=[labels])
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
