@@ -35,6 +35,7 @@ from ..strategies.upstream.lightning import (
     rank_zero_info,
     rank_zero_warn,
 )
+from ..strategies.upstream.patches import Patches
 
 
 @named_arguments
@@ -104,7 +105,7 @@ class ElasticTraining(Callback):
         self._rank = 0
         self._resumed: dict[str, int] = {}
         self._first_step: dict[int, int] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches("callbacks")
 
     # ------------------------------------------------------------------ setup
     @override
@@ -118,34 +119,24 @@ class ElasticTraining(Callback):
         self.division = Division.of(self.global_batch_size, layout["num_replicas"], self.max_batch_size)
         self._rank, self._batches, self._resumed, self._first_step = layout["rank"], None, {}, {}
         steps = self.division.accumulate_grad_batches
-        self._set(trainer, "accumulate_grad_batches", steps)
+        self._patches.put(trainer, "accumulate_grad_batches", steps)
         if isinstance(trainer.limit_train_batches, int):
-            self._set(trainer, "limit_train_batches", trainer.limit_train_batches * steps)
+            self._patches.put(trainer, "limit_train_batches", trainer.limit_train_batches * steps)
         if isinstance(trainer.val_check_interval, int):
-            self._set(trainer, "val_check_interval", trainer.val_check_interval * steps)
-        self._replace(trainer._data_connector, "_prepare_dataloader", self._dealing(trainer))
-        self._replace(trainer.strategy, "training_step", self._weighing(trainer))
+            self._patches.put(trainer, "val_check_interval", trainer.val_check_interval * steps)
+        self._patches.put(trainer._data_connector, "_prepare_dataloader", self._dealing(trainer))
+        self._patches.put(trainer.strategy, "training_step", self._weighing(trainer))
         self.resumed_from = None if self.resume_from is None else newest_checkpoint(self.resume_from)
         if self.resumed_from is not None:
-            self._replace(trainer._checkpoint_connector, "resume_start", self._resuming(trainer))
+            self._patches.put(trainer._checkpoint_connector, "resume_start", self._resuming(trainer))
         rank_zero_info(
             f"ElasticTraining: {self.global_batch_size} samples a step = {self.division.num_processes} processes x "
             f"{steps} micro-batches x {self.division.batch_size}"
             + ("." if self.resume_from is None else f"; from {self.resumed_from or 'the beginning'}.")
         )
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before))
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(owner, name, method)
-        self._undo.append(lambda: owner.__dict__.pop(name, None))
-
     def _close(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.remove()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -182,7 +173,7 @@ class ElasticTraining(Callback):
         self._batches = GlobalBatches(order, self.division, self._rank, loader.drop_last)
         limit = trainer.limit_train_batches
         if isinstance(limit, float) and limit < 1:  # whole steps
-            self._set(trainer, "limit_train_batches", int(self._batches.num_steps * limit) * self._steps)
+            self._patches.put(trainer, "limit_train_batches", int(self._batches.num_steps * limit) * self._steps)
         return with_batches(loader, self._batches)
 
     @property
@@ -294,10 +285,10 @@ class ElasticTraining(Callback):
         interval = trainer.val_check_interval
         if isinstance(interval, float) and trainer.val_check_batch is not None:
             num_steps = trainer.num_training_batches // self._steps
-            self._set(trainer, "val_check_batch", max(1, int(num_steps * interval)) * self._steps)
+            self._patches.put(trainer, "val_check_batch", max(1, int(num_steps * interval)) * self._steps)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
-                self._set(config, "frequency", config.frequency * self._steps)
+                self._patches.put(config, "frequency", config.frequency * self._steps)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -38,6 +38,7 @@ from ..strategies.upstream.lightning import (
     extract_batch_size,
     is_param_in_hook_signature,
 )
+from ..strategies.upstream.patches import Patches
 
 T = TypeVar("T")
 
@@ -72,8 +73,8 @@ class ExactEvaluation(Callback):
 
     def __init__(self, assume_disjoint: bool = False) -> None:
         self.assume_disjoint = assume_disjoint
-        self._patches: list[tuple[Any, str]] = []
-        self._strategy_patch: list[tuple[Any, str]] = []
+        self._patches = Patches("callbacks")
+        self._strategy_patch = Patches("callbacks")
         self._values: dict[tuple[Any, ...], LoggedValue] = {}
         self._loader: Any = None
         self._num_samples: int | None = None
@@ -148,7 +149,7 @@ class ExactEvaluation(Callback):
             evaluating = trainer.validating or trainer.sanity_checking or trainer.testing
             return self._without_repetitions(trainer, processed) if evaluating else processed
 
-        self._replace(self._strategy_patch, trainer.strategy, "process_dataloader", process_dataloader)
+        self._strategy_patch.put(trainer.strategy, "process_dataloader", process_dataloader)
 
     def _without_repetitions(self, trainer: Trainer, loader: Any) -> Any:
         sampler = real_samples_of(loader, trainer.world_size)
@@ -189,13 +190,13 @@ class ExactEvaluation(Callback):
                 "CombinedLoader(..., mode='sequential'), or return a list of loaders."
             )
         batch_end = f"on_{step.removesuffix('_step')}_batch_end"
-        self._replace(self._patches, pl_module, "log", self._logging(trainer, pl_module, pl_module.log))
-        self._replace(self._patches, pl_module, step, self._masking(getattr(pl_module, step)))
-        self._replace(self._patches, pl_module, batch_end, self._restoring(getattr(pl_module, batch_end)))
+        self._patches.put(pl_module, "log", self._logging(trainer, pl_module, pl_module.log))
+        self._patches.put(pl_module, step, self._masking(getattr(pl_module, step)))
+        self._patches.put(pl_module, batch_end, self._restoring(getattr(pl_module, batch_end)))
         for metric in metrics_of(pl_module) if trainer.world_size > 1 else ():
             sync = gathering_any_number(metric)
             if sync is not None:
-                self._replace(self._patches, metric, "_sync_dist", sync)
+                self._patches.put(metric, "_sync_dist", sync)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -364,26 +365,14 @@ class ExactEvaluation(Callback):
         return first.reshape(torch.as_tensor(value).shape)
 
     # ------------------------------------------------------------------ the end
-    @staticmethod
-    def _replace(patches: list[tuple[Any, str]], owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Let an attribute of the instance hide a method of its class."""
-        patches.append((owner, name))
-        owner.__dict__[name] = method
-
-    @staticmethod
-    def _put_back(patches: list[tuple[Any, str]]) -> None:
-        while patches:
-            owner, name = patches.pop()
-            owner.__dict__.pop(name, None)
-
     def _finish(self) -> None:
-        self._put_back(self._patches)
+        self._patches.remove()
         self._values, self._states, self._in_batch = {}, None, False
         self._unfollow()
 
     def _close(self) -> None:
         self._finish()
-        self._put_back(self._strategy_patch)
+        self._strategy_patch.remove()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -44,6 +44,7 @@ from ..strategies.upstream.lightning import (
     Trainer,
     check_trainer,
 )
+from ..strategies.upstream.patches import Patches
 
 _OWN_CHECKPOINT = ".unmerged.ckpt"
 
@@ -112,7 +113,7 @@ class MergeShardedCheckpoint(Callback):
         self.merged: dict[str, str] = {}
         """Checkpoints that have been merged, with the folders of the results; on process 0."""
         self._queue: MergeQueue | None = None
-        self._patched: Any = None
+        self._patches = Patches("callbacks")
         self._last_saved: Path | None = None
         self._num_saved = 0
         self._remove: Callable[[Any], None] = _no_strategy
@@ -131,7 +132,7 @@ class MergeShardedCheckpoint(Callback):
         check_trainer(trainer)
         if stage != "fit":
             return
-        self._let_go()
+        self._close()
         if self.which == "best" and self._best(trainer) is None:
             raise ValueError(
                 "MergeShardedCheckpoint(which='best') needs a ModelCheckpoint(monitor=...) among the Trainer's "
@@ -139,10 +140,9 @@ class MergeShardedCheckpoint(Callback):
             )
         self._last_saved, self._num_saved = None, 0
         strategy = trainer.strategy
-        self._patched = strategy
-        strategy.__dict__["save_checkpoint"] = self._saving(trainer, strategy.save_checkpoint)
+        self._patches.put(strategy, "save_checkpoint", self._saving(trainer, strategy.save_checkpoint))
         self._remove = strategy.remove_checkpoint
-        strategy.__dict__["remove_checkpoint"] = self._remove_or_spare
+        self._patches.put(strategy, "remove_checkpoint", self._remove_or_spare)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -270,7 +270,7 @@ class MergeShardedCheckpoint(Callback):
                 self._queue.cancel()
             raise
         finally:
-            self._let_go()
+            self._close()
 
     def _finish(self, trainer: Trainer) -> None:
         if self._queue is None:
@@ -324,17 +324,15 @@ class MergeShardedCheckpoint(Callback):
         if self._queue is not None:
             self._queue.cancel()
             self._remove_waiting()
-        self._let_go()
+        self._close()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
-        if self._patched is not None:
-            for name in ("save_checkpoint", "remove_checkpoint"):
-                self._patched.__dict__.pop(name, None)
-        self._patched = self._queue = self._files = None
+    def _close(self) -> None:
+        self._patches.remove()
+        self._queue = self._files = None
         self._remove = _no_strategy
         self._to_remove = []
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sampler_epoch, _Stateful, _update_dataloader
+from ..upstream.patches import Patches
 
 LOADERS_KEY = "accelight_loader_states"
 """Where a checkpoint holds the states of each process's loaders, in rank order."""
@@ -40,6 +41,7 @@ class LoaderPlaces:
         """How many processes have saved, if that is another number."""
         self._before_fetch: list[Any] = []
         """The loaders' states before the last batch was read."""
+        self._patches = Patches("trainer")
 
     # ------------------------------------------------------------------ saving
     def follow(self, trainer: Trainer) -> None:
@@ -52,18 +54,18 @@ class LoaderPlaces:
             ValueError: If another number of processes has saved, and a loader's place means nothing for this one.
         """
         loop: Any = trainer.fit_loop
+        self._patches.remove()
         self.take(trainer)
         self._check_number(loop)
         if self._states:
             _go_to(loop, self._states)
         self._states, self._before_fetch = [], []
         if any(isinstance(one, _Stateful) for one in loop._combined_loader.flattened):
-            vars(loop.epoch_loop)["_on_before_fetch"] = partial(self._note, loop)
+            self._patches.put(loop.epoch_loop, "_on_before_fetch", partial(self._note, loop))
 
-    def detach(self, trainer: Trainer) -> None:
+    def detach(self) -> None:
         """End the fit."""
-        loop: Any = trainer.fit_loop.epoch_loop
-        vars(loop).pop("_on_before_fetch", None)
+        self._patches.remove()
         self._before_fetch = []
 
     def _note(self, loop: Any) -> None:

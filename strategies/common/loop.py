@@ -18,6 +18,7 @@ from ...state.gradient_state import ShortWindows
 from ...state.rendezvous import report_missing_ranks
 from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, rank_zero_info, sized_len
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
+from ..upstream.patches import Patches
 from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
@@ -131,8 +132,7 @@ class LoopFollowing(ParallelStrategy):
 
     def _end_training_loop(self) -> None:
         self._tracker.close()
-        if (trainer := self._running_trainer()) is not None:
-            self._loader_places.detach(trainer)
+        self._loader_places.detach()
 
     @override
     def on_train_end(self) -> None:
@@ -350,10 +350,6 @@ class LoopTracker:
         return GradientState().num_steps / self.window_position if self._short_windows == "mean" else 1.0
 
 
-# ------------------------------------------------------------------------------------------------
-# Accumulation windows that go on over the end of an epoch, which Lightning's loop does not know.
-
-
 @contextmanager
 def carried_windows(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[None]:
     """Let the Trainer's loop step, and clear gradients, where `GradientState` says, instead of counting within epochs.
@@ -372,13 +368,10 @@ def carried_windows(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[
         # Lightning 2.6 clears gradients where this index is a multiple of the accumulation; 1 never is.
         return make_zero_grad(0 if is_first() else 1, optimizer)
 
-    loop._should_accumulate = should_accumulate
-    loop.automatic_optimization._make_zero_grad_fn = make_zero_grad_fn
-    try:
+    with Patches("trainer") as patches:
+        patches.put(loop, "_should_accumulate", should_accumulate)
+        patches.put(loop.automatic_optimization, "_make_zero_grad_fn", make_zero_grad_fn)
         yield
-    finally:
-        del loop._should_accumulate
-        del loop.automatic_optimization._make_zero_grad_fn
 
 
 # ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ...state.deadlocks import watch_for_deadlocks
 from ...state.process_group import group_store, require_group
 from ...state.rendezvous import run_on_rank_zero
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
+from ..upstream.patches import Patches
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -67,6 +68,7 @@ class Termination:
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
         self._is_noted = False
+        self._patches = Patches("trainer")
         self._reductions: list[Callable[[], Sequence[int]]] = []
         """Whether to leave, as the last of their numbers: the reports of all ranks in the present batch."""
         self._count = 0
@@ -85,23 +87,20 @@ class Termination:
         self.detach()
         self._trainer = trainer
         self._is_noted, self._reductions, self._count = False, [], 0
-        _connector(trainer)._sigterm_notifier_fn = self._note
-        _connector(trainer)._slurm_sigusr_handler_fn = self._refuse_requeueing
+        self._patches.put(_connector(trainer), "_sigterm_notifier_fn", self._note)
+        self._patches.put(_connector(trainer), "_slurm_sigusr_handler_fn", self._refuse_requeueing)
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self.run = f"accelight/run/{number}"
             watch_for_deadlocks(require_group("A fit"))
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.agree_before_batch  # type: ignore[method-assign]
+            self._patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.agree_before_batch)
 
     def detach(self) -> None:
         """Give Lightning's methods back."""
-        trainer, self._trainer = self._trainer, None
+        self._trainer = None
         self._reductions.clear()  # what was begun knows the process group
-        if trainer is not None:
-            for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-                _connector(trainer).__dict__.pop(name, None)
-            trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        self._patches.remove()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         trainer = self._trainer

@@ -26,6 +26,7 @@ from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from ..upstream.patches import Patches, replace_for_good
 from .sharded_tensors import FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
@@ -82,8 +83,7 @@ class UserCode:
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
-        self._profiler: Any = None
-        self._module: LightningModule | None = None
+        self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
 
     # ------------------------------------------------------------------ attached
@@ -98,7 +98,7 @@ class UserCode:
             self.places = self._in_hooks.places = self._in_steps.places = CollectiveOrderChecker(_WAY_OUT, timeout)
         self._wrap_training_step(module)
         actions = _hooks_of_users(trainer, module)
-        self._profiler = profiler = trainer.profiler  # type: ignore[attr-defined]
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profile = profiler.profile
 
         @functools.wraps(profile)
@@ -106,23 +106,18 @@ class UserCode:
             context = profile(action_name)
             return self._hook(context) if action_name in actions else context
 
-        self._profiler.__dict__["profile"] = profile_hook
+        self._patches.put(profiler, "profile", profile_hook)
 
     def detach(self) -> None:
         """Undo `attach`."""
         global _attached
-        if self._profiler is not None:
-            self._profiler.__dict__.pop("profile", None)
-            self._profiler = None
-        if self._module is not None:
-            self._module.__dict__.pop("training_step", None)
-            self._module = None
+        self._patches.remove()
         self.follow_calls(follows=False)
         if _attached is self:
             _attached = None
 
     def _wrap_training_step(self, module: LightningModule) -> None:
-        self._module, step = module, module.training_step
+        step = module.training_step
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +130,7 @@ class UserCode:
             finally:
                 self.access.in_step = False
 
-        module.__dict__["training_step"] = training_step
+        self._patches.put(module, "training_step", training_step)
 
     def _is_in_steps(self, module: LightningModule) -> bool:
         """Return whether to look at what a training step does with sharded parameters.
@@ -352,7 +347,7 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 def refuse_copies(modules: Iterable[nn.Module]) -> None:
     """Let ``copy.deepcopy()`` of sharded modules, or of what has them, say what to do instead."""
     for module in modules:
-        module.__dict__["__deepcopy__"] = partial(_refuse_copy, type(module).__name__)
+        replace_for_good("sharded modules", module, __deepcopy__=partial(_refuse_copy, type(module).__name__))
 
 
 def _refuse_copy(name: str, _: dict[int, Any]) -> nn.Module:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
 from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
+from ..upstream.patches import Patches
 from .engine import Engine
 from .settings import PrecisionSettings
 from .sharded_model import recall_form
@@ -221,12 +222,9 @@ def _without_scaling_of_its_own(optimizer: Optimizer) -> Iterator[None]:
     with each rank looking for overflows in its own shards alone.
     """
     plain: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    fused = getattr(plain, "_step_supports_amp_scaling", None)
-    if not fused:
+    if not getattr(plain, "_step_supports_amp_scaling", None):
         yield
         return
-    plain._step_supports_amp_scaling = False
-    try:
+    with Patches("user code") as patches:
+        patches.put(plain, "_step_supports_amp_scaling", False)
         yield
-    finally:
-        plain._step_supports_amp_scaling = fused

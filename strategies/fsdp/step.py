@@ -29,6 +29,7 @@ from ...state.rendezvous import CollectiveOrderChecker, num_ranks
 from ..common.sharded_tensors import local_part, part_of
 from ..common.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from ..upstream.patches import Patches, replace_for_good
 
 Close = Callable[[Any], Any]
 """Ends a call that succeeded: given the module's output, returns what the caller gets."""
@@ -346,7 +347,7 @@ class GroupChanges:
         self._sums: list[Tensor] = []
         self._compares = False
         self._reshard, self._wait = type(group).reshard, type(group).wait_for_unshard
-        group.reshard, group.wait_for_unshard = self.reshard, self.wait_for_unshard
+        replace_for_good("FSDP2 groups", group, reshard=self.reshard, wait_for_unshard=self.wait_for_unshard)
 
     def wait_for_unshard(self) -> None:
         """Note what the parameters are when they have been gathered."""
@@ -402,7 +403,7 @@ class FlatChanges:
         self._sum: Tensor | None = None
         self._compares = False
         self._reshard = type(handle).reshard
-        handle.reshard = self.reshard
+        replace_for_good("FSDP1 handles", handle, reshard=self.reshard)
 
     def after_unshard(self) -> None:
         """Note what the parameters are when they have been gathered."""
@@ -445,9 +446,6 @@ class FlatChanges:
 # `zero_grad`, wherever it is called, has to reach them, too.
 
 
-_METHOD = "zero_grad"
-
-
 class ZeroGradFollowing:
     """Lets ``zero_grad`` of optimizers and of a module clear what is not reduced.
 
@@ -457,10 +455,10 @@ class ZeroGradFollowing:
 
     def __init__(self, drop: Callable[[Iterable[nn.Parameter]], None]) -> None:
         self._drop = drop
-        self._followed: list[Any] = []
+        self._patches = Patches("user code")
 
     def follow(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Begin with these; those of before are let go."""
+        """Attach to these, and detach from those before."""
         self.detach()
         self._attach(module, lambda: module.parameters())
         for optimizer in optimizers:
@@ -468,20 +466,16 @@ class ZeroGradFollowing:
 
     def detach(self) -> None:
         """Undo `follow`."""
-        for owner in self._followed:
-            owner.__dict__.pop(_METHOD, None)
-        self._followed = []
+        self._patches.remove()
 
     def _attach(self, owner: Any, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        clear = getattr(owner, _METHOD)
+        clear = owner.zero_grad
 
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             self._drop(parameters())
             return clear(*args, **kwargs)
 
-        # On the instance: the class is the user's.
-        owner.__dict__[_METHOD] = zero_grad
-        self._followed.append(owner)
+        self._patches.put(owner, "zero_grad", zero_grad)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
