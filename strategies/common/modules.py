@@ -12,6 +12,7 @@ from torch import nn
 
 from ...checkpoint.names import clean_name
 from ..upstream.lightning import Callback
+from ..upstream.patches import replace_for_good
 
 T = TypeVar("T")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -89,7 +90,7 @@ def _found(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]
 
 def _give_class(layer: nn.Module, cls: type[nn.Module]) -> None:
     if type(layer) is not cls:
-        layer.__class__ = cls
+        replace_for_good("sharded modules", layer, __class__=cls)
 
 
 def _strip(attributes: dict[str, Any], traces: ShardingArtifacts) -> None:
@@ -109,10 +110,6 @@ def _is_foreign(function: Any, traces: ShardingArtifacts) -> bool:
     function = getattr(function, "func", function)  # of a partial
     name = str(getattr(function, "__module__", ""))
     return any(name == package or name.startswith(f"{package}.") for package in traces.packages)
-
-
-# ------------------------------------------------------------------------------------------------
-# Parameters that stand under several names.
 
 
 def find_ties(model: nn.Module) -> dict[str, str]:
@@ -192,10 +189,6 @@ def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str]) -> 
             raise ValueError(f"{type(callback).__name__} {refused[name]}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Embeddings with sparse gradients, which no sharding can reduce.
-
-
 def sparse_embeddings(model: nn.Module) -> Iterator[str]:
     """Yield what to say of each embedding that is trained with sparse gradients.
 
@@ -208,10 +201,6 @@ def sparse_embeddings(model: nn.Module) -> Iterator[str]:
                 f"{clean_name(name)}: {type(module).__name__}(sparse=True) has sparse gradients, which cannot be "
                 "reduced into shards. Leave sparse=True out, or train with Trainer(strategy='ddp')."
             )
-
-
-# ------------------------------------------------------------------------------------------------
-# Modules that a strategy of the other kind has sharded: refused, by name.
 
 
 SHARDED_FORM = "_accelight_sharded_form"

@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.user_code import library_code, running_as_library
+from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_fake import is_planned
 from . import zero_optimizer
 from .library import is_gathered_by_user
@@ -118,11 +119,11 @@ class GradientAccumulator:
             self.zero_grad()
             zero_grad(set_to_none)
 
-        module.__dict__["zero_grad"] = zero_all  # on the instance: the class is the user's
         try:
-            yield
+            with Patches("user code") as patches:
+                patches.put(module, "zero_grad", zero_all)
+                yield
         finally:
-            module.__dict__.pop("zero_grad", None)
             if self.is_plain:
                 detach_window(self._zero)  # the user's own, which may train elsewhere
 
@@ -133,7 +134,7 @@ class GradientAccumulator:
         self.changes = ChangedWeights(zero, self._parameters, self.names)
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
-        zero.reduce_ready_partitions_and_remove_grads = self._reduce_noting
+        replace_for_good("ZeRO optimizers", zero, reduce_ready_partitions_and_remove_grads=self._reduce_noting)
         if self.stage <= 2:
             process = zero.process_gradients
 
@@ -141,12 +142,13 @@ class GradientAccumulator:
                 self._check_in_backward()
                 process(*args)
 
-            zero.process_gradients = process_gradients
+            replace_for_good("ZeRO optimizers", zero, process_gradients=process_gradients)
         self._finalize = zero.finalize_gradient_accumulation_boundary
-        zero.finalize_gradient_accumulation_boundary = lambda: None  # complete() has done it
+        # complete() has done it
+        replace_for_good("ZeRO optimizers", zero, finalize_gradient_accumulation_boundary=lambda: None)
         if self.stage == 3:
             self._collect = zero.independent_gradient_partition_epilogue
-            zero.independent_gradient_partition_epilogue = self._collect_all
+            replace_for_good("ZeRO optimizers", zero, independent_gradient_partition_epilogue=self._collect_all)
 
     def _collect_all(self) -> None:
         """Let stage 3 take what it has reduced; of parameters that are frozen by now it would take zeros."""
@@ -655,7 +657,7 @@ class GatheredChanges:
                     partition(some, *args, has_been_updated=is_changed, **kwargs)
             self._accept(both[True])
 
-        parameter.partition = partition_with_changes
+        replace_for_good("ZeRO-3 gathering", parameter, partition=partition_with_changes)
         self._versions[parameter] = parameter._version
 
     def _is_changed(self, parameter: Any) -> bool:
@@ -738,8 +740,8 @@ WAY_OUT = (
 
 def hold_parameters(engine: Any) -> None:
     """Let stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
-    coordinator = _coordinator(engine)
-    coordinator.reset_step = lambda: None  # its trace of layers has to be alike on every rank
+    # Its trace of layers must be the same on every rank.
+    replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
     gather(engine)
     engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
 
@@ -758,7 +760,7 @@ def gather(engine: Any) -> None:
 
 def hold_parameters_in_forward(engine: Any) -> None:
     """Let an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
-    _coordinator(engine).reset_step = lambda: None
+    replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
     engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
     engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
 
@@ -797,7 +799,9 @@ class CollectiveOrder:
         )
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
-        coordinator.fetch_sub_module, coordinator.trace_prologue = self._fetch_alike, self._depart_together
+        replace_for_good(
+            "ZeRO-3 gathering", coordinator, fetch_sub_module=self._fetch_alike, trace_prologue=self._depart_together
+        )
 
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
         if not all(each is None or hasattr(each, "ds_id") for each in layer._parameters.values()):

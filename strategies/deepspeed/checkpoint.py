@@ -35,6 +35,7 @@ from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRa
 from ..common.loop import STORED_WEIGHTS
 from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
+from ..upstream.patches import Patches, replace_for_good
 from . import universal, zero_optimizer
 from .accumulation import window_of
 from .ds_config import DeepSpeedSettings
@@ -341,7 +342,7 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
     partitioned = engine.zero_optimization_partition_weights()
     if partitioned and not with_optimizer and not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
-        engine.optimizer._restore_from_bit16_weights = lambda: None
+        replace_for_good("ZeRO optimizers", engine.optimizer, _restore_from_bit16_weights=lambda: None)
     clipping = getattr(engine.optimizer, "clip_grad", None)
     with reading_safely(stored.weights_only), quietly(), _with_trained_parameters(engine):
         if not universally:
@@ -669,13 +670,10 @@ def guarded_files(engine: Any, path: Path) -> Iterator[None]:
         RuntimeError: On every rank, naming the ranks and files that failed.
     """
     files = _GuardedFiles(engine.checkpoint_engine)
-    engine.checkpoint_engine = files
-    engine._copy_recovery_script = files.guarded(engine._copy_recovery_script)
-    try:
+    with Patches("ZeRO files") as patches:
+        patches.put(engine, "checkpoint_engine", files)
+        patches.put(engine, "_copy_recovery_script", files.guarded(engine._copy_recovery_script))
         yield
-    finally:
-        engine.checkpoint_engine = files.engine
-        del engine._copy_recovery_script  # of the instance: the class has its own
     with raise_on_all_ranks(f"saving {path}"):
         if files.error is not None:
             raise files.error

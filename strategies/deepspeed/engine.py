@@ -20,6 +20,7 @@ from torch.optim import Adagrad, Optimizer
 
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.launch import RunSummary
+from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, window_of
 from .ds_config import DeepSpeedSettings
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
@@ -138,11 +139,9 @@ def keeping_adagrad(optimizer: Any) -> Iterator[None]:
     if not isinstance(optimizer, Adagrad):
         yield
         return
-    optimizer.__class__ = type(kind.__name__, (Optimizer,), {})
-    try:
+    with Patches("ZeRO optimizers") as patches:
+        patches.put(optimizer, "__class__", type(kind.__name__, (Optimizer,), {}))
         yield
-    finally:
-        optimizer.__class__ = kind
 
 
 def drive_adagrad(engine: Any) -> None:

@@ -172,7 +172,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_precision_plugin": (_STRATEGY, "holds the precision, which has to be DeepSpeed's"),
     "_process_group_backend": (_STRATEGY, "given by the user, or chosen for the device"),
     "_set_deepspeed_activation_checkpointing": (_STRATEGY, "hands that section of the config to DeepSpeed"),
-    "_set_node_environment_variables": (_STRATEGY, "tells DeepSpeed about nodes and ranks"),
+    "_set_node_environment_variables": (_STRATEGY, "gives DeepSpeed the nodes and ranks"),
     "_timeout": (_STRATEGY, "of collectives"),
 }
 """From a name to the class or module that has it, and what it is used for."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..common.grads import gradients_of
 from ..common.sharded_tensors import FlatLayout, FlatShard
 from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
+from ..upstream.patches import replace_for_good
 from . import zero_optimizer
 from .accumulation import GradientAccumulator, finish_gather, window_of
 from .library import is_gathered_by_user
@@ -203,7 +204,7 @@ def _gather_as_library(parameter: Any) -> None:
         if function is not None and not hasattr(function, _IS_LIBRARY):
             wrapped = as_library(function)
             setattr(wrapped, _IS_LIBRARY, True)
-            setattr(parameter, name, wrapped)
+            replace_for_good("ZeRO-3 gathering", parameter, **{name: wrapped})
 
 
 # ------------------------------------------------------------------------------------------------

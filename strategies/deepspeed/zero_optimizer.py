@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..upstream.patches import replace_for_good
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -427,9 +429,12 @@ class PerParameterStep:
         """Parameters that have a gradient on some rank in this window."""
         self._own: dict[int, dict[nn.Parameter, State]] = {}
         """For each partition whose pieces have not all stepped equally often: what is counted for each that has."""
-        zero._optimizer_step = self._step
+        replace_for_good("ZeRO optimizers", zero, _optimizer_step=self._step)
         if is_stage_3(zero) and not getattr(zero, "swap_optimizer", False):
-            zero._set_fp32_optimizer_param_groups = zero._clear_fp32_optimizer_param_groups = self._show_masters
+            show = self._show_masters
+            replace_for_good(
+                "ZeRO optimizers", zero, _set_fp32_optimizer_param_groups=show, _clear_fp32_optimizer_param_groups=show
+            )
         self._show_masters()
 
     def _show_masters(self) -> None:
@@ -602,7 +607,7 @@ def step_on_all_values(zero: Any) -> None:
     def keep_scale(has_overflow: bool = False) -> None:
         zero.overflow = False
 
-    zero._update_scale = keep_scale
+    replace_for_good("ZeRO optimizers", zero, _update_scale=keep_scale)
 
 
 def _is_spread(value: Any, flat: Tensor) -> bool:
@@ -642,16 +647,16 @@ def tell_window(optimizer: Any, window: Any) -> None:
     kind: type = type(optimizer)
     inner = None if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
     has_modes = all(callable(getattr(inner, name, None)) for name in ("train", "eval"))
-    optimizer.__class__ = _telling_class(kind, has_modes)
+    replace_for_good("ZeRO optimizers", optimizer, __class__=_telling_class(kind, has_modes))
     if not isinstance(optimizer, Optimizer):
-        optimizer.add_param_group = _refuse_group
+        replace_for_good("ZeRO optimizers", optimizer, add_param_group=_refuse_group)
         if isinstance(inner, Optimizer) and not hasattr(optimizer, "defaults"):
             optimizer.defaults = inner.defaults
 
 
 def detach_window(optimizer: Any) -> None:
     """Undo `tell_window`."""
-    optimizer.__class__ = type(optimizer).__base__
+    replace_for_good("ZeRO optimizers", optimizer, __class__=type(optimizer).__base__)
     del optimizer.accelight_window
 
 

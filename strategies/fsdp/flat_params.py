@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
 from ..common.sharded_tensors import FlatLayout, memory_order
+from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import reduce_scatter_single
 from ..upstream.torch_fsdp1 import (
     HandleTrainingState,
@@ -229,10 +230,6 @@ def forget_gradient(handle: Any) -> None:
     handle.flat_param.grad = None
     for parameter in handle.flat_param._params or ():
         parameter.grad = None
-
-
-# ------------------------------------------------------------------------------------------------
-# Where in the original parameters of an FSDP1 unit this rank's range lies.
 
 
 def layouts_of(unit: Any) -> list[FlatLayout | None]:
@@ -592,14 +589,18 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
         views.clear()
         type(handle)._use_unsharded_flat_param(handle, unsharded)
 
-    handle._use_sharded_flat_param = use_sharded_flat_param
-    handle._use_unsharded_flat_param = use_unsharded_flat_param
+    replace_for_good(
+        "FSDP1 handles",
+        handle,
+        _use_sharded_flat_param=use_sharded_flat_param,
+        _use_unsharded_flat_param=use_unsharded_flat_param,
+    )
     take_away()
     owner = handle._fully_sharded_module
     inside = {module for module, _ in stand_ins}
     for module in owner.modules():
         if module is not owner and not inside.isdisjoint(module.modules()):
-            module.__dict__["requires_grad_"] = partial(_refuse_freezing, module, flat_param)
+            replace_for_good("sharded modules", module, requires_grad_=partial(_refuse_freezing, module, flat_param))
 
 
 def _refuse_freezing(module: nn.Module, flat_param: Tensor, requires_grad: bool = True) -> nn.Module:

@@ -30,6 +30,7 @@ from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_sec
 from ..common.modules import is_extra_state
 from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
+from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import tree_map_only
 from ..upstream.torch_fake import is_planned
 from ..upstream.torch_fsdp1 import (
@@ -628,7 +629,7 @@ def run_hooks_of_users(root: nn.Module, access: FlatAccess) -> None:
         follow_state_dicts((module for module in owners_of(root)), access)
     refuse_copies(units_of(root))
     for unit in units_of(root):
-        unit.__dict__["apply"] = partial(_apply, unit)
+        replace_for_good("sharded modules", unit, apply=partial(_apply, unit))
         replace_in_user_code(unit._state_dict_pre_hooks, lambda *_: None)
         replace_in_user_code(unit._state_dict_hooks, _strip_wrapper)
         replace_in_user_code(unit._load_state_dict_pre_hooks, partial(_add_wrapper, unit))
@@ -770,11 +771,15 @@ class UsedParameterTracker:
             if unit._handle.uses_sharded_strategy
         }
         for number, unit in enumerate(self._units):
-            unit._handle._use_unsharded_views = self._around(number, unit._handle)
-            unit._handle.pre_unshard = partial(_check_parameters, unit._handle)
-            unit._handle._all_gather_flat_param = partial(_gather_together, unit._handle, path, number)
-            unit._handle.prepare_gradient_for_backward = partial(self._prepare_gradient, unit, is_in_step)
-            unit._handle.prepare_gradient_for_optim = partial(_give_gradient_back, unit._handle)
+            replace_for_good(
+                "FSDP1 handles",
+                unit._handle,
+                pre_unshard=partial(_check_parameters, unit._handle),
+                prepare_gradient_for_backward=partial(self._prepare_gradient, unit, is_in_step),
+                prepare_gradient_for_optim=partial(_give_gradient_back, unit._handle),
+                _use_unsharded_views=self._around(number, unit._handle),
+                _all_gather_flat_param=partial(_gather_together, unit._handle, path, number),
+            )
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:
         use_views = type(handle)._use_unsharded_views

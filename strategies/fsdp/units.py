@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from ...checkpoint.names import WRAPPER_NAMES, clean_name
 from ..common.modules import sparse_embeddings
 from ..upstream.lightning import rank_zero_warn
+from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import ActivationWrapper
 from .settings import EngineSettings, PrecisionSettings, resolve_ignored, units_to_wrap
 
@@ -315,7 +316,7 @@ def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> Non
     _require_units(units, "compile compiles")
     for unit in units:
         compiled: Any = _traceable(unit)
-        compiled.forward = torch.compile(compiled.forward, **options)
+        replace_for_good("sharded modules", compiled, forward=torch.compile(compiled.forward, **options))
 
 
 def hide_wrapper_names(root: nn.Module) -> None:
@@ -325,7 +326,7 @@ def hide_wrapper_names(root: nn.Module) -> None:
     """
     for module in list(root.modules()):
         if _can_be_hidden(module):
-            module.__dict__["named_modules"] = partial(_named_modules, module)
+            replace_for_good("sharded modules", module, named_modules=partial(_named_modules, module))
 
 
 @contextmanager
