@@ -32,10 +32,10 @@ class ReadOnlyState:
         if isinstance(member, property) and member.fset is not None:
             member.fset(self, value)
             return
-        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state tells how the processes run.")
+        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state reports how the processes run.")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state tells how the processes run.")
+        raise AttributeError(f"{type(self).__name__}.{name} is read-only: the state reports how the processes run.")
 
 
 class PartialState(ReadOnlyState):

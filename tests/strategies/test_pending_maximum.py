@@ -1,4 +1,4 @@
-"""Numbers that ranks tell each other while they go on: whoever waits has them, and nobody else waits."""
+"""Numbers that ranks reduce while they continue: a rank that waits has them, and no other rank waits."""
 
 from __future__ import annotations
 

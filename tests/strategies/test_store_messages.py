@@ -18,7 +18,7 @@ def _talk() -> tuple[list[object], int]:
     heard: list[object] = []
     before = 0
     for number in range(20):
-        heard.append(messages.broadcast_from_rank_zero(lambda number=number: f"{number} of {rank}", "telling"))  # type: ignore[misc]
+        heard.append(messages.broadcast_from_rank_zero(lambda number=number: f"{number} of {rank}", "sharing"))  # type: ignore[misc]
         heard.append(messages.gather_then_broadcast(rank + number, lambda ranks: [*reversed(ranks)], "asking"))
         if number == 1:
             dist.barrier()
@@ -63,14 +63,14 @@ def _refuse(*_: object) -> None:
 
 def _say(kind: str) -> None:
     messages, rank = store_messages("a test"), dist.get_rank()
-    if kind == "told":
-        messages.broadcast_from_rank_zero(_refuse, "telling")
+    if kind == "sent":
+        messages.broadcast_from_rank_zero(_refuse, "sharing")
     elif kind == "asked":
-        messages.gather_then_broadcast(rank, _refuse, "telling")
+        messages.gather_then_broadcast(rank, _refuse, "sharing")
     elif kind == "unpicklable":
-        messages.broadcast_from_rank_zero(lambda: lambda: None, "telling")
+        messages.broadcast_from_rank_zero(lambda: lambda: None, "sharing")
     else:
-        with messages.raise_on_all_ranks("telling"):
+        with messages.raise_on_all_ranks("sharing"):
             if rank:
                 _refuse()
 
@@ -78,17 +78,17 @@ def _say(kind: str) -> None:
 def _fail(kind: str) -> str:
     with pytest.raises(RuntimeError) as caught:
         _say(kind)
-    assert store_messages("a test").broadcast_from_rank_zero(lambda: "go on", "telling") == "go on"
+    assert store_messages("a test").broadcast_from_rank_zero(lambda: "go on", "sharing") == "go on"
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("told", "telling failed on rank 0: ValueError: cannot"),
-        ("asked", "telling failed on rank 0: ValueError: cannot"),
-        ("unpicklable", "telling failed on rank 0: "),
-        ("together", "telling failed.\nprocesses 1, 2: ValueError: cannot"),
+        ("sent", "sharing failed on rank 0: ValueError: cannot"),
+        ("asked", "sharing failed on rank 0: ValueError: cannot"),
+        ("unpicklable", "sharing failed on rank 0: "),
+        ("together", "sharing failed.\nprocesses 1, 2: ValueError: cannot"),
     ],
 )
 def test_a_failure_reaches_all_and_the_next_message_too(kind: str, words: str) -> None:
