@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .memory_plan import MemoryPlan
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXIT_OK, EXIT_NOTHING_FITS, EXIT_NO_PLAN = 0, 1, 1
+EXIT_OK, EXIT_FAILED = 0, 1
 
 
 def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = "") -> None:
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.debug:
             raise
         print(f"accelight: error: {error}", file=sys.stderr)
-        return EXIT_NO_PLAN
+        return EXIT_FAILED
 
 
 def _plan(plan_config: PlanConfig, arguments: argparse.Namespace) -> int:
@@ -124,7 +124,7 @@ def _try(plan_config: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
     else:
         print(f"{variants[0].plan}\n")
         print(f"{table(variants, memory_bytes)}\n\n{advice(variants, memory_bytes)}")
-    return EXIT_OK if fits else EXIT_NOTHING_FITS
+    return EXIT_OK if fits else EXIT_FAILED
 
 
 def plan_of(plan_config: PlanConfig) -> MemoryPlan:

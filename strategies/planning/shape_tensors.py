@@ -1,6 +1,6 @@
 """Tensors without contents: training runs as usual, but no kernel runs and no page of memory is written.
 
-[Note: hollow tensors] torch's fake tensors have no storage that can be freed, resized, viewed and compared as FSDP and
+[Note: shape tensors] torch's fake tensors have no storage that can be freed, resized, viewed and compared as FSDP and
 ZeRO do it, and what is done to a module with them differs (``Module.to``). Here tensors are real, with real storages:
 the operating system gives no memory to what nobody writes. The results' shapes come from torch's fake tensors, in place
 of each kernel. What is computed from values that are known (indices, masks, agreements between ranks) is computed as it
@@ -89,48 +89,50 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(tensor.is_meta for tensor in tensors) or str(kwargs.get("device", "")) == "meta":
             return func(*args, **kwargs)
         for tensor in tensors:
-            self._storages.follow(tensor, is_hollow=False)
-        hollow = [tensor for tensor in tensors if self._storages.is_hollow(tensor)]
-        return self._run(func, args, kwargs, tensors, hollow)
+            self._storages.follow(tensor, is_shape_only=False)
+        shape_only = [tensor for tensor in tensors if self._storages.is_shape_only(tensor)]
+        return self._run(func, args, kwargs, tensors, shape_only)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], hollow: list[torch.Tensor]) -> Any:
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], shape_only: list[torch.Tensor]
+    ) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name == "_local_scalar_dense" and hollow:
+        if name == "_local_scalar_dense" and shape_only:
             return self._answer(args[0])
         if func.namespace == "c10d":
             return self._communicate(name, func, args, kwargs, tensors)
         if func.is_view or name in _ALWAYS_RUN or name in _UNWRITTEN or func.namespace in _NAMESPACES_TO_RUN:
             result = func(*args, **kwargs)
-            self._follow(result, is_hollow=name in _UNWRITTEN)
+            self._follow(result, is_shape_only=name in _UNWRITTEN)
             return result
         written = _written(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":  # gradients are finite; whether they are is asked
             return None
-        if not hollow and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES and tensors:
+        if not shape_only and sum(tensor.nbytes for tensor in tensors) <= _SMALL_BYTES and tensors:
             known = self._run_if_small(func, args, kwargs)
             if known is not _UNKNOWN:
                 return known
         for tensor in written:
-            self._storages.mark_hollow(tensor)
+            self._storages.mark_shape_only(tensor)
         if _returns_only_what_is_written(func):
             return _returned_arguments(func, args, kwargs)
-        return self._hollow_result(func, args, kwargs, tensors)
+        return self._shape_only_result(func, args, kwargs, tensors)
 
     def _communicate(self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Every other rank says what this one says, and that at once."""
         self._storages.is_communicated(tensors)
         if name in _COPIED_BY_GLOO:  # and freed at once: the work is done
             copy = torch.empty_like(args[1])
-            self._storages.follow(copy, is_hollow=True)
+            self._storages.follow(copy, is_shape_only=True)
             self._storages.is_communicated([copy])
         if sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES:
             return _pretended_work(func, args)
         result = func(*args, **kwargs)
         if name in _COPYING:
             received, sent = tree_leaves(args[0]), tree_leaves(args[1])
-            if not any(self._storages.is_hollow(tensor) for tensor in sent):
+            if not any(self._storages.is_shape_only(tensor) for tensor in sent):
                 for tensor in received:
-                    self._storages.mark_hollow(tensor, False)
+                    self._storages.mark_shape_only(tensor, False)
         return result
 
     def _run_if_small(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -141,15 +143,15 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if sum(leaf.nbytes for leaf in tree_leaves(shapes) if isinstance(leaf, torch.Tensor)) > _SMALL_BYTES:
             return _UNKNOWN
         result = func(*args, **kwargs)
-        self._follow(result, is_hollow=False)
+        self._follow(result, is_shape_only=False)
         return result
 
-    def _hollow_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+    def _shape_only_result(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         fakes: dict[int, FakeTensor] = {}
         shapes = self._shapes(func, args, kwargs, fakes)
         if not tensors and (factory := _small_factory(shapes)):
             result = func(*args, **kwargs)
-            self._follow(result, is_hollow=not factory)
+            self._follow(result, is_shape_only=not factory)
             return result
         by_fake = {id(fakes[id(tensor)]): tensor for tensor in tensors if id(tensor) in fakes}
         by_storage = {fakes[id(tensor)].untyped_storage()._cdata: tensor for tensor in tensors if id(tensor) in fakes}
@@ -160,7 +162,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (base := by_storage.get(fake.untyped_storage()._cdata)) is not None:
                 return base.as_strided(fake.size(), fake.stride(), fake.storage_offset())
             tensor = _unwritten(fake)
-            self._storages.follow(tensor, is_hollow=True)
+            self._storages.follow(tensor, is_shape_only=True)
             return tensor
 
         return tree_map_only(torch.Tensor, real, shapes)
@@ -191,10 +193,10 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "Register one with torch.library.register_fake."
             ) from error
 
-    def _follow(self, result: Any, *, is_hollow: bool) -> None:
+    def _follow(self, result: Any, *, is_shape_only: bool) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._storages.follow(leaf, is_hollow=is_hollow)
+                self._storages.follow(leaf, is_shape_only=is_shape_only)
 
     # ------------------------------------------------------------------ values
     def _answer(self, tensor: torch.Tensor) -> Any:
@@ -226,7 +228,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def read(function: Any) -> Any:
             def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and storages.is_hollow(tensor):
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and storages.is_shape_only(tensor):
                     self._answer(tensor)
                 return function(tensor, *args, **kwargs)
 
@@ -358,7 +360,7 @@ class _Held:
     reference: weakref.ref[torch.UntypedStorage]
     num_bytes: int
     part: Part
-    is_hollow: bool
+    is_shape_only: bool
 
 
 @dataclass
@@ -387,14 +389,14 @@ class Storages:
         self.peak = Peak()
 
     # ------------------------------------------------------------------ following
-    def follow(self, tensor: torch.Tensor, *, is_hollow: bool) -> None:
+    def follow(self, tensor: torch.Tensor, *, is_shape_only: bool) -> None:
         """Begin to follow a tensor's storage; one that is known stays what it is."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._held:
             return
         reference = weakref.ref(storage, partial(self._forget, key))
-        self._held[key] = _Held(reference, storage.nbytes(), _BY_PHASE[self.phase], is_hollow)
+        self._held[key] = _Held(reference, storage.nbytes(), _BY_PHASE[self.phase], is_shape_only)
         self._add(storage.nbytes())
 
     def _forget(self, key: int, reference: Any) -> None:
@@ -421,14 +423,14 @@ class Storages:
             self.peak.parts = self._by_part()
 
     # ------------------------------------------------------------------ what is in them
-    def is_hollow(self, tensor: torch.Tensor) -> bool:
+    def is_shape_only(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's memory was never written."""
         held = self._held.get(tensor.untyped_storage()._cdata)
-        return held is not None and held.is_hollow
+        return held is not None and held.is_shape_only
 
-    def mark_hollow(self, tensor: torch.Tensor, is_hollow: bool = True) -> None:
+    def mark_shape_only(self, tensor: torch.Tensor, is_shape_only: bool = True) -> None:
         """Take note that a tensor's values are not what they would be, or that they are again."""
-        self._held[tensor.untyped_storage()._cdata].is_hollow = is_hollow
+        self._held[tensor.untyped_storage()._cdata].is_shape_only = is_shape_only
 
     def is_communicated(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take note that tensors are sent or received: buffers, unless they are known as something else."""
