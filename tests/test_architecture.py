@@ -158,3 +158,95 @@ def test_imports_without_heavy_packages(blocked: list[str], code: str) -> None:
 def test_deepspeed_is_imported_only_by_what_runs_it() -> None:
     code = "import accelight.strategies.fsdp.strategy, sys; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attributes of other libraries' modules, classes and objects are replaced through the table in `patches.py` alone.
+
+PATCHES = ROOT / "strategies" / "upstream" / "patches.py"
+LIBRARIES = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "deepspeed", "transformers")
+OURS = {
+    "state/utils.py: changed.__init__": "a decorator of our own classes",
+    "strategies/common/launch.py: changed.__init__": "a decorator of our own classes",
+    "strategies/common/launch.py: changed.__reduce_ex__": "a decorator of our own classes",
+    "strategies/registration.py: spec.loader.exec_module": "a loader that importlib made for this import",
+    "strategies/deepspeed/engine.py: layer.__dict__['_original_parameters']": "removes what DeepSpeed has left",
+    "callbacks/merge_sharded_checkpoint.py: job.write_companions": "our own object",
+}
+"""What looks like it and is not."""
+
+
+def _libraries_names(tree: ast.Module) -> set[str]:
+    """Return the names that a file has imported from a library, or from our files of its names."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, (alias.asname or alias.name).split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            of_libraries = "upstream" in (node.module or "").split(".")
+            names = [("torch" if of_libraries else node.module or "", one.asname or one.name) for one in node.names]
+        else:
+            continue
+        found |= {name for module, name in names if module.split(".")[0] in LIBRARIES}
+    return found
+
+
+def _targets(node: ast.AST) -> list[tuple[ast.expr, ast.expr | None]]:
+    """Return what a statement assigns to or deletes, each with its value where it is known."""
+    if isinstance(node, ast.Delete):
+        return [(target, None) for target in node.targets]
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return [(node.target, node.value)]
+    found: list[tuple[ast.expr, ast.expr | None]] = []
+    if not isinstance(node, ast.Assign):
+        return found
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            found += zip(target.elts, node.value.elts, strict=True)
+        else:
+            found += [(each, node.value) for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return found
+
+
+def _is_function(value: ast.expr | None, functions: set[str]) -> bool:
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "partial"
+    name = ast.unparse(value) if isinstance(value, ast.Name | ast.Attribute) else ""
+    return isinstance(value, ast.Lambda) or name in functions
+
+
+def _replacements(tree: ast.Module) -> set[str]:
+    """Return where a file replaces attributes of others' objects, as far as it shows."""
+    libraries, found = _libraries_names(tree), set[str]()
+    outer = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = {node.name for each in outer for one in each.body for node in ast.walk(one) if node in outer}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    functions |= {f"self.{node.name}" for each in classes for node in each.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        for target, value in _targets(node):
+            place, text = target, ast.unparse(target)
+            if isinstance(place, ast.Subscript) and re.search(r"(__dict__|vars\(.*\))\['(?!_accelight)", text):
+                found.add(text)
+            if not isinstance(place, ast.Attribute):
+                continue
+            root: ast.expr = place.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            name = root.id if isinstance(root, ast.Name) else ""
+            is_own = isinstance(place.value, ast.Name) and name in ("self", "cls")
+            is_replaced = name in libraries or place.attr in ("__class__", "cell_contents")
+            if is_replaced or (not is_own and _is_function(value, functions)):
+                found.add(text)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            found |= {ast.unparse(node)} if ast.unparse(node.args[0]).split(".")[0] in libraries else set()
+    return found
+
+
+def test_what_belongs_to_others_is_replaced_through_the_table() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {text}"
+        for _, path in _files()
+        if path != PATCHES
+        for text in _replacements(ast.parse(path.read_text()))
+    }
+    assert found == set(OURS), "use patches.Patches or replace_for_good, with a row in patches.TABLE"
