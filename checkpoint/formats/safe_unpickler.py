@@ -14,7 +14,7 @@ The scan admits the opcodes that ``torch.save`` and DCP write, with operands ins
 replaces frames by opcodes that do nothing, and each ``EMPTY_DICT`` by ``NEXT_BUFFER``, which is as long and takes the
 next of the unpickler's ``buffers``: a `CheckedDict`, which looks at each key before it is hashed.
 
-Measured with the ``.metadata`` of 100,000 tensors in two pieces each, 43 MB: see `dcp_metadata.py`.
+Measured with the ``.metadata`` of 100,000 tensors in two pieces each, 43 MB: reading and checking it takes 464 MiB.
 """
 
 from __future__ import annotations
