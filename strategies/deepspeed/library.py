@@ -229,7 +229,6 @@ def allow_scalars() -> Patches:
     patches.share(DeepSpeedEngine, "_broadcast_model", weights)
     patches.share(DeepSpeedEngine, "clip_fp32_gradients", gradients)
     patches.share(Init, "_zero_init_param", _partitioning)
-    patches.share(GatheredParameters, "__enter__", _entering)
     patches.share(GatheredParameters, "__exit__", _leaving)
     return patches
 
@@ -263,33 +262,21 @@ def _partitioning(partition: Callable[[Any, Any], None]) -> Callable[[Any, Any],
     return zero_init_param
 
 
-def _entering(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def enter_gathered(self: Any) -> Any:
-        result = enter(self)
-        for one in getattr(self, "params", None) or ():
-            one.accelight_gathered = getattr(one, "accelight_gathered", 0) + 1
-        return result
-
-    return as_library(enter_gathered)
-
-
 def _leaving(leave: Callable[..., None]) -> Callable[..., None]:
     def exit_gathered(self: Any, *args: Any) -> None:
         for one in getattr(self, "params", None) or ():
             if not one.ndim and self.src_rank is not None:
                 one.data = one.data.view(1)  # until it is partitioned
-        try:
-            leave(self, *args)
-        finally:
-            for one in getattr(self, "params", None) or ():
-                one.accelight_gathered = max(0, getattr(one, "accelight_gathered", 0) - 1)
+        leave(self, *args)
 
     return as_library(exit_gathered)
 
 
 def is_gathered_by_user(parameter: Any) -> bool:
     """Return whether a parameter is inside of ``GatheredParameters``."""
-    return bool(getattr(parameter, "accelight_gathered", 0))
+    from deepspeed.runtime.zero.partition_parameters import DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
+
+    return bool(getattr(parameter, DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR, 0))
 
 
 @contextmanager

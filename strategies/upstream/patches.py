@@ -45,8 +45,8 @@ TABLE: dict[str, Patch] = {
     ),
     "scalars": Patch(
         "deepspeed: DeepSpeedEngine, zero.Init, zero.GatheredParameters",
-        "_broadcast_model clip_fp32_gradients _zero_init_param _convert_to_deepspeed_param __enter__ __exit__",
-        "DeepSpeed cannot handle parameters without a dimension; gathering by users' code is the library's",
+        "_broadcast_model clip_fp32_gradients _zero_init_param _convert_to_deepspeed_param __exit__",
+        "DeepSpeed cannot handle parameters without a dimension",
         "a run with DeepSpeed: setup_environment() to teardown()",
         "deepspeed 0.19",
     ),

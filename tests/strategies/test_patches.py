@@ -114,7 +114,7 @@ def test_a_fit_leaves_all_as_it_was(kind: str, raises: bool) -> None:
         expected.add("_fsdp_param_group.record_function")
     if kind.startswith("zero"):
         expected |= {"DeepSpeedEngine._broadcast_model", "DeepSpeedEngine.clip_fp32_gradients", "Init._zero_init_param"}
-        expected |= {"GatheredParameters.__enter__", "GatheredParameters.__exit__"}
+        expected.add("GatheredParameters.__exit__")
     for replaced, after, own, num_left in run_on_ranks(2, _fit, kind, raises):
         assert replaced == expected
         assert after == set()
