@@ -319,7 +319,7 @@ def _check_accumulation(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# How the samples of an epoch are dealt so that every optimizer step has the same ones on any number of processes.
+# Global batches: every optimizer step has the same samples on any number of processes.
 #
 # [Note: global batches] The order of an epoch's samples is drawn from a seed and the epoch's number alone, and cut into
 # global batches: one for each optimizer step. A global batch is cut into as many micro-batches as there are processes
@@ -473,7 +473,7 @@ def _listed(words: list[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The training loader whose samples can be dealt in global batches, and what of it counts.
+# Checks of the training loader that global batches need.
 
 
 def with_batches(loader: Any, batches: GlobalBatches) -> Any:
@@ -588,7 +588,7 @@ def _is_under_way(total: MutableMapping[str, int]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Going on within an epoch: data that was used before the stop is not used again.
+# Resuming within an epoch without using a sample twice.
 
 
 def _knows_its_place(loader: Any) -> bool:

@@ -396,7 +396,7 @@ def _described(loader: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a step would have returned for a batch of no samples.
+# The result of a step for a batch without samples.
 
 
 def without_samples(output: Any) -> Any:
@@ -487,7 +487,7 @@ class LoggedValue(Metric):
 
 
 # ------------------------------------------------------------------------------------------------
-# States of torchmetrics' metrics: whether they can be exact; put back after a step that must not count; gathered.
+# States of torchmetrics' metrics: checked for exactness, restored after a step that must not count, gathered.
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:
@@ -614,7 +614,7 @@ def _described_metric(elements: Any) -> tuple[int, tuple[int, torch.dtype] | Non
 
 
 # ------------------------------------------------------------------------------------------------
-# A sampler that gives each sample to one process once, and yet each process equally many batches.
+# A sampler that gives each sample to one process once, and each process the same number of batches.
 
 
 _KNOWN = (DistributedSampler.__iter__, DistributedSamplerWrapper.__iter__)

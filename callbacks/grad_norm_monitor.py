@@ -211,7 +211,7 @@ def _deepspeed_gradients(trainer: Trainer) -> Iterator[NamedGradient]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Norms of gradients by parameter name, whatever shards the parameters: FSDP1, FSDP2, other DTensors, nothing.
+# Norms of gradients by parameter name, for FSDP1, FSDP2, other DTensors and plain parameters.
 
 
 Belongs = Callable[[str], bool] | None

@@ -557,7 +557,7 @@ def describe(job: MergeJob) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Whether ``from_pretrained`` would build the model whose weights are written: checked before anything is trained.
+# Checks before training that ``from_pretrained`` will build the model whose weights are written.
 
 
 _MOST_NAMES = 4
@@ -674,7 +674,7 @@ def _listed(names: list[str]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What belongs beside the weights of a Hugging Face model: configuration, tokenizer, processors.
+# Files next to the weights of a Hugging Face model: configuration, tokenizer, processors.
 
 
 _COMPANIONS = ("tokenizer", "processor", "image_processor", "feature_extractor")

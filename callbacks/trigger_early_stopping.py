@@ -321,7 +321,7 @@ class TriggerEarlyStopping(Callback):
 
 
 # ------------------------------------------------------------------------------------------------
-# Signals that are noted now and acted upon later: a handler may run between any two lines of training.
+# Signals: the handler records them, since it may run between any two lines of training; the loop acts on them.
 
 
 _NEVER = frozenset({"SIGKILL", "SIGSTOP"})
@@ -398,7 +398,7 @@ def _parse(value: int | str, argument: str) -> signal.Signals:
 
 
 # ------------------------------------------------------------------------------------------------
-# Giving a SLURM job back to the queue, from training itself and not from a signal's handler.
+# Requeueing a SLURM job from the training loop instead of from a signal handler.
 
 
 _TIMEOUT_S = 60.0  # scontrol itself asks again for as long as slurm.conf's MessageTimeout (10 s by default)

@@ -92,7 +92,7 @@ def _parser(more: Sequence[Callable[[AddParser], None]] = ()) -> argparse.Argume
 
 
 # ------------------------------------------------------------------------------------------------
-# What the ``accelight`` command can do: the options of each subcommand, and the call behind it.
+# The subcommands of ``accelight``: their options and the functions behind them.
 
 
 T = TypeVar("T")

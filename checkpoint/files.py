@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 # ------------------------------------------------------------------------------------------------
-# The one error of this package's readers and of the merge, and how it shows values from checkpoints.
+# `CheckpointError`, and the display of values from checkpoints in it.
 
 
 _MAX_NAME = 160
@@ -72,7 +72,7 @@ def brief(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a merge did.
+# The report of a merge.
 
 
 @dataclass(frozen=True)

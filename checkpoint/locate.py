@@ -13,7 +13,7 @@ from .formats.torch_save import read_torch_file
 from .formats.zero import ZeROFormat
 
 # ------------------------------------------------------------------------------------------------
-# Every checkpoint format that can be read. Finding, merging, comparing and describing ask this list and nothing else.
+# All readable checkpoint formats. Finding, merging, comparing and describing use this list alone.
 #
 # A new format is a file in `formats`, with a subclass of `Format`, and a line in `FORMATS`.
 
@@ -129,7 +129,7 @@ def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo
 
 
 # ------------------------------------------------------------------------------------------------
-# Finds the newest checkpoint of a folder that training can resume from, by the contents of the checkpoints.
+# Finds the newest checkpoint in a folder that training can resume from, by the checkpoints' contents.
 
 
 _FILE_SUFFIX = ".ckpt"

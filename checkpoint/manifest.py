@@ -155,7 +155,7 @@ def _own_crc32(content: Mapping[str, object]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What ``accelight.json`` says of the other files, so that damage since they were written is seen.
+# Digests in ``accelight.json`` of the other files, which reveal damage since the save.
 #
 # torch writes a CRC-32 of each tensor's bytes into the zip that it keeps them in, at the zip's end, and never looks at
 # it again. So nothing need be computed while a checkpoint is saved: a digest of each zip's end is enough. It says that

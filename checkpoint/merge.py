@@ -120,7 +120,7 @@ class _Bar:
 
 
 # ------------------------------------------------------------------------------------------------
-# In a process group the main process works and all learn the outcome; without one there is nothing to wait for.
+# In a process group the main process works, and all processes get its result or its error.
 
 
 T = TypeVar("T")

@@ -213,7 +213,7 @@ class _Comparison:
 
 
 # ------------------------------------------------------------------------------------------------
-# Finds and reads what a merge has written: one file, or several with an index.
+# Finds and reads the result of a merge: one file, or several with an index.
 
 
 def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:

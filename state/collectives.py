@@ -344,7 +344,7 @@ def _check_sendable(tensor: torch.Tensor, path: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Making sure that all processes mean the same collective, before they enter it.
+# Checks that all processes enter the same collective.
 #
 # [Note: header] Collectives on tensors that differ between processes hang or mix up bytes. So each call first exchanges
 # one small header: a hash of everything that must agree (the operation, places, dtypes, shapes), and the sizes along

@@ -379,7 +379,7 @@ def _num_steps_from_env() -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# How gradients are accumulated: the plugin, and what it says of each micro-batch.
+# Gradient accumulation: the plugin and its decision for each micro-batch.
 
 
 ShortWindows = Literal["full", "mean"]
@@ -462,7 +462,7 @@ def size_of_window(batch_idx: int, num_batches: float | None, num_steps: int) ->
 
 
 # ------------------------------------------------------------------------------------------------
-# Which samples of a global batch lie where, and which are padding: read from a dataloader's sampler.
+# The layout of samples in a global batch, and its padding, read from a dataloader's sampler.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def named_arguments(cls: type[T]) -> type[T]:
 
 
 # ------------------------------------------------------------------------------------------------
-# How yes and no are spelled, in environment variables and in arguments.
+# Spellings of yes and no in environment variables and arguments.
 
 
 TRUTH_VALUES: Mapping[str, bool] = {

@@ -79,7 +79,7 @@ def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# `newest_checkpoint`: what a run that was started again goes on from, the same on all processes.
+# `newest_checkpoint`: the checkpoint that a restarted run resumes from, the same on all processes.
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -120,7 +120,7 @@ def _check_seen_by_all(found: NewestCheckpoint, folder: str | os.PathLike[str]) 
 
 
 # ------------------------------------------------------------------------------------------------
-# The user's own model inside of what strategies and ``torch.compile`` put around it.
+# The user's model inside the wrappers of strategies and ``torch.compile``.
 
 
 _COMPILED = "_orig_mod"  # where torch keeps what `torch.compile` wraps; importing its class costs seconds

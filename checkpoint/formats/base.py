@@ -115,7 +115,7 @@ def conversion_target(dtype: object) -> DType | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a reader of any sharded format hands to the merge: tensors, their pieces, and where the bytes lie.
+# The interface between readers and the merge: tensors, their pieces, and the places of the bytes.
 
 
 _MANY = 32  # pieces, up to which comparing pairs is no work
@@ -454,7 +454,7 @@ def _table(rows: Iterable[tuple[str, ...]]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a checkpoint format can do: one subclass in each format's file, one line for each in `locate.FORMATS`.
+# The interface of a checkpoint format: one subclass in each format's file, one line for each in `locate.FORMATS`.
 
 
 class Format(ABC):
@@ -497,7 +497,7 @@ class Format(ABC):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a file of full tensors holds, safetensors or torch's: as it describes them, checked against its size.
+# Files of full tensors, safetensors or torch's: their descriptions, checked against the file's size.
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +525,7 @@ class TensorFile:
 
 
 # ------------------------------------------------------------------------------------------------
-# Under which keys of a saved state dict, and in which folders, weights and optimizer state are kept.
+# Keys and folders of weights and optimizer state in saved state dicts.
 
 
 MODEL_KEYS = ("model", "state_dict")

@@ -79,7 +79,7 @@ def offset_key(offset: tuple[int, ...] | None) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What the pickle fills in, unchecked; compared and hashed by identity.
+# Raw objects that the pickle fills, unchecked; compared and hashed by identity.
 
 
 class _Raw(metaclass=Sealed):

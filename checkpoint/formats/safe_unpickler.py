@@ -205,7 +205,7 @@ def _refusal(view: memoryview, position: int, what: str) -> Exception:
 
 
 # ------------------------------------------------------------------------------------------------
-# What the names in a pickle may stand for: classes, functions and values that the pickle cannot change.
+# Classes, functions and values that a pickle may name and cannot change.
 
 
 class Sealed(type):
@@ -308,7 +308,7 @@ def type_name(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Placeholders for objects that a pickle names and that are not needed here: nothing is imported, nothing is run.
+# Placeholders for objects that a pickle names and no reader needs: nothing is imported, nothing is run.
 
 
 _ATTACK_MODULES = frozenset(("os", "posix", "nt", "subprocess", "sys", "pty", "runpy", "importlib", "shutil", "socket"))

@@ -115,7 +115,7 @@ def _describe(entry: Entry, stop: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The header of a safetensors file as somebody wrote it: read without the safetensors library, and not trusted.
+# Reading the untrusted header of a safetensors file without the safetensors library.
 #
 # Source: safetensors 0.8 ``src/tensor.rs`` (``Metadata::validate``): tensors lie one behind the other, without gaps,
 # up to the file's end.

@@ -265,7 +265,7 @@ def index_bytes(file_of: Mapping[str, str], total_size: int) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------
-# Checks of the output folder: what it may hold beside the files to be written.
+# Checks of the output folder's other files.
 
 
 RESULT_NAMES = (

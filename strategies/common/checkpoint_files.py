@@ -196,7 +196,7 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Giving a finished checkpoint the name of an older one, with no moment at which the name means half of one.
+# Replacing an older checkpoint by a finished one, so that the name never refers to half of one.
 
 
 _AT_FDCWD = -100
@@ -334,7 +334,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Whose files stand where a checkpoint is to be written: a checkpoint replaces checkpoints, and nothing else.
+# Files of others in a checkpoint's place: a checkpoint replaces checkpoints, and nothing else.
 #
 # [Note: files of others] A folder may hold a checkpoint and, beside it, what somebody else has put there. A new
 # checkpoint of that name takes over what is not the old one's: as links to the same bytes, made before the names are
@@ -497,7 +497,7 @@ def writes_own_folders() -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Whether all nodes see the folder into which each process writes its part of a checkpoint.
+# Checks that all nodes share the folder of a checkpoint.
 
 
 _PREFIX = ".accelight-shared-"
@@ -538,7 +538,7 @@ def check_mark(folder: Path, name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Where checkpoints lie: on a file system, or in a storage that a URL names.
+# Places of checkpoints: a file system, or the storage behind a URL.
 
 
 def is_remote(path: str) -> bool:
@@ -641,7 +641,7 @@ def num_bytes_of(content: Any) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# Whether a resume compares what it reads with the checksums beside it.
+# The switch for comparing bytes with their checksums during a resume.
 
 
 _VARIABLE = "ACCELIGHT_CHECK"

@@ -163,7 +163,7 @@ def classes_by_name(modules: Iterable[nn.Module]) -> dict[str, list[type[nn.Modu
 
 
 # ------------------------------------------------------------------------------------------------
-# Public names of a package that import their module when they are asked for (PEP 562).
+# Public names of a package that import their module on first use (PEP 562).
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -183,7 +183,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 
 # ------------------------------------------------------------------------------------------------
-# Packages of extras: whether one is installed that works here, asked without importing it.
+# Packages of extras: a check for an installed, working version that does not import it.
 
 
 def require_installed(who: str, name: str, package: str, oldest: str) -> None:

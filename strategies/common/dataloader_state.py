@@ -200,7 +200,7 @@ def with_shared_order(loader: object, kwargs: dict[str, Any]) -> object:
 
 
 # ------------------------------------------------------------------------------------------------
-# The random generators of each process in a checkpoint, so that dropout goes on after a resume as it would have.
+# Random states of each process in a checkpoint, so that dropout continues after a resume.
 
 
 _log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
 
 
 # ------------------------------------------------------------------------------------------------
-# What Accelerate's launcher exports and a Trainer decides by itself: where the two differ, a warning says who wins.
+# Variables of Accelerate's launcher that the Trainer decides by itself: a warning names the one that counts.
 
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -84,7 +84,7 @@ def warn_if_overruled(variable: str, number: float, where: str, environment: Map
 
 
 # ------------------------------------------------------------------------------------------------
-# What a strategy asks of the process group, which may have been there before it.
+# A strategy's arguments for a process group that may already exist.
 
 
 def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None, instead: str) -> None:

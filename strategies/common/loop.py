@@ -190,7 +190,7 @@ class LoopFollowing(ParallelStrategy):
 
 
 # ------------------------------------------------------------------------------------------------
-# Tells `GradientState` what the Trainer's loops do; strategies, callbacks and user code read it there.
+# Reports the progress of the Trainer's loops to `GradientState`, where strategies, callbacks and user code read it.
 
 
 class LoopTracker:
@@ -375,7 +375,7 @@ def carried_windows(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[
 
 
 # ------------------------------------------------------------------------------------------------
-# A resume in plain Lightning's order, though sharded weights can be loaded only once the model is sharded.
+# Defers loading weights until the model is sharded, so that a resume keeps Lightning's order of events.
 #
 # The Trainer reads a checkpoint, shows it to the hooks and restores callbacks before the strategy sets up the model. So
 # what callbacks do in ``on_fit_start`` (a `Timer` that has run out, the parameter groups of `BaseFinetuning`) follows

@@ -128,7 +128,7 @@ def find_ties(model: nn.Module) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What modules keep beside tensors in their state dicts: ``get_extra_state``.
+# Extra states of modules in state dicts: ``get_extra_state``.
 
 
 NAME = "_extra_state"
@@ -164,7 +164,7 @@ def _modules_with_one(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Callbacks of Lightning's that would be wrong with a sharded model without a word, or end in an obscure error.
+# Lightning's callbacks that would silently be wrong, or fail obscurely, with a sharded model.
 
 
 PRUNING = (

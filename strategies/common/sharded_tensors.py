@@ -37,7 +37,7 @@ from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.torch_core import _get_current_function_mode, tree_leaves, tree_map_only
 
 # ------------------------------------------------------------------------------------------------
-# What a rank holds of a parameter of FSDP1, as it lies in memory: a range of elements, which DCP takes as boxes.
+# A rank's shard of an FSDP1 parameter in memory: a range of elements, which DCP takes as boxes.
 #
 # FSDP1 cuts flat parameters, and not rows of the original ones. Rows, which DTensors have, would have to be gathered
 # from the other ranks first. DCP asks for no rows: a range of a matrix is a part of a row, whole rows, and a part of a

@@ -424,7 +424,7 @@ class _Caster:
 
 
 # ------------------------------------------------------------------------------------------------
-# What layers return that stage 3 cannot look into: objects without ``__dict__``, such as dataclasses with slots.
+# Outputs of layers that stage 3 cannot traverse: objects without ``__dict__``, such as dataclasses with slots.
 #
 # DeepSpeed 0.19 takes any output that is no tensor, list, tuple or dict for an object with ``__dict__`` and ends in
 # ``vars()`` otherwise. A hook before its own hands it the tensors inside, as a list; a hook after it puts back into the
@@ -494,7 +494,7 @@ def _slots(output: Any) -> Iterator[tuple[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What DeepSpeed says of a config that it does not understand, in a line for each key.
+# DeepSpeed's complaints about a config, in one line for each key.
 
 
 @contextmanager

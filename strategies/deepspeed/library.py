@@ -133,7 +133,7 @@ def ninja_on_path() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Locks left behind by a killed build: torch would wait for them for ever, without a message.
+# Locks left by a killed build, for which torch would wait forever without a message.
 
 
 _LONGEST_BUILD_S = 600.0

@@ -415,7 +415,7 @@ class DeepSpeedPlugin:
 
 
 # ------------------------------------------------------------------------------------------------
-# The ``ACCELERATE_*`` variables that fill the fields of `DeepSpeedPlugin`, and what each field takes.
+# The ``ACCELERATE_*`` variables for the fields of `DeepSpeedPlugin`, and the values of each field.
 
 
 __all__ = ["PARSERS", "VARIABLES", "as_names", "fields_asked_for", "fields_from_env", "warn_once"]
@@ -542,7 +542,7 @@ PARSERS: Mapping[str, Callable[[str, object], Any]] = {
 
 
 # ------------------------------------------------------------------------------------------------
-# Which `DeepSpeedPlugin` is in use.
+# The active `DeepSpeedPlugin`.
 
 
 def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:

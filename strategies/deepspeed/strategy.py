@@ -93,7 +93,7 @@ from .plugin import DeepSpeedPlugin
 from .zero_access import ZeroAccess, refuse_change, refuse_norm
 
 # ------------------------------------------------------------------------------------------------
-# What the Trainer calls while it runs: each hook of `AccelDeepSpeedStrategy` goes to the part that does the work.
+# The Trainer's hooks of `AccelDeepSpeedStrategy`; each delegates to the part that does the work.
 
 
 ONE_OPTIMIZER = (

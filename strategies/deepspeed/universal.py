@@ -116,7 +116,7 @@ def main() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Reading DeepSpeed's checkpoints without executing what they say: DeepSpeed itself unpickles anything.
+# Reading DeepSpeed's checkpoints without executing them; DeepSpeed itself unpickles anything.
 
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

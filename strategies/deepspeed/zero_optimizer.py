@@ -213,7 +213,7 @@ def gradient_attribute(zero: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Weights that the user's code has changed: those that the optimizer steps on follow, or the change is refused.
+# Weights that users' code changes: the master weights follow, or the change is refused.
 
 
 class ChangedWeights:
@@ -400,7 +400,7 @@ class MasterWeights:
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizer steps that leave out the parameters without a gradient, as torch's do, on ZeRO's flat partitions.
+# Optimizer steps on ZeRO's flat partitions that skip parameters without a gradient, as torch's do.
 #
 # Where every parameter of a partition has a gradient, the optimizer steps on the flat tensor as usual. Otherwise it
 # steps on the pieces of those that have one: neither momentum nor decay touches the others, and what it counts for each
@@ -638,7 +638,7 @@ def _same(one: State, other: State) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizers that report calls of users' code to the accumulation window of their engine.
+# Optimizers that report users' calls to the accumulation window of their engine.
 
 
 def tell_window(optimizer: Any, window: Any) -> None:

@@ -412,7 +412,7 @@ class CPUOffloadShardedGradScaler(ShardedGradScaler):
 
 
 # ------------------------------------------------------------------------------------------------
-# The steps and backwards of a sharded module: parameters are gathered while they run, and at rest between them.
+# Steps and backwards of a sharded module: parameters are unsharded only while they run.
 
 
 T = TypeVar("T")

@@ -278,7 +278,7 @@ def layouts_of(unit: Any) -> list[FlatLayout | None]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Gradients of FSDP1 that a window has not reduced yet, kept beside the parameters.
+# FSDP1's gradients that an accumulation window has not reduced yet, stored next to the parameters.
 #
 # [Note: unreduced gradients of FSDP1] In ``no_sync`` torch leaves a flat parameter's full gradient on the sharded
 # parameter. Whatever comes between two micro-batches (a forward without gradient, a save, a second fit) meets a
@@ -460,7 +460,7 @@ def _all_in(flat_param: Any, chosen: set[int]) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Weights of FSDP1's units that are used while they are sharded: by name, and not as whatever torch leaves there.
+# Errors that name FSDP1's weights when they are used while sharded.
 #
 # A unit's ``forward`` gathers its weights. Who reads one elsewhere in a step (a regulariser, a call past the unit) gets
 # this rank's piece of an original parameter, whose norm is another one; and of a flat parameter a tensor whose memory

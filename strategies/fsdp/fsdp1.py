@@ -512,7 +512,7 @@ def _with_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------------
-# Where users' code finds this rank's ranges of FSDP1's parameters and their gradients, see `GlobalTensors`.
+# This rank's ranges of FSDP1's parameters and gradients, for users' code: see `GlobalTensors`.
 
 
 _WRAPPER = "_fsdp_wrapped_module."
@@ -659,7 +659,7 @@ def _whole_layout(unit: Any) -> FlatLayout:
 
 
 # ------------------------------------------------------------------------------------------------
-# Backwards of FSDP1: what they need to have been prepared, and which parameters they reached.
+# FSDP1's backwards: their preparation, and the parameters that received a gradient.
 
 
 def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:

@@ -268,7 +268,7 @@ def _prefetch_in_order(units: list[FSDPModule]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# The units of an FSDP2 model as torch keeps them: their states, their groups, and what a backward leaves in them.
+# The units of an FSDP2 model in torch: states, parameter groups, and leftovers of a backward.
 
 
 class Units:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 # ------------------------------------------------------------------------------------------------
-# The fields of `FullyShardedDataParallelPlugin`: what each may be, and what it becomes.
+# The fields of `FullyShardedDataParallelPlugin`: allowed values, and the settings that they become.
 
 
 # Importing `torch.distributed.fsdp` costs half a second: it is imported where a plugin is made, not with this module.

@@ -286,7 +286,7 @@ def as_dtype(field: str, value: object) -> torch.dtype:
 
 
 # ------------------------------------------------------------------------------------------------
-# How much is sharded: FSDP1's `ShardingStrategy`, FSDP2's ``reshard_after_forward``, and the way between them.
+# FSDP1's `ShardingStrategy`, FSDP2's ``reshard_after_forward``, and the conversion between them.
 
 
 def strategy_for_fsdp1(
@@ -421,7 +421,7 @@ def _translated(strategy: ShardingStrategy) -> tuple[bool, str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# ``state_dict_config`` and ``optim_state_dict_config`` of the plugin: which fit, and what is made of them.
+# ``state_dict_config`` and ``optim_state_dict_config`` of the plugin: checks and conversion.
 
 
 FIELDS = ("state_dict_config", "optim_state_dict_config")
@@ -462,7 +462,7 @@ def full_state(config: Any) -> FullState:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which submodules of a model become units of their own, and which are left alone.
+# The choice of submodules that become units.
 
 
 # Where torch (2.6 to 2.13) keeps the module inside an activation wrapper and inside a compiled module. The names stand

@@ -119,7 +119,7 @@ def recall_form(module: nn.Module, version: int) -> ShardedModel | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# The tensors of a sharded model as places to be filled: by which names, how large, and which part lies here.
+# The tensors of a sharded model as targets of loading: names, shapes, and this rank's part.
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,7 @@ def _offloaded(model: nn.Module) -> set[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Optimizers that were made before sharding: moved over to the sharded parameters, or refused.
+# Optimizers that were made before sharding: switched to the sharded parameters, or refused.
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -389,7 +389,7 @@ def _carry(state: Mapping[str, Any], parameter: nn.Parameter, sharded: nn.Parame
 
 
 # ------------------------------------------------------------------------------------------------
-# What a checkpoint's reader wants to know of the model as it was before sharding: order, and where it lies.
+# Facts about the model before sharding that readers of checkpoints need: order and attribute.
 
 
 def parameter_order(model: nn.Module) -> dict[str, int]:
@@ -415,7 +415,7 @@ def module_attribute_of(model: nn.Module) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------
-# References to original parameters, which FSDP2 replaces by sharded ones: attributes, containers, and whoever is left.
+# References to original parameters in attributes and containers, which FSDP2 replaces by sharded ones.
 #
 # Code marks parameters (``p._no_weight_decay = True``) and keeps them, or their ids, in attributes of modules before
 # they are sharded. Where it reads those later, they must be the parameters that train.
@@ -568,7 +568,7 @@ def _holders_of(held: list[nn.Parameter], ours: Mapping[int, object]) -> list[st
 
 
 # ------------------------------------------------------------------------------------------------
-# torch's state dicts of a sharded model, with what modules keep beside tensors.
+# torch's state dicts of a sharded model, with modules' extra states.
 
 
 def model_state_dict(module: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | 
 
 
 # ------------------------------------------------------------------------------------------------
-# Refuses, by name, to gather or reduce another unit than the other ranks do at that moment.
+# Refuses, by name, to gather or reduce a unit while other ranks gather or reduce another one.
 #
 # Units are gathered and reduced by all ranks together, in the order in which the model uses them. A rank that goes
 # another way would mix its values with those of other units, or end the process.
@@ -440,7 +440,7 @@ class FlatChanges:
 
 
 # ------------------------------------------------------------------------------------------------
-# Gradients that a window has accumulated and not reduced yet: cleared where the user clears gradients.
+# Accumulated gradients that are not reduced yet: cleared when the user clears gradients.
 #
 # The engines keep them beside the parameters, whose ``grad`` is None until a window's last backward has reduced it. So
 # `zero_grad`, wherever it is called, has to reach them, too.
@@ -483,7 +483,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Whether the user's code runs at certain moments of a window, and may look at parameters or change them there.
+# Whether users' code runs at certain moments of an accumulation window, where it may read or change parameters.
 
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")

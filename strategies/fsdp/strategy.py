@@ -73,7 +73,7 @@ from .units import marking_units, without_wrappers
 from .weights import materialize_alike, parameters_on_meta, prepare_with_weights
 
 # ------------------------------------------------------------------------------------------------
-# What the Trainer calls while it runs: each hook of `AccelFSDPStrategy` goes to the part of it that does the work.
+# The Trainer's hooks of `AccelFSDPStrategy`; each delegates to the part that does the work.
 
 
 _log = logging.getLogger(__name__)

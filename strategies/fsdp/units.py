@@ -82,7 +82,7 @@ def _callable_children(module: nn.Module, ignored: set[nn.Module]) -> list[nn.Mo
 
 
 # ------------------------------------------------------------------------------------------------
-# Which parameters are gathered and reduced together beyond what the wrap policy says: ties and the output head.
+# Parameters that are gathered and reduced together in addition to the wrap policy: ties and the output head.
 
 
 _WORTH_A_COLLECTIVE = 2**20
@@ -234,7 +234,7 @@ def _mark(module: nn.Module, **options: Any) -> nn.Module:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is done to the units before they are sharded: activation checkpointing, and around that `torch.compile`.
+# Wrapping units before sharding: activation checkpointing, and around that `torch.compile`.
 #
 # The outermost wrapper becomes the unit. With sharding outside, the parameters that backward has gathered serve the
 # recomputation too, and no compiled graph is broken by the hooks that gather. Wrapper names never reach a state dict.
@@ -413,7 +413,7 @@ def _wrap(
 
 
 # ------------------------------------------------------------------------------------------------
-# What FSDP would get wrong without a word, or refuse with an obscure one: refused by name before anything is sharded.
+# Models that FSDP would train wrongly or refuse obscurely: refused by name before sharding.
 
 
 def check_modules(
@@ -505,7 +505,7 @@ def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: Preci
 
 
 # ------------------------------------------------------------------------------------------------
-# What a precision makes of a model's weights before it is sharded: fp32 masters of what is trained, and no more.
+# Weights under a precision before sharding: fp32 masters of trained parameters, and no others.
 
 
 _NUM_NAMES = 3

@@ -140,7 +140,7 @@ def _check_metrics(model: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# A full state dict on rank 0 into a sharded model: each rank is sent its own shards and nothing else.
+# Loading a full state dict of rank 0 into a sharded model: each rank receives its own shards only.
 
 
 _WHAT = "Loading a full state dict into the sharded model"
@@ -506,7 +506,7 @@ def take_weights(model: nn.Module, *, keep: bool) -> TakenWeights:
 
 
 # ------------------------------------------------------------------------------------------------
-# Safetensors files into a sharded model: every process reads its own slices, and none the whole.
+# Loading safetensors files into a sharded model: each process reads its own slices.
 
 
 INDEX_FILE = "model.safetensors.index.json"

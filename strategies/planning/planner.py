@@ -289,7 +289,7 @@ def _be_quiet() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# A process group of which this process is rank 0, and of which nobody else is there.
+# A fake process group in which this process is rank 0 and the other ranks do not exist.
 
 
 class PretendedEnvironment(ClusterEnvironment):
@@ -369,7 +369,7 @@ def pretended_group(world_size: int) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What each storage of a strategy in training is for: asked where the most is held.
+# The kind of each storage of a strategy in training, determined at the peak.
 
 
 _FLAT_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
@@ -455,7 +455,7 @@ def _of_zero(optimizer: Any, names: tuple[str, ...]) -> Iterator[Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Runs in a process of its own, so that what torch and DeepSpeed keep of fake processes ends with it.
+# Runs a plan in a process of its own, so that torch's and DeepSpeed's state of fake processes ends with it.
 
 
 T = TypeVar("T")
@@ -509,7 +509,7 @@ def _run(action: Callable[[], T], connection: Connection) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# DeepSpeed without its compiled operations, which would write memory that a plan does not have.
+# DeepSpeed without compiled operations, which would write to memory that a plan does not have.
 
 
 class _NoKernels:
@@ -542,7 +542,7 @@ def without_compiled_kernels(patches: Patches) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which settings fit into the memory that there is: the asked ones, and those that are tried beside them.
+# Settings that fit into the available memory: the requested ones, and alternatives.
 
 
 @dataclass(frozen=True)

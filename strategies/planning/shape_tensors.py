@@ -336,7 +336,7 @@ def _place() -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The memory of tensors while a plan runs: what is held, of which kind, and when it is the most.
+# The memory of tensors while a plan runs: held bytes by kind, and their peak.
 
 
 Part = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "temporary"]

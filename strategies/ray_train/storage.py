@@ -100,7 +100,7 @@ def is_local(filesystem: Any) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# `reported_checkpoint`: what a worker that Ray Train has started again goes on from.
+# `reported_checkpoint`: the checkpoint that a worker restarted by Ray Train resumes from.
 
 
 _WHO = "reported_checkpoint()"

@@ -227,7 +227,7 @@ ATTRIBUTES = {
 
 
 # ------------------------------------------------------------------------------------------------
-# Refuses the Trainer of the package of Lightning's that accelight does not follow: it would take a callback.
+# Refuses the Trainer of the other Lightning package, which would accept a callback.
 
 
 def check_trainer(trainer: object) -> None:

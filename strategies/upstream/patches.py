@@ -133,7 +133,7 @@ TABLE: dict[str, Patch] = {
 
 
 # ------------------------------------------------------------------------------------------------
-# Putting in and taking out.
+# Applying and removing replacements.
 
 _MISSING = object()
 

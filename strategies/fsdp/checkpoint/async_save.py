@@ -223,7 +223,7 @@ def _run(
 
 
 # ------------------------------------------------------------------------------------------------
-# Who writes checkpoints while training goes on, as ``async_save`` says, and what that cannot be.
+# The values of ``async_save``, and checks of each.
 
 
 _PROCESS = "process"

@@ -501,7 +501,7 @@ def _file_of(rank: int, world_size: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# The state of the fp16 gradient scaler in a checkpoint, for whichever precision plugin looks for it.
+# The state of the fp16 gradient scaler in a checkpoint, for any precision plugin.
 
 
 _PLUGINS = ("AccelFSDPPrecision", "FSDPPrecision", "MixedPrecision")
@@ -516,7 +516,7 @@ def share_scaler_state(checkpoint: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What FSDP leaves on modules, for those that are saved among the hyperparameters.
+# Removing FSDP's artifacts from modules that are saved among the hyperparameters.
 
 
 _ADDED = ("_fsdp_", "_is_fsdp_", "__composable_api_")

@@ -353,7 +353,7 @@ def load_optimizers(
 
 
 # ------------------------------------------------------------------------------------------------
-# Reading DCP folders through torch without running what their pickles say.
+# Reading DCP folders through torch without executing their pickles.
 #
 # torch 2.13 unpickles ``.metadata`` and non-tensor entries without restriction; a checkpoint from elsewhere could run
 # code in every process. Here both go through allow-lists.
@@ -509,7 +509,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 # ------------------------------------------------------------------------------------------------
-# What ``.metadata`` says, as torch's planners and readers ask for it, made when they do.
+# The contents of ``.metadata`` in torch's classes, made on access.
 #
 # torch's own objects take about 2.5 KB a chunk, in every process.
 

@@ -318,7 +318,7 @@ def _common_step(states: Mapping[str, Mapping[str, Any]], num_steps: int | None)
 
 
 # ------------------------------------------------------------------------------------------------
-# An optimizer's state by the names of the model's parameters, whichever way sharding cut them; nobody is stepped.
+# An optimizer's state by the model's parameter names, for every kind of sharding, without stepping the optimizer.
 #
 # An optimizer over FSDP2's parameters, or over ignored ones, keeps state in their own form. Over FSDP1's it keeps state
 # of pieces of flat parameters: shards of a state are those pieces, a full one is put together here, a unit and a kind

@@ -158,7 +158,7 @@ def _form(value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
-# Who writes what of a sharded checkpoint: each rank knows its own part, and asks nobody.
+# The local part of a sharded checkpoint: each rank plans it without communication.
 
 
 def replica_of(tensor: DTensor | FlatShard) -> tuple[int, int]:
@@ -226,7 +226,7 @@ def _replicas(tensor: DTensor | FlatShard) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
-# The description of the whole checkpoint, which rank 0 makes of all ranks' plans.
+# The metadata of the whole checkpoint, which rank 0 merges from all ranks' plans.
 
 
 _MOST_NAMED = 10
@@ -318,7 +318,7 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 # ------------------------------------------------------------------------------------------------
-# Where the ranks wrote their parts: numbers alone, which other processes may read out of the checkpoint's folder.
+# The places at which ranks wrote their parts, as plain numbers that processes leave in the checkpoint's folder.
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def _record_problem(folder: NewFolder, problem: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Messages from a rank to the process that writes its part of a checkpoint: complete, so that it can finish alone.
+# Messages from a rank to its saving process, complete enough for that process to finish alone.
 #
 # An order is a file without a name, whole before its descriptor is sent: it arrives whole or not at all. Tensors stand
 # in it as places in shared memory, whose descriptor is sent with it.
@@ -410,7 +410,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 # ------------------------------------------------------------------------------------------------
-# The process beside a rank that writes its checkpoints, so that they are completed though the rank is killed.
+# The saving process of a rank, which completes checkpoints although the rank is killed.
 #
 # [Note: one for each rank] It belongs to one rank, which has made its connection before starting it: there is no name
 # by which others could reach it, nobody to elect, and the ranks of a machine write beside each other, as they do
@@ -559,7 +559,7 @@ def _last_output(output: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What that process runs: it writes one rank's part of checkpoints, and finishes its orders when that rank is gone. It
+# The main function of that process. It writes one rank's part, and finishes its orders when that rank is gone. It
 # has no model, no Lightning and no accelerator.
 
 

@@ -174,7 +174,7 @@ def unpin(address: int, num_bytes: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Memory that another process is given by its descriptor: it has no name, and the last process that ends gives it back.
+# Shared memory without a name, passed by its descriptor; the system frees it with the last process that has it open.
 #
 # On Linux it is a ``memfd``, which the size of ``/dev/shm`` does not limit; elsewhere a temporary file without a name.
 

@@ -29,7 +29,7 @@ from ..settings import FullState
 from ..sharded_model import model_state_dict
 
 # ------------------------------------------------------------------------------------------------
-# How this package asks torch for state dicts, full or sharded.
+# Full and sharded state dicts from torch.
 
 
 @contextmanager

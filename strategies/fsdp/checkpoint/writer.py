@@ -169,7 +169,7 @@ def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------
-# Writing DCP folders through torch: with digests of what was written, and errors that say what the disk lacks.
+# Writing DCP folders through torch, with digests, and with errors that name the missing disk space.
 
 
 class _TellingFileSystem(FileSystem):
