@@ -100,7 +100,7 @@ class ElasticTraining(Callback):
         self.resumed_from: str | None = None
         """The checkpoint that ``resume_from`` led to; None where there was none."""
         self.division: Division | None = None
-        """How a global batch is divided in this run."""
+        """The division of a global batch in this run."""
         self._batches: GlobalBatches | None = None
         self._rank = 0
         self._resumed: dict[str, int] = {}
@@ -330,7 +330,7 @@ def _check_accumulation(trainer: Trainer, pl_module: LightningModule) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """How a global batch is divided."""
+    """The division of a global batch."""
 
     global_batch_size: int
     num_processes: int

@@ -75,7 +75,7 @@ class GradNormMonitor(Callback):
         self.norm_type = float(norm_type)
         self.log_name = log_name
         self.last: dict[str, Tensor] = {}
-        """What was logged last, by name."""
+        """The values logged last, by name."""
         self._labels: dict[str, Belongs] = {"": None}
         for label, pattern in self.groups.items():
             self._labels[label] = _belonging(label, pattern)
@@ -219,7 +219,7 @@ Belongs = Callable[[str], bool] | None
 
 @dataclass(frozen=True)
 class NamedGradient:
-    """What one process holds of a parameter's gradient."""
+    """One process's part of a parameter's gradient."""
 
     name: str
     """Name of the original parameter in the LightningModule."""

@@ -382,7 +382,7 @@ _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """How checkpoints are merged: options of ``accelight merge-weights``."""
+    """Options of the merge, as of ``accelight merge-weights``."""
 
     arguments: tuple[str, ...] = ()
     """Further options, as on the command line."""

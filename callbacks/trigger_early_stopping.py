@@ -122,7 +122,7 @@ class TriggerEarlyStopping(Callback):
         self.stopped_step: int | None = None
         """``trainer.global_step`` at which the processes agreed to stop."""
         self.reason: str | None = None
-        """What was set: ``"condition"``, ``"non-finite loss"``, ``"set_trigger()"``, a signal's name, or several."""
+        """The cause: ``"condition"``, ``"non-finite loss"``, ``"set_trigger()"``, a signal's name, or several."""
         self.triggered_by: tuple[int, ...] = ()
         """The processes that set it."""
         self.checkpoint_path: str | None = None

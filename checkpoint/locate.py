@@ -33,7 +33,7 @@ def detect(folder: Path) -> Format | None:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """Where a checkpoint is, and what reads it."""
+    """A checkpoint's place and its format."""
 
     folder: Path
     format: Format

@@ -206,7 +206,7 @@ class FileDigest:
 
     @property
     def num_records(self) -> int:
-        """How many zips there are."""
+        """The number of zips."""
         return len(self.records) // _WIDTH
 
     def check(self, path: Path, content: bytes) -> None:

@@ -10,12 +10,12 @@ from .files import CheckpointError
 from .manifest import MANIFEST_NAME, Manifest
 
 WRAPPER_NAMES = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""What FSDP1, torch.compile and activation checkpointing put into names."""
+"""Parts of names that FSDP1, torch.compile and activation checkpointing add."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which tensor of the source is written under which name."""
+    """The names under which tensors of the source are written."""
 
     names: dict[str, str]
     """Name in the output to name in the source, in the source's order."""

@@ -18,7 +18,7 @@ _FP8_LIBRARIES = {"transformer_engine": "transformer-engine[pytorch]", "torchao"
 
 
 class _Settings:
-    """What all ``AcceleratorState`` instances share beside the process facts."""
+    """The state that all ``AcceleratorState`` instances share, in addition to that of ``PartialState``."""
 
     def __init__(self) -> None:
         self.initialized = False

@@ -60,7 +60,7 @@ _Collective: TypeAlias = tuple[str, int, str, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank waits for."""
+    """The wait of one rank."""
 
     place: str
     """For people."""
@@ -116,7 +116,7 @@ class DeadlockWatch:
         self._beat = 0
         self._looked = threading.Event()
         self.verdict: str | None = None
-        """What the ranks waited for when they were deadlocked."""
+        """The waits of the ranks in the deadlock."""
         self._thread = threading.Thread(target=self._run, name="accelight-deadlocks", daemon=True)
         self._thread.start()
 

@@ -1,4 +1,4 @@
-"""Who this process is, from what its launcher wrote into the environment. Reads a mapping, changes nothing."""
+"""This process's rank and world, from the launcher's environment variables. Reads a mapping, changes nothing."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class _Entry:
 
 @dataclass
 class _Shared:
-    """What all ``GradientState`` instances share."""
+    """The state that all ``GradientState`` instances share."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -467,7 +467,7 @@ def size_of_window(batch_idx: int, num_batches: float | None, num_steps: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLayout:
-    """How a dataloader deals its samples to processes."""
+    """A dataloader's distribution of samples to processes."""
 
     remainder: int = -1
     """Samples that padding added to the last global batch; -1 where unknown."""

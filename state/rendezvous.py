@@ -287,7 +287,7 @@ _LONGEST_WAIT_S = timedelta(days=7).total_seconds()
 
 
 class _Blocks(Channel):
-    """Where this process is among the blocks of one group; a use is a block outside of all others."""
+    """This process's position among the blocks of one group; a use is a block outside of all others."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         super().__init__(group, name, "main_process_first")

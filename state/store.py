@@ -102,7 +102,7 @@ class Channel:
         self._pause_s = max(0.01, self._num_ranks / _QUESTIONS_PER_S)
         self._is_counted = counted_as is not None and group in _shutdowns
         self.num_uses = 0
-        """How often this process has used the channel."""
+        """The number of this process's uses of the channel."""
         if counted_as is not None:
             count_uses(group, counted_as, lambda: self.num_uses, self.num_missing)
 

@@ -37,7 +37,7 @@ DEFAULT = "default"
 
 @dataclass
 class _Flags:
-    """What this process knows of triggers, whatever group it is in."""
+    """This process's triggers, in any group."""
 
     pending: set[str] = field(default_factory=set)
     """Set here, not reported yet."""

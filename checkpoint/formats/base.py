@@ -1,4 +1,4 @@
-"""What all formats share: dtypes, tensors and where their bytes lie, descriptions, the `Format` interface. No torch."""
+"""Parts of all formats: dtypes, tensors, places of bytes, descriptions, the `Format` interface. No torch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Piece:
     start: int
     """Position in the file of the piece's first element; of the record where ``encoding`` is set."""
     offsets: tuple[int, ...]
-    """Where the piece begins in the tensor, one number a dimension."""
+    """The piece's offset in the tensor, one number a dimension."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...] | None = None
     """In elements; None for contiguous bytes."""
@@ -152,7 +152,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before its bytes are looked for."""
+    """Facts about a tensor that need no look at its bytes."""
 
     fqn: str
     """Name in the checkpoint, in full."""
@@ -364,7 +364,7 @@ class CheckpointInfo:
     has_digests: bool = False
     """Whether ``accelight.json`` says how the files were written. All were compared, except for the tensors' bytes."""
     notes: tuple[str, ...] = ()
-    """What could not be read and is not needed for a merge."""
+    """Parts that could not be read and that a merge does not need."""
     kind_in_words: str = ""
     """The kind, for people."""
 

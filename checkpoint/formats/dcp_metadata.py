@@ -26,7 +26,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """Where DCP wrote one chunk: a range of a file, relative to the checkpoint's folder."""
+    """The place of one chunk: a range of a file, relative to the checkpoint's folder."""
 
     relative_path: str
     offset: int
@@ -38,7 +38,7 @@ class StoredRecord:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How tensors are cut. Tensors of one dtype and shape that are cut alike share one object."""
+    """The cut of tensors. Tensors of one dtype and shape that are cut alike share one object."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class DCPMetadata:
     paths: Mapping[str, tuple[str, ...]]
     """Keys of the saved (nested) state dict that lead to each entry; empty if it was saved unflattened."""
     offsets: Mapping[str, list[int]] = field(default_factory=dict)
-    """Where in each file its records begin, in order: tensors' and others."""
+    """The offsets of the records in each file, in order: tensors' and others."""
     others: Mapping[tuple[str, str], StoredRecord] = field(default_factory=dict)
     """Records of what is no chunk of a tensor, by name and `offset_key`."""
 

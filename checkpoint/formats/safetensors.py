@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     names: list[str]
     """Of its tensors, in the file's order."""
     starts: array[int]
-    """Where in the file each of them begins."""
+    """The offset of each of them in the file."""
     num_bytes: int
 
 

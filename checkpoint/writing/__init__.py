@@ -1,1 +1,1 @@
-"""What a merge writes: planned before anything is written, copied, and given its name when it is complete."""
+"""Writing a merge: planned first, then copied, and renamed when it is complete."""

@@ -99,7 +99,7 @@ class PlannedFile:
 
     name: str
     header: tuple[bytes, ...]
-    """What stands before the first tensor, in blocks; none where torch lays the file out."""
+    """The bytes before the first tensor, in blocks; none where torch lays the file out."""
     num_bytes: int
     tensors: Sequence[PlannedTensor]
     """In the file's order."""

@@ -1,1 +1,1 @@
-"""What both strategies do alike: following the Trainer's loop, agreeing on outcomes, folders, norms, spelling."""
+"""Parts of both strategies: following the Trainer's loop, agreeing on outcomes, folders, norms, spelling."""

@@ -48,7 +48,7 @@ class NewFolder:
     def __init__(self, path: Path, number: str = "") -> None:
         self.path = path
         self.unfinished = unfinished_name(path, number)
-        """Where to write until then."""
+        """The path to write to until then."""
         self._mark: str | None = None
 
     def begin(self) -> str:

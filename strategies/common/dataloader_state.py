@@ -1,4 +1,4 @@
-"""What a resume needs besides weights: the positions of stateful data loaders, and random generators, of each process.
+"""State of a resume besides weights: the positions of stateful data loaders, and random generators, of each process.
 
 Lightning 2.6 saves process 0's states and gives them to all processes; reads loaders without a length one batch ahead,
 which the states count then; loads no states into loaders that were set up before the checkpoint was read; takes the
@@ -25,7 +25,7 @@ from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sample
 from ..upstream.patches import Patches
 
 LOADERS_KEY = "accelight_loader_states"
-"""Where a checkpoint holds the states of each process's loaders, in rank order."""
+"""A checkpoint's key for the states of each process's loaders, in rank order."""
 _LIGHTNINGS_KEY = "combined_loader"
 _TORCHDATA = "torchdata.stateful_dataloader"
 
@@ -36,9 +36,9 @@ class LoaderPlaces:
     def __init__(self) -> None:
         self._saved: list[list[Any]] | None = None
         self._states: list[Any] = []
-        """What this process's loaders are to load."""
+        """The states that this process's loaders load."""
         self._num_others = 0
-        """How many processes have saved, if that is another number."""
+        """The number of processes that saved, if it is another one."""
         self._before_fetch: list[Any] = []
         """The loaders' states before the last batch was read."""
         self._patches = Patches("trainer")
@@ -206,7 +206,7 @@ def with_shared_order(loader: object, kwargs: dict[str, Any]) -> object:
 _log = logging.getLogger(__name__)
 
 RANDOM_STATES_KEY = "accelight_random_states"
-"""Where a checkpoint holds one state for each process, in rank order."""
+"""A checkpoint's key for one state of each process, in rank order."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -177,20 +177,20 @@ def _make(cls: type[T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a strategy made of a module for a fit."""
+    """Facts about a sharded module for the summary of a fit."""
 
     strategy: str
     """Name of the strategy's class."""
     engine: str
-    """What shards, such as ``"FSDP2"``."""
+    """The engine, such as ``"FSDP2"``."""
     device: torch.device
     """Of this process."""
     world_size: int
-    """How many processes there are."""
+    """The number of processes."""
     details: Sequence[str] = ()
-    """How it shards, in short words."""
+    """The kind of sharding, in short words."""
     parts: Sequence[str] = ()
-    """What is sharded, and how much of it is on rank 0."""
+    """The sharded units and parameters, and rank 0's part of them."""
     precision: str
     """The Trainer's, and what it means here."""
     checkpoints: str

@@ -44,12 +44,12 @@ class LoopFollowing(ParallelStrategy):
 
     @property
     def loader_places(self) -> LoaderPlaces:
-        """Where the training loaders are that know it."""
+        """The positions of stateful training loaders."""
         return self._loader_places
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """This process's device."""
         return self.root_device
 
     @property

@@ -1,4 +1,4 @@
-"""What sharding leaves in modules and checkpoints must not hold: hooks, ties, extra states; what cannot be sharded."""
+"""Modules around sharding: its artifacts, ties, extra states, and modules that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOGGING = ("log", "log_dict")
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingArtifacts:
-    """What a library leaves on the modules that it shards."""
+    """A library's artifacts on the modules that it shards."""
 
     packages: tuple[str, ...]
     """Hooks and functions from modules of Python that begin so are left out."""

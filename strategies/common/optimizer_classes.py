@@ -45,7 +45,7 @@ _MOST_GROUPS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the test of a class has found."""
+    """The result of testing a class."""
 
     problem: str | None = None
     """Why it cannot train what it was tested on; None if it can."""

@@ -100,7 +100,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where in a parameter a rank's range lies."""
+    """The place of a rank's range in a parameter."""
 
     shape: torch.Size
     """Of the parameter, with elements."""
@@ -111,12 +111,12 @@ class FlatLayout:
     """The range's first element, in memory order."""
     count: int
     replica: int
-    """Which of several equal copies of the model this rank has a part of (hybrid sharding)."""
+    """The number of the model's copy that this rank belongs to (hybrid sharding)."""
     num_replicas: int
     group: dist.ProcessGroup = field(repr=False)
     """Of the ranks that hold the other ranges."""
     device: torch.device
-    """Where ``group`` communicates."""
+    """The device on which ``group`` communicates."""
     cut: tuple[int, int] | None = None
     """What is the same on all ranks: where the parameter begins in what the ranks have cut, and the size of a rank's
     part of that."""
@@ -362,7 +362,7 @@ _OF_THE_SHAPE = frozenset(
 _REDUCTIONS = frozenset(
     ["norm", "sum", "mean", "max", "min", "amax", "amin", "any", "all", "vector_norm", "linalg_vector_norm"]
 )
-"""What DTensor reduces over all elements with a small message instead of a gather."""
+"""Operations that DTensor reduces over all elements with a small message instead of an all-gather."""
 
 
 class ShardAccess(Protocol):
@@ -457,7 +457,7 @@ class _Open:
     """A full tensor that was gathered, and the shard that it is of."""
 
     tensor: Tensor
-    """What the user has: the shard itself, or the parameter that it is of."""
+    """The user's object: the shard itself, or its parameter."""
     shard: Sharded
     full: Tensor
     version: int

@@ -76,7 +76,7 @@ class Termination:
         self.run = ""
         """Names the present run on the store; the same on all ranks."""
         self._device = torch.device("cpu")
-        """What ranks reduce the number on."""
+        """The device on which ranks reduce the number."""
         self.message: Callable[[], int] = lambda: 0
         """What else this rank reports with each message; the ranks learn the maximum."""
         self.receive: Callable[[int], None] = lambda of_all: None

@@ -64,7 +64,7 @@ _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
 _running: list[GlobalTensors | None] = []
-"""What runs now, outermost first: users' code under a mode, or the library's (None); empty outside of both."""
+"""The code that runs now, outermost first: users' under a mode, or the library's (None); empty outside of both."""
 
 
 class UserCode:

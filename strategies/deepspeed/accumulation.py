@@ -186,7 +186,7 @@ class GradientAccumulator:
 
     @property
     def loss_scale(self) -> float:
-        """What the gradients are multiplied by until the step."""
+        """The factor of the gradients until the step."""
         scaler = getattr(self._zero, "loss_scaler", None)
         return 1.0 if scaler is None else float(scaler.cur_scale)
 

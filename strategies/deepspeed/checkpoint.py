@@ -48,7 +48,7 @@ _WHAT = "sharded checkpoints"
 
 
 class Saved(Protocol):
-    """What a checkpointer asks of the strategy that has it."""
+    """The strategy as its checkpointer sees it."""
 
     load_universal: bool
     weights_only: bool
@@ -68,7 +68,7 @@ class Saved(Protocol):
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
 
     @property
     def loader_places(self) -> LoaderPlaces:
@@ -271,7 +271,7 @@ def save(
 
 @dataclass(frozen=True)
 class StoredEngine:
-    """What an engine takes of a checkpoint."""
+    """The parts of a checkpoint that an engine loads."""
 
     path: Path
     with_optimizer: bool

@@ -405,7 +405,7 @@ _ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}  # torch's defaults, and those of D
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
-    """What is known beside the config."""
+    """Facts about the training that the config does not have."""
 
     world_size: int = 1
     """Data-parallel ranks."""
@@ -422,9 +422,9 @@ class TrainingFacts:
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"
     """Of the Trainer; ``"no"`` counts as not given."""
     optimizer: DummyOptim | Optimizer | None = None
-    """What ``configure_optimizers`` returned."""
+    """The result of ``configure_optimizers``."""
     scheduler: DummyScheduler | object | None = None
-    """What ``configure_optimizers`` returned."""
+    """The result of ``configure_optimizers``."""
     estimated_steps: float | None = None
     """Optimizer steps of the whole training, if they are known and finite."""
     hidden_size: int | None = None
@@ -773,7 +773,7 @@ _DECIDE = (
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "steps_per_print"),
     *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "wall_clock_breakdown"),
 )
-"""What most configs have, and what changes numbers."""
+"""Keys that most configs have, and keys that change numbers."""
 _CLOSE = 0.8
 
 

@@ -264,7 +264,7 @@ _OF_PARAMETERS = {
 
 @dataclass(frozen=True)
 class Kept:
-    """What engines that have ended leave to the next."""
+    """The state that ended engines hand to the next."""
 
     masters: MasterWeights = field(default_factory=MasterWeights)
     """The fp32 weights of what was trained in 16 bits."""

@@ -1,4 +1,4 @@
-"""Who makes the optimizer and the schedule: the code, or the DeepSpeed config through dummies; never both."""
+"""The source of the optimizer and the schedule: the code, or the DeepSpeed config through dummies; never both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Chosen:
-    """What ``configure_optimizers`` returned, with the dummies in it, checked against the config."""
+    """The result of ``configure_optimizers``, with its dummies, checked against the config."""
 
     optimizer: Optimizer | DummyOptim | None = None
     """None where the config alone says everything."""
@@ -60,7 +60,7 @@ class Chosen:
 
     @property
     def scheduler_callable(self) -> Callable[[Any], Any] | None:
-        """What makes the schedule, where a dummy brings it along."""
+        """The function that makes the schedule, where a dummy has one."""
         return self.scheduler.lr_scheduler_callable if isinstance(self.scheduler, DummyScheduler) else None
 
     def take_schedule(self, engine: Any) -> None:

@@ -835,7 +835,7 @@ def _estimated_steps(trainer: Trainer, config: HfDeepSpeedConfig) -> float | Non
 
 
 class Trained(Protocol):
-    """What the precision asks of the strategy that it works for."""
+    """The strategy as its precision plugin sees it."""
 
     def run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the engine's backward."""

@@ -29,9 +29,9 @@ class Piece:
     group: int
     """Index of the flat partition."""
     flat_start: int
-    """Where it begins in the flat partition."""
+    """Its offset in the flat partition."""
     start: int
-    """Where it begins in the flattened parameter."""
+    """Its offset in the flattened parameter."""
     numel: int
 
     def of(self, flat: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ class MasterWeights:
 
 
 State = dict[str, Any]
-"""What an optimizer keeps for a tensor."""
+"""An optimizer's state of a tensor."""
 
 
 class PerParameterStep:

@@ -81,9 +81,9 @@ class Engine(ABC, Generic[SettingsT]):
     """Whether it is an error that somebody still holds replaced parameters."""
 
     path: CollectiveOrder
-    """What this rank gathers and reduces, followed; there is one from `lazy_init` on."""
+    """The checker of this rank's all-gathers and reductions, from `lazy_init` on."""
     timeout: timedelta = default_pg_timeout
-    """How long a rank waits for the others where it does what none did before."""
+    """The time that a rank waits for the others at an action that is new to it."""
     in_step = False
     """Whether a training step of automatic optimization runs: a backward in it is the user's own."""
 

@@ -523,11 +523,11 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 class Accelerator(Protocol):
-    """What is needed of an ``accelerator``; it may have a ``device_mesh``, too."""
+    """The required attributes of an ``accelerator``; it may have a ``device_mesh``, too."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """This process's device."""
         ...
 
     @property
@@ -537,7 +537,7 @@ class Accelerator(Protocol):
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin:
-        """How to shard."""
+        """The settings of sharding."""
         ...
 
 

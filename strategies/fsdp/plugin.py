@@ -94,7 +94,7 @@ class PluginFields:
         | Callable[..., bool]
         | None
     ) = None
-    """Which submodules become units: a policy of torch, or a name; ``"no_wrap"`` (the default, held as None)."""
+    """The policy that chooses units: one of torch's, or a name; ``"no_wrap"`` (the default, held as None)."""
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | OffloadPolicy | None = None
     """Keep shards in host memory. False by default. Memory is pinned where there is an accelerator, unless a
     ``CPUOffloadPolicy`` says ``pin_memory=False``."""

@@ -28,7 +28,7 @@ _SCALER_DEFAULTS = (65536.0, 2.0, 0.5, 2000)
 
 
 class Trained(Protocol):
-    """What the precision asks of the strategy that it works for."""
+    """The strategy as its precision plugin sees it."""
 
     skipped_steps: SkippedSteps
 
@@ -98,7 +98,7 @@ class AccelFSDPPrecision(FSDPPrecision):
         return {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(self.precision, "no")
 
     def outside_context(self) -> AbstractContextManager[Any]:
-        """What calls from hooks run in: under mixed precision they meet half weights as well."""
+        """The context of calls from hooks, which meet half weights under mixed precision."""
         return self.forward_context() if self._is_mixed else nullcontext()
 
     @override

@@ -42,7 +42,7 @@ WrapKind = Literal["transformer_based_wrap", "size_based_wrap", "no_wrap", "call
 
 @dataclass(frozen=True, kw_only=True)
 class WrapSettings:
-    """Which submodules become units (gathered and freed together) of their own."""
+    """The submodules that become units, which are gathered and freed together."""
 
     kind: WrapKind = "no_wrap"
     """The policy; ``"no_wrap"`` leaves everything in the root's unit."""
@@ -80,7 +80,7 @@ class PrecisionSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FullState:
-    """Where a full state dict is."""
+    """The ranks and devices that get a full state dict."""
 
     rank0_only: bool = True
     """Nothing of it on the other ranks."""
@@ -90,10 +90,10 @@ class FullState:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What both engines need."""
+    """Settings of both engines."""
 
     wrap: WrapSettings = field(default_factory=WrapSettings)
-    """Which submodules are sharded on their own."""
+    """The submodules that are sharded as units."""
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     """Dtypes; the strategy fills them from ``Trainer(precision=...)`` where the plugin leaves them open."""
     cpu_offload: bool = False
@@ -107,7 +107,7 @@ class EngineSettings:
     activation_checkpointing_offload: bool = False
     """Keep the inputs of recomputed units in host memory until backward."""
     recomputed: WrapSettings | None = None
-    """Which modules are recomputed where it is not the units."""
+    """The modules that are recomputed, if these are not the units."""
     compile_options: Mapping[str, Any] | None = None
     """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False
@@ -167,7 +167,7 @@ class FSDP1Settings(EngineSettings):
     use_orig_params: bool = False
     """Whether optimizers see the original parameters instead of flat ones."""
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """How a module on the meta device is materialized."""
+    """The function that materializes a module on the meta device."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

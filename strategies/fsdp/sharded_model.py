@@ -76,7 +76,7 @@ def unwrap_root(root: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What sharding made of a module, and what it hid."""
+    """A sharded module, and facts about it that sharding hides."""
 
     root: nn.Module
     """The outermost sharded module."""
@@ -427,7 +427,7 @@ _MOST_LEVELS = 8
 
 
 class References:
-    """What code may keep of the parameters of a model that is about to be sharded.
+    """References that code may keep to the parameters of a model that is about to be sharded.
 
     It keeps none of them alive: each is freed when its unit is sharded.
 

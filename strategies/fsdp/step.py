@@ -37,7 +37,7 @@ _ATTRIBUTE = "_accelight_outside_calls"
 
 
 class UnitOpener(Protocol):
-    """What an engine does for a call."""
+    """The engine as calls of the model see it."""
 
     path: CollectiveOrder
     """Follows what is gathered."""
@@ -164,7 +164,7 @@ def _ids_of_parameters(module: nn.Module) -> list[int]:
 _known: MutableMapping[nn.Module, weakref.ref[UnshardOnCall]] = WeakIdKeyDictionary()
 """Both are weak: the calls know the engine, which knows the modules. By identity, as a metric's hash changes."""
 _depth = 0
-"""How many steps, backwards and calls are under way: inside of them nobody is outside."""
+"""The number of running steps, backwards and calls; inside them no call counts as one from outside."""
 _handle: RemovableHandle | None = None
 
 
@@ -248,7 +248,7 @@ class CollectiveOrder:
         self._names, self._compared = names, CollectiveOrderChecker(WAY_OUT, timeout)
         self._known: dict[Hashable, dict[int, Any]] = {}
         self.at: dict[int, Any] | None = None
-        """Where this rank is; None while it follows nothing, as when it is the only one."""
+        """This rank's position; None if it follows nothing, for example as the only rank."""
         self._around: list[dict[int, Any] | None] = []
         self._alone = num_ranks() == 1
 

@@ -25,7 +25,7 @@ from .settings import EngineSettings, PrecisionSettings, resolve_ignored, units_
 
 @dataclass(frozen=True)
 class Plan:
-    """What an engine is to shard."""
+    """The model that an engine shards."""
 
     units: list[nn.Module] = field(default_factory=list)
     """Gathered and freed on their own; children before parents."""

@@ -149,11 +149,11 @@ _MAX_LISTED = 20
 
 
 class Process(Protocol):
-    """What of an ``accelerator`` is needed: the strategy, ``PartialState`` and Accelerate's own all have it."""
+    """The required part of an ``accelerator``: the strategy, ``PartialState`` and Accelerate's own have it."""
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """This process's device."""
         ...
 
     @property
@@ -164,7 +164,7 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class _Need:
-    """What one rank wants to be sent for one tensor."""
+    """One rank's request for its part of one tensor."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -480,7 +480,7 @@ def _compute_buffers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class TakenWeights:
-    """What rank 0 held; empty elsewhere."""
+    """The state dict of rank 0; empty on other ranks."""
 
     state_dict: dict[str, Tensor] = field(default_factory=dict)
     """For `fsdp2_load_full_state_dict`."""

@@ -1,4 +1,4 @@
-"""How much memory training takes, before it is launched: `plan_memory`, and the command ``accelight plan``."""
+"""The memory that training takes, before it is launched: `plan_memory`, and the command ``accelight plan``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan found: the memory of one process, in bytes."""
+"""The result of a plan: the memory of one process, in bytes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class MemoryPlan:
     """The most that is held while the model is built, sharded and given to its optimizer. Where it is built on the CPU
     and trained on an accelerator, this is host memory."""
     steady_state_bytes: int
-    """What is held between steps."""
+    """The bytes held between steps."""
     num_parameters: int
     """Elements of all parameters of the whole model."""
     world_size: int
     """Number of processes."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What was planned, in words."""
+    """The planned settings, in words."""
 
     @property
     def highest_bytes(self) -> int:

@@ -20,7 +20,7 @@ _RESHARD = {1: "sharding_strategy", 2: "reshard_after_forward"}
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is asked for."""
+    """The requested settings."""
 
     module: str | None = None
     """``package.module:Class`` or ``path/file.py:Class``; None with `hf_config`."""

@@ -103,7 +103,7 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Order:
-    """What to plan."""
+    """The arguments of a plan."""
 
     module: Callable[[], LightningModule]
     batch: Callable[[LightningModule], Any]
@@ -550,7 +550,7 @@ class Variant:
     """Settings, and what they take."""
 
     change: str
-    """What differs from what was asked for; empty for that itself."""
+    """The difference from the request; empty for the request itself."""
     plan_config: PlanConfig
     plan: MemoryPlan | None
     refused: str = ""

@@ -341,7 +341,7 @@ def _place() -> str:
 
 Part = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "temporary"]
 PARTS: tuple[Part, ...] = ("parameters", "gathered", "gradients", "optimizer", "activations", "temporary")
-"""What memory is for; see `MemoryPlan`."""
+"""The kinds of memory; see `MemoryPlan`."""
 
 Phase = Literal["building", "forward", "backward", "optimizer step", "between steps"]
 _BY_PHASE: dict[Phase, Part] = {

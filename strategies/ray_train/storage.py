@@ -50,7 +50,7 @@ class RunStorage:
 
     @property
     def kind(self) -> str:
-        """What it is, in pyarrow's words: ``local``, ``s3``."""
+        """The kind of storage, in pyarrow's words: ``local``, ``s3``."""
         return str(self._filesystem.type_name)
 
     def free_name(self, name: str) -> str:

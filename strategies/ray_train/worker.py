@@ -1,4 +1,4 @@
-"""What is other in a Ray Train worker: Ray has started it, connected it to the others, and says which device is its."""
+"""Differences of a Ray Train worker: Ray starts it, connects it to the others, and assigns its device."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class _Place:
 
     owner: Any
     before: Any
-    """What the owner itself had; `_MISSING` where it inherited it."""
+    """The owner's own attribute; `_MISSING` if it inherited one."""
     values: list[Any] = field(default_factory=list)
 
 

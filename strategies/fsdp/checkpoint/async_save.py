@@ -37,7 +37,7 @@ class _Save:
 
     what: str
     key: str
-    """Where on the store it says at which step it fails; no other save of any training has it."""
+    """The store's key for the step at which it fails; no other save of any training has it."""
     thread: threading.Thread | None = None
     error: BaseException | None = None
     complete: bool = False
@@ -59,7 +59,7 @@ class AsyncSaver:
     def __init__(self, timeout: timedelta, process: SavingProcess | None = None) -> None:
         self._timeout = timeout
         self.process = process
-        """What writes sharded checkpoints, from shared memory; None if the thread does."""
+        """The process that writes sharded checkpoints from shared memory; None if the thread does."""
         self._groups: tuple[Any, dist.ProcessGroup] | None = None
         self._stager: Stager | None = None
         self._device = torch.device("cpu")
@@ -85,7 +85,7 @@ class AsyncSaver:
 
     @property
     def shared_stager(self) -> SharedStager:
-        """What copies states to where ``process`` reads them; `wait` first."""
+        """The stager that copies states into the shared memory that ``process`` reads; `wait` first."""
         self._check_idle()
         if self._stager is None:
             self._stager = SharedStager()

@@ -72,7 +72,7 @@ _Write = Callable[[dist.ProcessGroup | None], None]
 
 
 class Saved(Protocol):
-    """What a checkpointer asks of the strategy that has it."""
+    """The strategy as its checkpointer sees it."""
 
     @property
     def engine(self) -> Engine[Any]:
@@ -124,7 +124,7 @@ class Checkpointer:
     def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
         self._strategy = strategy
         self.saves = saves
-        """Where saves go on while training does; None where it waits for them."""
+        """The saver of asynchronous saves; None if training waits for saves."""
         self._plans = SavePlanCache()
         self._random_state = ResumedRandomState()
         self._path = ""

@@ -416,7 +416,7 @@ class SafeReader(FileSystemReader):
         self._digests = digests or {}
         self._metadata: Metadata | None = None
         self._places: Mapping[str, Sequence[int]] = {}
-        """Where in each file its records begin, when the description was read."""
+        """The offsets of the records in each file, once the description is read."""
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -609,7 +609,7 @@ OPTIMIZER_KEY = "optimizer"
 
 @dataclass(frozen=True)
 class AccelerateFolder:
-    """Where the parts lie."""
+    """The places of the parts."""
 
     model: Path
     optimizers: tuple[Path, ...]

@@ -354,7 +354,7 @@ class _Scalar:
 
 
 class Layout:
-    """Where the parameters of a sharded model lie.
+    """The places of a sharded model's parameters.
 
     Args:
         module: What ``Engine.state_dict_module`` returns.

@@ -46,7 +46,7 @@ class PlanMessage:
 
 @dataclass
 class CachedPlan:
-    """What a rank writes of states of one form."""
+    """A rank's plan for states of one form."""
 
     number: int
     """No other plan of this rank has it."""
@@ -236,14 +236,14 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class MergedPlan:
-    """What all ranks write together."""
+    """The plan of all ranks together."""
 
     number: int
     """No other one of this model has it."""
     metadata: Metadata
     """Of the whole checkpoint, without the places of its pieces."""
     indices: Sequence[Sequence[MetadataIndex]]
-    """What each rank writes, in its plan's order."""
+    """The items of each rank, in its plan's order."""
 
 
 def merge_plans(number: int, plans: Sequence[SavePlan]) -> MergedPlan:
@@ -330,7 +330,7 @@ class Written(WriteResult):
 
 @dataclass
 class WriteLocations:
-    """Where a rank wrote what its plan has."""
+    """The places of the items of a rank's plan."""
 
     files: list[str]
     rows: list[tuple[int, int, int, int, int]]

@@ -45,13 +45,13 @@ from .writer import FolderWriter, finish_folder
 
 @dataclass
 class _Begun:
-    """What rank 0 says of a save that all want."""
+    """Rank 0's answer when all ranks begin a save."""
 
     problems: list[str]
     number: str = ""
     """Of the folder."""
     made: str = ""
-    """What is to be seen there: see `NewFolder.check_shared`."""
+    """A file that all ranks must see there: see `NewFolder.check_shared`."""
 
 
 @dataclass
@@ -112,7 +112,7 @@ class HandedSave:
         return self.path.absolute()  # the other process is where this one was when it was started
 
     def _begin(self, proposals: list[str | PlanMessage]) -> _Begun:
-        """What rank 0 does when all want to save: make the folder, and put their plans together."""
+        """Make the folder and merge the ranks' plans; on rank 0, when all ranks have begun to save."""
         if problems := _errors_by_rank([proposal if isinstance(proposal, str) else None for proposal in proposals]):
             return _Begun(problems)
         self._merged = self.plans.merge([proposal for proposal in proposals if isinstance(proposal, PlanMessage)])
@@ -122,7 +122,7 @@ class HandedSave:
 
     @staticmethod
     def _commit(submit: Callable[[], str | None], problems: list[str | None]) -> list[str]:
-        """What rank 0 does when all others' processes know their parts: see [Note: whole or not at all]."""
+        """Commit the save; on rank 0, when the other processes know their parts: see [Note: whole or not at all]."""
         if not any(problems):
             problems[0] = submit()
         return _errors_by_rank(problems)
@@ -218,7 +218,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is the same for all saves by one plan."""
+    """The part of an order that is the same for all saves by one plan."""
 
     own: SavePlan
     merged: MergedPlan | None
@@ -227,13 +227,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ending:
-    """What rank 0 adds to the folder."""
+    """Rank 0's additions to the folder."""
 
     metadata: bytes
     """The file for everything else."""
     manifest: Manifest
     timeout_s: float
-    """How long to wait for each other rank's part."""
+    """The time to wait for each other rank's part."""
 
 
 @dataclass(frozen=True)
@@ -258,10 +258,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a part, one line of JSON."""
+    """The outcome of a part, one line of JSON."""
 
     problem: str | None
-    """What this rank's process failed with."""
+    """The error of this rank's process."""
     complete: bool
     """Whether the checkpoint has its name; rank 0 alone knows."""
 
@@ -277,7 +277,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank's process leaves in the folder: see [Note: records]."""
+    """A record that a rank's process leaves in the folder: see [Note: records]."""
 
     places: WriteLocations | None
     problem: str | None = None

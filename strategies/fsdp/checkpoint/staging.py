@@ -293,7 +293,7 @@ class SharedStager(Stager):
     def __init__(self) -> None:
         super().__init__()
         self.memory: SharedMemory | None = None
-        """Where the last copy lies; None if it has no tensors."""
+        """The memory of the last copy; None if it has no tensors."""
 
     @override
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:

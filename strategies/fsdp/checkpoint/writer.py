@@ -47,7 +47,7 @@ METADATA_FILE = "meta.pt"
 
 @dataclass
 class _Report:
-    """What a rank has to say of its part."""
+    """A rank's report of its part."""
 
     plan: PlanMessage | None = None
     places: WriteLocations | None = None
@@ -79,7 +79,7 @@ def save_sharded(
     writer = FolderWriter(folder.unfinished)
 
     def finish(reports: list[_Report]) -> list[str]:
-        """What rank 0 does when it knows what all have done."""
+        """Complete the folder; on rank 0, when all ranks have reported."""
         if problems := format_errors_by_rank([[one.error] if one.error else [] for one in reports]):
             folder.drop()  # before the others learn of it
             return problems
