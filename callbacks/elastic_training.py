@@ -40,7 +40,7 @@ from ..strategies.upstream.patches import Patches
 
 @named_arguments
 class ElasticTraining(Callback):
-    """Trains alike on any number of processes, and goes on with another number where a run was left.
+    """Trains alike on any number of processes, and continues a run with another number.
 
     ::
 
@@ -71,7 +71,7 @@ class ElasticTraining(Callback):
         global_batch_size: Samples of one optimizer step, over all processes.
         max_batch_size: Most samples of one process in one micro-batch, what fits into memory. Default: no limit, and
             so no accumulation.
-        resume_from: Folder of checkpoints that all processes see: ``fit`` goes on from the newest whole one, see
+        resume_from: Folder of checkpoints that all processes see: ``fit`` continues from the newest whole one, see
             `accelight.strategies.newest_checkpoint`; ``fit(ckpt_path=...)`` is for the first start then. Default:
             ``ckpt_path`` alone says.
         seed: Of the first epoch's order.
@@ -546,7 +546,7 @@ _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 def count_anew(loops: MutableMapping[str, Any], *, steps_in_epoch: int, steps: int, before: int, now: int) -> bool:
-    """Change the state of a fit loop so that training goes on at the begin of a window, with windows of another size.
+    """Change the state of a fit loop so that training continues at the begin of a window, with windows of another size.
 
     Counters of optimizer steps, epochs and schedules stay. What was done of an open window is forgotten: its gradients
     are in no checkpoint. An evaluation that was under way begins anew, since its values are in none either.

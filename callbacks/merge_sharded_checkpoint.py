@@ -359,7 +359,7 @@ def _no_strategy(filepath: Any) -> None:
 
 
 def _saves_later(trainer: Trainer) -> bool:
-    """Whether the strategy may go on writing after ``save_checkpoint``, and gives the final name at the end only."""
+    """Whether the strategy may continue writing after ``save_checkpoint``, and gives the final name at the end only."""
     strategy = trainer.strategy
     return hasattr(strategy, "wait_for_saves") or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
 
@@ -571,7 +571,7 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
     """Check that the model's class, built from its configuration, has the parameters that the trained one has.
 
     ``from_pretrained`` builds just that, initialises what it does not find and leaves out what it does not know, with
-    no more than a warning. Buffers and shapes are not compared: without a word, nothing of them is lost.
+    no more than a warning. Buffers and shapes are not compared: nothing of them is lost silently.
 
     Args:
         files: The model and where it is.

@@ -178,7 +178,7 @@ def _progress(path: Path) -> tuple[int, int]:
     """Return global step and epoch.
 
     Raises:
-        CheckpointError: If the checkpoint is not whole, or not one to go on from.
+        CheckpointError: If the checkpoint is not whole, or not one to continue from.
     """
     if path.is_dir():
         info = inspect_checkpoint(path)

@@ -562,7 +562,7 @@ def missing_ranks(run: str) -> str:
     """Ask which other processes of a run have failed, and return a sentence about those that do not answer."""
     everyone, heard, reached = set(range(dist.get_world_size())), dict[int, str](), threading.Event()
     arguments = (f"{run}/failed", dist.get_rank(), everyone, heard, reached)
-    asking = threading.Thread(target=_ask, args=arguments, daemon=True)  # a cut link may hold it for ever
+    asking = threading.Thread(target=_ask, args=arguments, daemon=True)  # a cut link may hold it forever
     asking.start()
     asking.join(ANSWERS_WITHIN_S + 1)
     if not reached.is_set():

@@ -502,7 +502,7 @@ def writes_own_folders() -> bool:
 
 _PREFIX = ".accelight-shared-"
 SEEN_WITHIN_S = 60.0
-"""How long a node may go on without what another has made: NFS clients keep what they know of a folder for so long."""
+"""The longest time until a node sees a file that another one made: NFS clients cache a folder for so long."""
 _PAUSE_S = 0.2
 
 

@@ -238,7 +238,7 @@ def _restore(state: dict[str, Any], device: torch.device) -> None:
 class ResumedRandomState:
     """Puts a loaded state back at the moment at which uninterrupted training had it.
 
-    What Lightning does between loading and training draws numbers, too: a checkpoint of an epoch's end goes on with
+    What Lightning does between loading and training draws numbers, too: a checkpoint of an epoch's end continues with
     the iterator over the next epoch's data, one from the middle of an epoch with a batch.
     """
 

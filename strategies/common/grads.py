@@ -178,7 +178,7 @@ def clip_to_norm(gradients: Sequence[torch.Tensor], total: torch.Tensor, max_nor
 # ------------------------------------------------------------------------------------------------
 # torch's functions for clipping and norms, called by users on sharded gradients.
 #
-# FSDP1's gradients are plain tensors: torch would take this rank's part for the whole, without a word. Those of FSDP2
+# FSDP1's gradients are plain tensors: torch would take this rank's part for the whole, silently. Those of FSDP2
 # are DTensors, which torch does not take together with the plain ones of ignored modules.
 
 

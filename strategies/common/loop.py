@@ -328,7 +328,7 @@ class LoopTracker:
         GradientState()._remove_dataloader(self._loaders.pop())
 
     def end_evaluation(self) -> None:
-        """Forget the evaluation's loaders; a training loop that it interrupted goes on."""
+        """Forget the evaluation's loaders; a training loop that it interrupted continues."""
         self._evaluated = (-1, 0)
         while len(self._loaders) > self._num_training_loaders:
             self._close_last()

@@ -182,7 +182,7 @@ class Termination:
             self._leave()
 
     def end_evaluation(self) -> None:
-        """Agree where validation, testing or prediction ends: within fit, training goes on to where ranks agree."""
+        """Agree where validation, testing or prediction ends: within fit, training continues to where ranks agree."""
         self._reductions.clear()  # that was before
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
             self.agree(EVALUATION_ENDS)

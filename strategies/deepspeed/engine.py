@@ -293,7 +293,7 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Kept:
         stage: The next engine's ZeRO stage.
 
     Returns:
-        What the next engine goes on with.
+        What the next engine continues with.
     """
     mine, kept = set(module.parameters()), Kept()
     for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:

@@ -84,7 +84,7 @@ class DeepSpeedPlugin:
         ModuleNotFoundError: If MS-AMP is asked for and not installed.
 
     Source: accelerate 1.15 ``utils/dataclasses.py``. Different here: an argument that contradicts the config, or that
-    the config has no key for, is not dropped without a word; ``gradient_accumulation_steps`` that nobody gives stays
+    the config has no key for, is not dropped silently; ``gradient_accumulation_steps`` that nobody gives stays
     ``"auto"`` with a config, too, and so follows the Trainer; a config object given is copied; ``steps_per_print`` in
     the config stays. Offloading to NVMe needs its path.
     """

@@ -64,7 +64,7 @@ OBSOLETE_IN_FSDP2 = {
 }
 _FLAGS = {
     "limit_all_gathers": True,
-    "use_orig_params": True,  # Accelerate: False, where an optimizer over a part trains something else without a word
+    "use_orig_params": True,  # Accelerate: False, where an optimizer over a part trains something else silently
     "sync_module_states": True,  # Accelerate: False, where shards of different models make up one
     "forward_prefetch": False,
     "activation_checkpointing": False,

@@ -277,7 +277,7 @@ class CollectiveOrder:
         """End what `begin` began last.
 
         Raises:
-            RuntimeError: If the others go on.
+            RuntimeError: If the others continue.
         """
         self._take(_END)
         self.at = self._around.pop() if self._around else None

@@ -445,7 +445,7 @@ class AccelFSDPStrategy(TrainerHooks):
             one attribute that holds it. The model is built without memory, and each rank reads its own slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
-        async_save: Write checkpoints in the background while training goes on; the loop waits at most for the copy to
+        async_save: Write checkpoints in the background while training continues; the loop waits at most for the copy to
             host memory, and what is there already is copied behind the next backward. See `wait_for_saves`.
             ``"process"`` lets a process beside each rank write sharded ones: what `Trainer.save_checkpoint` has
             returned for is completed though all ranks are killed. Default False.

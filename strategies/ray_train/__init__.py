@@ -1,4 +1,4 @@
-"""Ray Train: the strategies that its ``prepare_trainer`` takes, and what its workers go on from."""
+"""Ray Train: the strategies that its ``prepare_trainer`` takes, and what its workers continue from."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ _downloaded: set[Path] = set()
 
 
 def reported_checkpoint() -> str | None:
-    """Return the checkpoint that Ray Train goes on from, or None where there is none: training begins then.
+    """Return the checkpoint that Ray Train continues from, or None where there is none: training begins then.
 
     For ``trainer.fit(..., ckpt_path=reported_checkpoint())`` in the function that ``TorchTrainer`` is given: the newest
     that `RayReportCheckpoint` (or Ray's own callback) has reported, in this run or in an earlier one of the same

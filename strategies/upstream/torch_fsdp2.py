@@ -83,7 +83,7 @@ def groups_of_state(state: Any) -> list[Any]:
 
 
 def disable_dynamo_once(state: Any) -> None:
-    """Keep the hooks of a unit out of torch.compile once and for all, see `disabled_once`."""
+    """Keep the hooks of a unit out of torch.compile once, see `disabled_once`."""
     for name in ("_pre_backward", "_root_post_backward_final_callback"):
         replace_for_good("FSDP2 groups", state, **{name: MethodType(disabled_once(getattr(type(state), name)), state)})
     for name in ("_pre_forward", "_post_forward"):

@@ -1,1 +1,1 @@
-"""Checkpoints of FSDP: full, sharded and local ones, written while training waits or goes on."""
+"""Checkpoints of FSDP: full, sharded and local ones, written while training waits or continues."""

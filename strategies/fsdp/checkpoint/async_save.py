@@ -1,6 +1,6 @@
 """Asynchronous saves: training waits only for the copy to host memory.
 
-[Note: one error, one step] A failed save has to stop all processes at the same step, or those that go on hang in a
+[Note: one error, one step] A failed save has to stop all processes at the same step, or those that continue hang in a
 collective. But each learns of the failure in a thread of its own, at a moment of its own. So while a save is
 outstanding, each process looks for a key in the store before each step, and who knows of a failure first writes the
 number of the next optimizer step there. Nobody can begin that step before, since the present one has collectives that

@@ -66,7 +66,7 @@ from .writer import save_sharded, serialised_on_rank_zero, write_metadata
 _NUMBERS = itertools.count(1)
 """On rank 0: of the next model that is saved."""
 _Stage = Callable[[dict[str, Any]], dict[str, Any]]
-"""Copies a state that training goes on to change; or returns it as it is, where nothing changes."""
+"""Copies a state that training continues to change; or returns it as it is, where nothing changes."""
 _Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a checkpoint, with a group for its collectives."""
 
@@ -118,7 +118,7 @@ class Checkpointer:
 
     Args:
         strategy: Whose model.
-        saves: Where saves go on while training does; None to wait for them.
+        saves: Where saves continue while training does; None to wait for them.
     """
 
     def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
@@ -176,7 +176,7 @@ class Checkpointer:
         save, saves = self._full_save if self._full else self._folder_save, self.saves
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
         with strip_sharding(checkpoint, traces):
-            if saves is None or not self._is_fitting:  # after the loop there is nothing to go on with
+            if saves is None or not self._is_fitting:  # after the loop there is nothing to continue with
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
                 write = save(checkpoint, path, storage_options, saves.stage)
@@ -254,7 +254,7 @@ class Checkpointer:
         return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
 
     def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
-        """Remove a checkpoint when no save goes on any more that is to replace it.
+        """Remove a checkpoint when no save continues any more that is to replace it.
 
         Args:
             path: A folder, or what ``remove_file`` removes.
@@ -337,12 +337,12 @@ class Checkpointer:
         loader.load_optimizers(checkpoint, self._strategy.form, module, self._strategy.optimizers)
 
     def before_iterating(self) -> None:
-        """Bring random states back where an epoch of training begins."""
+        """Restore random states where an epoch of training begins."""
         if self._trainer_state is not None and self._trainer_state.stage == RunningStage.TRAINING:
             self._random_state.before_iterating()
 
     def before_batch(self, batch_idx: int) -> None:
-        """Bring random states back before a batch of training; raise what a save in the background failed with."""
+        """Restore random states before a batch of training; raise what a save in the background failed with."""
         self._random_state.before_batch(in_epoch=batch_idx > 0)
         module = self._strategy.lightning_module
         if self.saves is not None and module is not None:

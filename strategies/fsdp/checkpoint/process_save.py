@@ -539,7 +539,7 @@ class SavingProcess:
             process.kill()
         try:
             status = process.wait(_LOOK_S)
-        except subprocess.TimeoutExpired:  # it has closed the connection, and goes on with something else
+        except subprocess.TimeoutExpired:  # it has closed the connection, and continues with something else
             process.kill()
             status = process.wait()
         return f"{_described(status)}{'' if output is None else _last_output(output)}"
