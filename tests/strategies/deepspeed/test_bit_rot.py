@@ -33,6 +33,7 @@ def _resume(paths: list[Path]) -> list[str]:
     return told
 
 
+@pytest.mark.exhaustive
 def test_a_resume_and_a_merge(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run_on_ranks(2, _save, saved)

@@ -85,6 +85,7 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform not in ("linux", "darwin"), reason="needs a system that exchanges names")
 def test_killed_at_any_moment_the_name_means_a_whole_folder(tmp_path: Path) -> None:
     path = _write(tmp_path / "last", "first")

@@ -38,6 +38,7 @@ def test_a_table_and_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert told["world_size"] == 1
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_tried_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--json"]) == 0
     peak = json.loads(capsys.readouterr().out)["peak_bytes"]
