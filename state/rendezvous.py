@@ -511,7 +511,9 @@ class CollectiveOrderChecker:
             present = meeting.present()
             absent = ", ".join(f"{each}" for each in range(num_ranks()) if each not in present)
             text = f"Process {rank} {action} now, and process {absent} does not"
-            if patience_s < self._timeout_s and present[0] == rank:
+            if patience_s == self._timeout_s:
+                break
+            if present[0] == rank:
                 warnings.warn(f"{text}, so far. {self._way_out}", stacklevel=2)
         raise RuntimeError(f"{text}. {self._way_out}")
 
