@@ -101,7 +101,9 @@ def _train(engine: str, form: str, kind: str, folder: str) -> list[str]:
 @pytest.mark.core("automatic-fsdp2-sharded", "written-fsdp1_orig_params-sharded", "skipped-fsdp1-full")
 @pytest.mark.parametrize("form", ["sharded_state_dict", "full_state_dict"])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.machines) if kind == "accumulated" else kind for kind in KINDS]
+)
 def test_a_checkpoint_is_of_its_step(kind: str, engine: str, form: str, tmp_path: Path) -> None:
     saved = run_on_ranks(2, _train, engine, form, kind, str(tmp_path))[0]
     assert len(saved) >= 2
