@@ -143,6 +143,7 @@ def _ways() -> dict[str, _Way]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+    from accelight.strategies.common.user_code import library_code
     from accelight.strategies.fsdp.checkpoint.async_save import make_async_saver
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -173,7 +174,8 @@ def _ways() -> dict[str, _Way]:
     def state_of(trainer: Any) -> dict[str, Any]:
         strategy, [optimizer] = trainer.strategy, trainer.optimizers
         if strategy.engine.version == 1:
-            weights, state = get_state_dict(strategy.model, optimizer)
+            with library_code():  # torch's own form, and not what users' code sees in hooks
+                weights, state = get_state_dict(strategy.model, optimizer)
             return {"model": weights, "optimizer_0": state}
         weights = strategy.lightning_module_state_dict()
         return {"model": weights, "optimizer_0": strategy.optimizer_state(optimizer)}
