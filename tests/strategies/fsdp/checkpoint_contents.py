@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten
 
@@ -28,6 +31,18 @@ def everything_in(path: Path) -> Any:
             "all": torch.load(scratch / "all.pt", weights_only=True),
             "meta": torch.load(path / METADATA_FILE, weights_only=True),
         }
+
+
+def files_of(path: Path) -> dict[str, Any]:
+    """Return everything that a sharded checkpoint's files hold but for the time and place of the save."""
+    found: dict[str, Any] = {one.name: one.read_bytes() for one in sorted(path.iterdir())}
+    metadata = FileSystemReader(path).read_metadata()
+    metadata.storage_meta = None
+    found[".metadata"] = pickle.loads(pickle.dumps(metadata))
+    manifest = json.loads(found.pop("accelight.json"))
+    assert manifest["digests"].pop(".metadata")
+    assert manifest.pop("crc32")
+    return {**found, "accelight.json": manifest}
 
 
 def assert_equal(found: Any, expected: Any) -> None:

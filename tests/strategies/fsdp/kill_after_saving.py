@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -33,6 +31,7 @@ from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
 from tests.ranks import _PRELOAD
 from tests.scripts import wait_for
 from tests.slowness import slowness
+from tests.strategies.fsdp.checkpoint_contents import files_of
 from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.oracle import quiet_trainer
 
@@ -174,23 +173,11 @@ def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(own))
 
 
-def content(folder: Path) -> dict[str, Any]:
-    """Return everything that a sharded checkpoint holds but for the time and place of the save."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    metadata = FileSystemReader(folder).read_metadata()
-    metadata.storage_meta = None
-    found[".metadata"] = pickle.loads(pickle.dumps(metadata))
-    told = json.loads(found.pop("accelight.json"))
-    assert told["digests"].pop(".metadata")
-    assert told.pop("crc32")
-    return {**found, "accelight.json": told}
-
-
 def check_complete(folder: Path, writers: list[int]) -> None:
     """Wait until the killed ranks' checkpoint is complete, and compare it with the one that they wrote themselves."""
     wait_until_gone(writers)
     assert left_in(folder) == [EXPECTED, SAVED]
-    assert content(folder / SAVED) == content(folder / EXPECTED)
+    assert files_of(folder / SAVED) == files_of(folder / EXPECTED)
 
 
 def kill_often(num_attempts: int) -> None:

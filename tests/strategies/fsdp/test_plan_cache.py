@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoint.checkpointer import Checkpointer
 from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.checkpoint_contents import files_of
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -104,28 +102,13 @@ def _save_both_ways(engine: str, folder: str) -> None:
     _fit(engine, {1: save(*everyone), 2: save(1), 3: save(0), 4: save(*everyone, weights_only=True), 5: save(1)})
 
 
-def _content(folder: Path) -> dict[str, Any]:
-    """Everything but the time and place of the save."""
-    content: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
-        content[path.name] = path.read_bytes()
-    metadata = FileSystemReader(folder).read_metadata()
-    metadata.storage_meta = None
-    content[".metadata"] = pickle.loads(pickle.dumps(metadata))
-    told = json.loads(content.pop("accelight.json"))
-    assert told["digests"].pop(".metadata")
-    assert told.pop("crc32")
-    content["accelight.json"] = told
-    return content
-
-
 @pytest.mark.core("fsdp2-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_save_by_a_kept_plan_is_the_same_byte_by_byte(engine: str, world_size: int, tmp_path: Path) -> None:
     run_on_ranks(world_size, _save_both_ways, engine, str(tmp_path))
     for step in range(1, 6):
-        kept, new = _content(tmp_path / f"kept{step}"), _content(tmp_path / f"new{step}")
+        kept, new = files_of(tmp_path / f"kept{step}"), files_of(tmp_path / f"new{step}")
         assert kept == new, step
 
 
@@ -164,7 +147,7 @@ def test_a_later_save_that_fails_on_one_process_fails_on_all_and_the_next_is_who
         assert f"saving {tmp_path}/failed failed.\nprocess 1: OSError: disk of rank 1" in message
         assert names == ["before"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"]
-    assert _content(tmp_path / "after").keys() == _content(tmp_path / "before").keys()
+    assert files_of(tmp_path / "after").keys() == files_of(tmp_path / "before").keys()
 
 
 def _end_one(folder: str, in_background: bool) -> None:
@@ -216,6 +199,6 @@ def test_another_model_is_saved_while_one_is(tmp_path: Path) -> None:
     run_on_ranks(2, _save_two_models, str(tmp_path))
     names = ["inner1", "inner1_later", "inner2", "inner2_later", "outer", "outer_later"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    first, second = (_content(tmp_path / name) for name in ("inner1_later", "inner2_later"))
+    first, second = (files_of(tmp_path / name) for name in ("inner1_later", "inner2_later"))
     assert first == second
-    assert _content(tmp_path / "outer") == _content(tmp_path / "inner1")
+    assert files_of(tmp_path / "outer") == files_of(tmp_path / "inner1")

@@ -24,12 +24,12 @@ from accelight.strategies.fsdp.checkpoint.planner import SavePlanCache
 from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess, _records_of_others
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
+from tests.strategies.fsdp.checkpoint_contents import files_of
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.fsdp.kill_after_saving import (
     EXPECTED,
     SAVED,
     check_complete,
-    content,
     is_alive,
     kill_all,
     left_in,
@@ -95,7 +95,7 @@ def test_every_byte_is_what_the_ranks_themselves_write(engine: str, world_size: 
     run_on_ranks(world_size, _save_both_ways, engine, str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == sorted(f"{step}{end}" for step in range(1, 5) for end in ("", ".expected"))
     for step in range(1, 5):  # a first save, one by its plan, one with another plan, one by the first plan
-        assert content(tmp_path / f"{step}") == content(tmp_path / f"{step}.expected")
+        assert files_of(tmp_path / f"{step}") == files_of(tmp_path / f"{step}.expected")
         sizes = [(tmp_path / f"{step}{end}" / ".metadata").stat().st_size for end in ("", ".expected")]
         assert sizes[1] - sizes[0] == len(
             ".expected"
