@@ -58,9 +58,9 @@ class TriggerEarlyStopping(Callback):
     **Signals** only leave a note; the next check does the rest on all processes: a checkpoint, then Lightning's
     ``SIGTERMException``, a ``SystemExit`` with the status of a process that the signal has ended: 128 and its number,
     143 for SIGTERM. ``min_steps`` does not hold that back. The checkpoint lies in the folder of the first
-    ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in ``default_root_dir``; `checkpoint_path`
-    tells. A run that resumes from it continues with the next batch of the epoch: loaders with a ``state_dict`` are
-    restored by Lightning, of others the used batches are skipped. (The same order again comes from a sampler that draws
+    ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in ``default_root_dir``; its path is
+    `checkpoint_path`. A run that resumes from it continues with the next batch of the epoch: Lightning restores loaders
+    with a ``state_dict``, and skips the used batches of others. (The same order again comes from a sampler that draws
     by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single device's ``shuffle=True`` draws anew.)
     While training runs, the handlers replace Lightning's own, which communicate inside the handler
     (Lightning-AI/pytorch-lightning#20806, #21406); afterwards the previous ones are back.

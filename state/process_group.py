@@ -28,6 +28,11 @@ def live_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() else None
 
 
+def is_planned() -> bool:
+    """Return whether this process plans memory and stands for all ranks: tensors have no values."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def default_accelerator() -> torch.device:
     """Return the accelerator's device type that torch finds, else CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

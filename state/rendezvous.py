@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .deadlocks import found_deadlock
-from .process_group import backends_by_device, group_store, require_group
+from .process_group import backends_by_device, group_store, is_planned, require_group
 from .store import Channel, DeadlockError, poll
 
 if TYPE_CHECKING:
@@ -202,12 +202,6 @@ class StoreMessages(Channel):
         self.finish_use()
         return key
 
-    @contextmanager
-    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
-        """As the function of this name, through these messages."""
-        with raise_on_all_ranks(what, self):
-            yield
-
     def _collect(self, key: str, own: T, watch: _Watch) -> list[T]:
         others, timeout_s = range(1, self._num_ranks), self.timeout_s()
 
@@ -308,6 +302,30 @@ class _Blocks(Channel):
         if len(self.levels) == 1:
             self.finish_use()
 
+    def wait_for_first(self, key: str, limit_s: float, num_waiting: int) -> list[Any]:
+        """Return the results that the first process leaves under ``key``; `num_waiting` processes read them."""
+        try:
+            if not self.wait_for(key, limit_s, promptly=False):
+                scope, path = key.rsplit("/", 1)
+                raise TimeoutError(
+                    f"The first process of {scope!r} has not left block {path} after {limit_s:g} s. Raise timeout=, or "
+                    "see what it is doing."
+                )
+            content, keys = self.take(key)
+            if self._store.add(f"{key}/readers", 1) == num_waiting:
+                self.delete([*keys, f"{key}/readers"])
+        except DeadlockError:
+            raise
+        except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
+            raise RuntimeError(
+                f"Lost the process group's store while waiting for the first process of {key.rsplit('/', 1)[0]!r}: the "
+                f"process that holds it (usually process 0) has ended. ({error})"
+            ) from error
+        failure, results = pickle.loads(content)
+        if failure is not None:
+            raise RuntimeError(f"Cannot go on: {failure}")
+        return list(results)
+
 
 @contextmanager
 def one_first(
@@ -335,7 +353,7 @@ def one_first(
     path = blocks.enter()
     try:
         if not first:
-            yield _wait_for_first(blocks, f"{scope}/{path}", limit_s or _LONGEST_WAIT_S, num_waiting)
+            yield blocks.wait_for_first(f"{scope}/{path}", limit_s or _LONGEST_WAIT_S, num_waiting)
             return
         results: list[Any] = []
         outcome: tuple[str | None, list[Any]] = None, results
@@ -351,30 +369,6 @@ def one_first(
                 blocks.put(f"{scope}/{path}", pickle.dumps(outcome))
     finally:
         blocks.leave()
-
-
-def _wait_for_first(blocks: _Blocks, key: str, limit_s: float, num_waiting: int) -> list[Any]:
-    try:
-        if not blocks.wait_for(key, limit_s, promptly=False):
-            scope, path = key.rsplit("/", 1)
-            raise TimeoutError(
-                f"The first process of {scope!r} has not left block {path} after {limit_s:g} s. Raise timeout=, or see "
-                "what it is doing."
-            )
-        content, keys = blocks.take(key)
-        if blocks._store.add(f"{key}/readers", 1) == num_waiting:
-            blocks.delete([*keys, f"{key}/readers"])
-    except DeadlockError:
-        raise
-    except RuntimeError as error:  # DistNetworkError, DistStoreError: the process that holds the store is gone
-        raise RuntimeError(
-            f"Lost the process group's store while waiting for the first process of {key.rsplit('/', 1)[0]!r}: the "
-            f"process that holds it (usually process 0) has ended. ({error})"
-        ) from error
-    failure, results = pickle.loads(content)
-    if failure is not None:
-        raise RuntimeError(f"Cannot go on: {failure}")
-    return list(results)
 
 
 def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
@@ -481,7 +475,7 @@ class CollectiveOrderChecker:
         Raises:
             RuntimeError: On every rank, if their actions differ; or on this one, if some do not report in time.
         """
-        if dist.get_backend() == "fake":  # this process plans memory, and stands for all
+        if is_planned():
             return
         meeting = _Meeting.of(require_group(action), f"compared/{self.number}")
         meeting.arrive(action)
@@ -543,7 +537,7 @@ def report_missing_ranks(error: BaseException, run: str) -> None:
         error: Ends training on this process.
         run: Names this run of training: the same on all processes, and another one in each run.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_planned():
         return
     if not _is_of_connection(error):
         noting = threading.Thread(target=_note_failure, args=(_text_of(error), run), daemon=True)

@@ -69,12 +69,6 @@ class PlannedTensors(Sequence[PlannedTensor]):
         """Return how many there are."""
         return len(self._names)
 
-    def __eq__(self, other: object) -> bool:
-        """Whether these are the same tensors at the same places."""
-        return isinstance(other, PlannedTensors) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 class _Lazily(Mapping[str, _Value]):
     """Values by name, made when they are asked for."""

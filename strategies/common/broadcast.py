@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...state.collectives import sending_device
-from ...state.process_group import require_group
+from ...state.process_group import is_planned, require_group
 from ...state.rendezvous import num_ranks
 from ..upstream.torch_core import is_traceable_wrapper_subclass
-from ..upstream.torch_fake import is_planned
 
 _BUCKET_BYTES = 2**18
 """Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""

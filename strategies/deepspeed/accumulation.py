@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.user_code import library_code, running_as_library
 from ..upstream.patches import Patches, replace_for_good
-from ..upstream.torch_fake import is_planned
 from . import zero_optimizer
 from .library import is_gathered_by_user
 from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node

@@ -58,12 +58,12 @@ def choose_accelerator(device: torch.device) -> None:
 
 def deepspeed_library() -> Any:
     """Import DeepSpeed, without the warnings that torch would repeat at every step because of it."""
-    with warnings.catch_warnings():
-        if "deepspeed" not in sys.modules:
+    if "deepspeed" not in sys.modules:
+        with warnings.catch_warnings():  # which forgets what has been shown: not at each call
             warnings.simplefilter("ignore")
-        library = importlib.import_module("deepspeed")
+            importlib.import_module("deepspeed")
     _silence()
-    return library
+    return sys.modules["deepspeed"]
 
 
 def forget_lost_groups() -> None:
@@ -248,6 +248,9 @@ def _around(choose: Callable[[Any], Any]) -> Callable[[Callable[[Any], None]], C
 
 def _partitioning(partition: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     def zero_init_param(self: Any, param: Any) -> None:
+        if param.ndim:
+            partition(self, param)
+            return
         convert = self._convert_to_deepspeed_param
 
         def convert_scalar(scalar: Any) -> None:
@@ -255,8 +258,7 @@ def _partitioning(partition: Callable[[Any, Any], None]) -> Callable[[Any, Any],
             scalar.data = scalar.data.view(1)  # until it is partitioned; it has noted its shape
 
         with Patches("scalars") as patches:
-            if not param.ndim:
-                patches.put(self, "_convert_to_deepspeed_param", convert_scalar)
+            patches.put(self, "_convert_to_deepspeed_param", convert_scalar)
             partition(self, param)
 
     return zero_init_param

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...state.process_group import is_planned
 from ..common.modules import sparse_embeddings
 from ..common.optimizer_classes import try_on_pieces
 from ..upstream.lightning import (
@@ -24,7 +25,6 @@ from ..upstream.lightning import (
     _configure_schedulers_manual_opt,
     _validate_optimizers_attached,
 )
-from ..upstream.torch_fake import is_planned
 from .ds_config import DeepSpeedSettings, DummyOptim, DummyScheduler, HfDeepSpeedConfig, check_optimizer_and_scheduler
 from .library import check_build_locks, ninja_on_path
 

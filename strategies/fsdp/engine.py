@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
+from ...state.process_group import is_planned
 from ..common.modules import find_ties
 from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
-from ..upstream.torch_fake import is_planned
 from .flat_params import units_of
 from .settings import EngineSettings, resolve_ignored, units_to_wrap
 from .sharded_model import (

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
+from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
@@ -32,7 +33,6 @@ from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAcces
 from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import tree_map_only
-from ..upstream.torch_fake import is_planned
 from ..upstream.torch_fsdp1 import (
     HandleTrainingState,
     _lazy_init,

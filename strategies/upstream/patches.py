@@ -1,8 +1,8 @@
 """The one table of attributes that the product replaces in torch, Lightning, DeepSpeed and users' objects.
 
-`Patches` puts replacements of one row in, and takes them out. Where several put in the same one, it goes with the last
-of them. `replace_for_good` is for objects that belong to one engine and end with it. Versions in the table are those
-that need it; "all" stands for those that pyproject.toml allows.
+`Patches` applies and removes replacements of one row. A replacement that several apply goes with the last of them.
+`replace_for_good` is for objects that belong to one engine and end with it. Versions in the table are those that need
+it; "all" stands for those that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -159,25 +159,24 @@ class Patches:
     """
 
     def __init__(self, row: str) -> None:
-        self._names = TABLE[row].names.split()
+        self._row = row
         self._put: list[tuple[tuple[int, str], Any]] = []
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute of an object, class or module."""
-        if name not in self._names:
-            raise KeyError(f"{name} is not listed in this row of patches.TABLE.")
+        _check_listed(self._row, name)
         key, before = (id(owner), name), _own(owner, name)
         setattr(owner, name, value)
         _places.setdefault(key, _Place(owner, before)).values.append(value)
         self._put.append((key, value))
 
     def share(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by what ``make`` returns for it; once, whoever else does, until the last one is gone."""
+        """Replace an attribute by the result of ``make``, or share the replacement that is there already."""
         place = _places.get((id(owner), name))
         self.put(owner, name, make(getattr(owner, name)) if place is None else place.values[-1])
 
     def remove(self) -> None:
-        """Take out what was put in; what somebody else has put in its place stays."""
+        """Remove these replacements. A value that other code has set since then stays."""
         while self._put:
             key, value = self._put.pop()
             place, name = _places[key], key[1]
@@ -201,9 +200,13 @@ class Patches:
 def replace_for_good(row: str, owner: Any, **values: Any) -> None:
     """Replace attributes of an object that ends with its engine."""
     for name, value in values.items():
-        if name not in TABLE[row].names.split():
-            raise KeyError(f"{name} is not listed in the row {row!r} of patches.TABLE.")
+        _check_listed(row, name)
         setattr(owner, name, value)
+
+
+def _check_listed(row: str, name: str) -> None:
+    if name not in TABLE[row].names.split():
+        raise KeyError(f"{name} is not listed in the row {row!r} of patches.TABLE.")
 
 
 def _own(owner: Any, name: str) -> Any:

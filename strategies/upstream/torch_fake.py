@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,12 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
 FAKE_BACKEND: str = Backend.FAKE
-"""Of process groups whose collectives reach nobody."""
-
-
-def is_planned() -> bool:
-    """Return whether this process plans memory and stands for all ranks: tensors have no values."""
-    return dist.is_initialized() and dist.get_backend() == FAKE_BACKEND
+"""Of process groups whose collectives reach nobody: see `is_planned`."""
 
 
 def fake_mode_is_on() -> bool:
@@ -40,7 +34,6 @@ __all__ = [
     "FakeTensor",  # what an operation returns, without running it
     "FakeTensorMode",  # the same
     "FakeWork",  # what a collective returns that has ended
-    "is_planned",
     "fake_mode_is_on",  # what computes shapes holds nothing
     "TorchDispatchMode",  # stands in the place of kernels
     "UnsupportedOperatorException",  # an operation that does not say what it returns

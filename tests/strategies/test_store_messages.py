@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from accelight.state import store as store_module
-from accelight.state.rendezvous import StoreMessages, _Watch, store_messages
+from accelight.state.rendezvous import StoreMessages, _Watch, raise_on_all_ranks, store_messages
 from accelight.state.upstream import PrefixStore, TCPStore
 from tests.ranks import free_port, run_on_ranks
 
@@ -70,7 +70,7 @@ def _say(kind: str) -> None:
     elif kind == "unpicklable":
         messages.broadcast_from_rank_zero(lambda: lambda: None, "sharing")
     else:
-        with messages.raise_on_all_ranks("sharing"):
+        with raise_on_all_ranks("sharing", messages):
             if rank:
                 _refuse()
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ....state.process_group import group_store
 from ....state.process_record import set_device
-from ....state.rendezvous import StoreMessages, num_ranks
+from ....state.rendezvous import StoreMessages, num_ranks, raise_on_all_ranks
 from ...common.checkpoint_files import is_remote
 from .process_save import SavingProcess
 from .staging import SharedStager, Stager
@@ -212,7 +212,7 @@ def _run(
         save(group)
         with current.lock:
             current.complete = True
-        with messages.raise_on_all_ranks("What waited for it"):
+        with raise_on_all_ranks("What waited for it", messages):
             for action in current.afterwards:
                 action()
     except BaseException as caught:  # noqa: BLE001 (raised by the loop's thread)

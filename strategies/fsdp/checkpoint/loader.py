@@ -55,7 +55,7 @@ from ....checkpoint.formats.dcp_metadata import (
 )
 from ....checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
 from ....checkpoint.manifest import Digests, FileDigest, RecordDigests, read_manifest
-from ....state.rendezvous import store_messages
+from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import is_extra_state
@@ -80,7 +80,7 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages().raise_on_all_ranks(f"loading {path}"):
+    with raise_on_all_ranks(f"loading {path}", store_messages()):
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
         reader = SafeReader(path, digests)
@@ -107,7 +107,7 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         ValueError: If the folder holds no model weights.
         RuntimeError: On every rank, if what is read here is damaged.
     """
-    with store_messages().raise_on_all_ranks(f"loading {folder.model.parent}"):
+    with raise_on_all_ranks(f"loading {folder.model.parent}", store_messages()):
         reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
         names = reader.read_metadata().state_dict_metadata
         for one in readers:
@@ -242,7 +242,7 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
 def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
     """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
     planner = SafePlanner(allow_partial_load=partial)
-    with store_messages().raise_on_all_ranks(f"loading {part.path}"):
+    with raise_on_all_ranks(f"loading {part.path}", store_messages()):
         try:
             load(state, storage_reader=part.reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # which is no Exception, and holds one
