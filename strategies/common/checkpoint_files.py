@@ -1,21 +1,16 @@
-"""Files and folders of checkpoints: they get their names when complete, and replace older checkpoints only."""
+"""Files and folders that the ranks write a checkpoint into together, where they lie, and files of ``torch.save``."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
-import re
-import secrets
 import shutil
 import socket
-import sys
 import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -27,10 +22,17 @@ from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 from typing_extensions import override
 
+from ...checkpoint.atomic_dir import (
+    check_replaceable,
+    drop_unfinished,
+    drop_written_folder,
+    keep_files_of_others,
+    remove_unfinished,
+    replace,
+    unfinished_name,
+)
 from ...checkpoint.files import is_regular, telling_full_disk
 from ...checkpoint.formats.torch_save import check_bytes
-from ...checkpoint.manifest import MANIFEST_NAME
-from ...checkpoint.writing.plan import RESULT_NAMES
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
@@ -193,280 +195,6 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         drop_unfinished(unfinished)
         raise
-
-
-# ------------------------------------------------------------------------------------------------
-# Replacing an older checkpoint by a finished one, so that the name never refers to half of one.
-
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2  # Linux, renameat2
-_RENAME_SWAP = 2  # macOS, renamex_np
-_LEFT = re.compile(r"(unfinished|removed)(-[0-9a-f]+)?")
-
-
-def replace(path: Path, finished: Path) -> None:
-    """Rename ``finished``, a folder or a file, to ``path`` and remove what stood there.
-
-    Where the system can exchange two names in one step (Linux and macOS on their usual file systems), ``path`` is at
-    every moment either the old one or the new one. Elsewhere there is an instant between two renames in which an old
-    folder is called ``.NAME.old``; a file replaces a file in one step everywhere.
-    """
-    _sync(finished)
-    if not os.path.lexists(path):
-        finished.rename(path)
-    elif finished.is_file() and (path.is_symlink() or not path.is_dir()):
-        os.replace(finished, path)
-    elif _exchange(path, finished):
-        _remove(finished)  # the old one, by now
-    else:
-        old = path.with_name(f".{path.name}.old")
-        _remove(old)
-        path.rename(old)
-        try:
-            finished.rename(path)
-        except BaseException:
-            old.rename(path)
-            raise
-        _remove(old)
-    _sync_entry(path.parent)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a checkpoint's folder so that its name never means a part of it; what others put into it stays."""
-    if is_checkpoint(path) and files_of_others(path):
-        remove_own(path)
-        return
-    hidden = path.with_name(f".{path.name}.removed")
-    _remove(hidden)  # left by a killed run
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def unfinished_name(path: Path, number: str = "") -> Path:
-    """Return where a checkpoint is written until it is complete.
-
-    Args:
-        path: The name that it gets.
-        number: Hexadecimal digits that distinguish it from others of this name.
-    """
-    return path.with_name(f".{path.name}.unfinished{number and f'-{number}'}")
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove whatever is there of checkpoints that were to get this name, by whichever run.
-
-    Other processes may be writing there: each folder gets another name first, in one step. Whoever knows it by its old
-    one can create nothing in it any more, and cannot give it the checkpoint's name.
-    """
-    if not path.parent.is_dir():
-        return
-    prefix = f".{path.name}."
-    for entry in os.listdir(path.parent):
-        if entry.startswith(prefix) and _LEFT.fullmatch(entry.removeprefix(prefix)):
-            _remove_at_once(path.with_name(entry), path)
-
-
-def drop_written_folder(left: Path, path: Path) -> None:
-    """Remove what a failed save of ``path`` has written into ``left``, as `drop_unfinished`; others may still write."""
-    with suppress(OSError):
-        _remove_at_once(left, path)
-
-
-def _remove_at_once(left: Path, path: Path) -> None:
-    hidden = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
-    try:
-        left.rename(hidden)
-    except FileNotFoundError:  # somebody else was faster, or it is finished
-        return
-    with suppress(OSError):  # NFS keeps what is open somewhere; the next save tries again
-        _remove(hidden)
-
-
-def drop_unfinished(path: Path) -> None:
-    """Remove what a failed save has written, as far as possible: the error that it failed with is raised."""
-    with suppress(OSError):
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            _sync_entry(file)
-    _sync_entry(folder)
-
-
-def _sync_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; False where the system cannot.
-
-    Raises:
-        OSError: If it can, and fails.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    a, b = os.fsencode(first), os.fsencode(second)
-    if sys.platform == "darwin" and hasattr(library, "renamex_np"):
-        failed = library.renamex_np(a, b, _RENAME_SWAP)
-    elif hasattr(library, "renameat2"):
-        failed = library.renameat2(_AT_FDCWD, a, _AT_FDCWD, b, _RENAME_EXCHANGE)
-    else:
-        return False
-    if not failed:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # an old kernel, or a file system without it
-        return False
-    raise OSError(number, os.strerror(number), str(first), None, str(second))
-
-
-# ------------------------------------------------------------------------------------------------
-# Files of others in a checkpoint's place: a checkpoint replaces checkpoints, and nothing else.
-#
-# [Note: files of others] A folder may hold a checkpoint and, beside it, what somebody else has put there. A new
-# checkpoint of that name takes over what is not the old one's: as links to the same bytes, made before the names are
-# exchanged, so that there is no moment at which they could be lost.
-
-
-_NUM_NAMES = 3
-_DCP = (re.compile(r"\.metadata(\.tmp)?"), re.compile(r".*\.distcp"), re.compile(r"meta\.pt"))
-_LOCAL = (re.compile(r"rank_\d+_of_\d+\.pt"), re.compile(r"meta\.pt"))
-_OURS = re.compile(re.escape(MANIFEST_NAME))
-_TAG, _CONVERTED = "checkpoint", "checkpoint_universal"
-"""DeepSpeed's folders inside a checkpoint of Lightning's or ours, which have the same names in both."""
-_DEEPSPEED = (
-    *map(re.compile, ("latest", "latest_universal", r"zero_to_\w+\.py")),
-    *(re.compile(re.escape(name)) for name in RESULT_NAMES),
-)
-_IN_TAG = re.compile(r".*_states\.pt")
-
-
-def check_replaceable(path: Path, *, by_file: bool = False) -> None:
-    """Check that nothing is lost when a checkpoint takes this name.
-
-    A folder that is replaced by a folder keeps what is not the checkpoint's, see `keep_files_of_others`.
-
-    Args:
-        path: Nothing, an empty folder (not ``by_file``), a checkpoint of torch's, Lightning's, DeepSpeed's or ours, or
-            a link to one.
-        by_file: Whether a file takes the name. A file replaces any file, as ``torch.save`` does.
-
-    Raises:
-        IsADirectoryError: If it is another folder, or (``by_file``) one that holds files beside the checkpoint's.
-        FileExistsError: If it is a file that is no checkpoint, and a folder takes the name.
-    """
-    if path.is_dir():
-        names = os.listdir(path)
-        if (names or by_file) and not is_checkpoint(path):
-            raise IsADirectoryError(
-                f"{path} is a folder and no checkpoint: it is not overwritten. It holds {_listed(names) or 'nothing'}. "
-                f"Give another name, such as {path / 'last.ckpt'}."
-            )
-        if by_file and (foreign := files_of_others(path)):
-            raise IsADirectoryError(
-                f"{path} is a folder with a checkpoint and {_listed(foreign)}: it is not overwritten by a file. Give "
-                "another name, or move these away."
-            )
-    elif path.is_file() and not by_file and not _is_saved_file(path):
-        raise FileExistsError(f"{path} is a file and no checkpoint: it is not overwritten. Give another name.")
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds a sharded checkpoint: of DCP's, of ``local_state_dict``, or of DeepSpeed's."""
-    return bool(_patterns(folder))
-
-
-def files_of_others(folder: Path) -> list[str]:
-    """Return what a checkpoint's folder holds that no checkpoint has, as relative paths."""
-    patterns, foreign = _patterns(folder), []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if is_folder and entry.name == _TAG and _is_tag_folder(folder):
-            foreign += [f"{_TAG}/{name}" for name in sorted(os.listdir(entry.path)) if not _IN_TAG.fullmatch(name)]
-        elif is_folder and entry.name in (_CONVERTED, f".{_CONVERTED}.unfinished") and _is_tag_folder(folder):
-            continue
-        elif is_folder or not any(pattern.fullmatch(entry.name) for pattern in patterns):
-            foreign.append(entry.name)
-    return foreign
-
-
-def keep_files_of_others(old: Path, new: Path) -> None:
-    """Put what ``old`` holds beside its checkpoint into ``new``, too: see [Note: files of others]."""
-    if not old.is_dir() or old.is_symlink() or not is_checkpoint(old):  # of a link, only the link is replaced
-        return
-    for name in files_of_others(old):
-        source, target = old / name, new / name
-        if os.path.lexists(target) or not target.parent.is_dir():
-            target = new / f"{name.replace('/', '.')}.kept"
-        if source.is_dir() and not source.is_symlink():
-            shutil.copytree(source, target, symlinks=True, copy_function=_link)
-        else:
-            _link(str(source), str(target))
-
-
-def remove_own(folder: Path) -> None:
-    """Remove a checkpoint's own files from a folder that holds others; first those without which it is none."""
-    foreign = set(files_of_others(folder))
-    own = [name for name in os.listdir(folder) if name not in foreign]
-    for name in sorted(own, key=lambda name: (name not in (".metadata", "meta.pt", "latest"), name)):
-        path = folder / name
-        if not path.is_dir() or path.is_symlink():
-            path.unlink()
-            continue
-        kept = {one.removeprefix(f"{name}/") for one in foreign if one.startswith(f"{name}/")}
-        if not kept:
-            shutil.rmtree(path)
-            continue
-        for inner in path.iterdir():
-            if inner.name not in kept:
-                inner.unlink()
-
-
-def _patterns(folder: Path) -> tuple[re.Pattern[str], ...]:
-    """Return what the names of a checkpoint's files look like; nothing if it is none."""
-    patterns: tuple[re.Pattern[str], ...] = ()
-    if (folder / ".metadata").is_file():
-        patterns += _DCP
-    if any(_LOCAL[0].fullmatch(name) for name in os.listdir(folder)):
-        patterns += _LOCAL
-    if _is_tag_folder(folder):
-        patterns += _DEEPSPEED
-    return (*patterns, _OURS) if patterns else ()
-
-
-def _is_tag_folder(folder: Path) -> bool:
-    tag = folder / _TAG
-    return tag.is_dir() and any(_IN_TAG.fullmatch(name) for name in os.listdir(tag))
-
-
-def _is_saved_file(path: Path) -> bool:
-    return path.stat().st_size == 0 or path.suffix == ".ckpt" or zipfile.is_zipfile(path)  # torch.save writes a zip
-
-
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
-    return target
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:_NUM_NAMES])
-    return shown + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from ....checkpoint.atomic_dir import remove_folder
 from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Manifest
@@ -30,7 +31,6 @@ from ...common.checkpoint_files import (
     new_file,
     new_folder,
     read_torch,
-    remove_folder,
     save_torch,
     writes_own_folders,
 )

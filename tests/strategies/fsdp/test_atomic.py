@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelight.strategies.common import checkpoint_files as atomic
+from accelight.checkpoint import atomic_dir as atomic
 from tests.strategies.fsdp.kill_while_saving import kill_once
 
 NUM_FILES = 20
@@ -73,7 +73,7 @@ def test_a_finished_file_takes_the_name(
 _FOREVER = """
 import itertools, sys
 from pathlib import Path
-from accelight.strategies.common.checkpoint_files import replace
+from accelight.checkpoint.atomic_dir import replace
 path = Path(sys.argv[1])
 print("started", flush=True)
 for number in itertools.count():

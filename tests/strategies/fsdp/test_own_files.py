@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelight.strategies.common import checkpoint_files as atomic
-from accelight.strategies.common.checkpoint_files import check_replaceable, files_of_others, keep_files_of_others
+from accelight.checkpoint import atomic_dir as atomic
+from accelight.checkpoint.atomic_dir import check_replaceable, files_of_others, keep_files_of_others
 
 _DCP = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt", "accelight.json"]
 _LOCAL = ["rank_00000_of_00002.pt", "rank_00001_of_00002.pt", "meta.pt"]
