@@ -68,7 +68,7 @@ class AtomicFolder:
         if free < num_bytes:
             raise OSError(
                 errno.ENOSPC,
-                f"The output needs {num_bytes} bytes, the disk has {free} free",
+                f"The output needs {num_bytes} bytes, but the disk has {free} free",
                 str(self.folder),
             )
 
@@ -363,16 +363,16 @@ def check_replaceable(path: Path, *, by_file: bool = False) -> None:
         names = os.listdir(path)
         if (names or by_file) and not is_checkpoint(path):
             raise IsADirectoryError(
-                f"{path} is a folder and no checkpoint: it is not overwritten. It holds {_listed(names) or 'nothing'}. "
-                f"Give another name, such as {path / 'last.ckpt'}."
+                f"{path} is a folder but not a checkpoint: it is not overwritten. It holds "
+                f"{_listed(names) or 'nothing'}. Choose another name, such as {path / 'last.ckpt'}."
             )
         if by_file and (foreign := files_of_others(path)):
             raise IsADirectoryError(
-                f"{path} is a folder with a checkpoint and {_listed(foreign)}: it is not overwritten by a file. Give "
-                "another name, or move these away."
+                f"{path} is a folder with a checkpoint and {_listed(foreign)}: it is not overwritten by a file. "
+                "Choose another name, or move these files away."
             )
     elif path.is_file() and not by_file and not _is_saved_file(path):
-        raise FileExistsError(f"{path} is a file and no checkpoint: it is not overwritten. Give another name.")
+        raise FileExistsError(f"{path} is a file but not a checkpoint: it is not overwritten. Choose another name.")
 
 
 def is_checkpoint(folder: Path) -> bool:

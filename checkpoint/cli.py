@@ -149,7 +149,7 @@ def _new_parser(
     """Add a subcommand with what all of them have."""
     parser = add_parser(name, help=summary, description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or the folder above it")
+    add("checkpoint_dir", metavar="CKPT", help="checkpoint folder, or its parent folder")
     add("--json", action="store_true", help="print the report as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=run)
@@ -172,12 +172,12 @@ def _add_merge(add_parser: AddParser) -> None:
         "ZeRO) into safetensors.",
     )
     add = parser.add_argument
-    add("output_path", metavar="OUT", help="folder for model.safetensors; made where missing")
+    add("output_path", metavar="OUT", help="folder for model.safetensors; created if missing")
     add(
         *_spellings("max-shard-size"),
         type=_checked(_size),
         metavar="SIZE",
-        help="split into files of at most this, e.g. 5GB",
+        help="maximum size of one file, e.g. 5GB",
     )
     _add_selection(parser)
     add(
@@ -188,9 +188,9 @@ def _add_merge(add_parser: AddParser) -> None:
     add(
         *_spellings("remove-checkpoint-dir"),
         action="store_true",
-        help="remove the checkpoint after a comparison",
+        help="compare the result with the checkpoint, then remove the checkpoint",
     )
-    add("--threads", type=int, metavar="N", help="threads that copy (default: what measured best)")
+    add("--threads", type=int, metavar="N", help="number of copy threads (default: chosen from measurements)")
     add("--verify", action="store_true", help="read the result back and compare every byte with its source")
 
 
@@ -202,10 +202,10 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     add(
         *_spellings("strip-prefix"),
         metavar="ATTR",
-        help="keep what is under this attribute, or 'auto'",
+        help="keep only tensors under this attribute, or 'auto'",
     )
-    add("--include", action="append", metavar="PATTERN", help="write only names that match; may be repeated")
-    add("--exclude", action="append", metavar="PATTERN", help="leave out names that match; may be repeated")
+    add("--include", action="append", metavar="PATTERN", help="write only names that match; can be repeated")
+    add("--exclude", action="append", metavar="PATTERN", help="omit names that match; can be repeated")
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -243,7 +243,7 @@ def _add_verify(add_parser: AddParser) -> None:
         "verify",
         _verify,
         "compare a merged result with its checkpoint",
-        "Compare every byte of a merged result with the checkpoint. Give the options of the merge again.",
+        "Compare every byte of a merged result with the checkpoint. Pass the same options as for the merge.",
     )
     help_text = "folder with the merged model, or a .safetensors or .bin file"
     parser.add_argument("output_path", metavar="OUT", help=help_text)
@@ -268,10 +268,10 @@ def _add_inspect(add_parser: AddParser) -> None:
         add_parser,
         "inspect",
         _inspect,
-        "say what a sharded checkpoint holds",
-        "Say what a sharded checkpoint holds, from its description alone; no tensor is read.",
+        "show what a sharded checkpoint holds",
+        "Show what a sharded checkpoint holds, from its metadata alone; no tensor is read.",
     )
-    parser.add_argument("--tensors", action="store_true", help="list every tensor of the model below the table")
+    parser.add_argument("--tensors", action="store_true", help="also list every tensor of the model")
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -143,10 +143,10 @@ def is_regular(path: Path) -> bool:
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is a link to nothing, where a file is wanted.") from None
+        raise CheckpointError(f"{path} is a broken link, expected a file.") from None
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "a device")
-        raise CheckpointError(f"{path} is {kind}, where a file is wanted. Was the checkpoint copied as it was?")
+        raise CheckpointError(f"{path} is {kind}, expected a file. Was the checkpoint copied unchanged?")
     return True
 
 
@@ -162,7 +162,7 @@ def open_regular(path: Path) -> int:
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)  # it has become something else in between
-    raise CheckpointError(f"{path} is no regular file, and a file is wanted.")
+    raise CheckpointError(f"{path} is not a regular file, expected a file.")
 
 
 def open_limited(path: Path, max_bytes: int, wanted: str) -> int:
@@ -180,7 +180,7 @@ def open_limited(path: Path, max_bytes: int, wanted: str) -> int:
     size = os.fstat(fd).st_size
     if size > max_bytes:
         os.close(fd)
-        raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that {wanted} may have.")
+        raise CheckpointError(f"{path} has {size} bytes, more than the limit of {max_bytes} for {wanted}.")
     return fd
 
 
@@ -233,7 +233,7 @@ def read_exactly(fd: int, path: Path, vectors: list[memoryview], position: int, 
         while filled < len(vector):
             step = os.preadv(fd, [vector[filled:]], position)
             if not step:
-                raise CheckpointError(f"{path} became shorter while it was read: nothing is left at byte {position}.")
+                raise CheckpointError(f"{path} was truncated while it was read: it ends before byte {position}.")
             filled += step
             position += step
 
@@ -292,7 +292,7 @@ def _number_behind(error: BaseException) -> int | None:
 
 
 def _described(number: int, path: Path, num_bytes: int | None) -> str:
-    wanted = "" if num_bytes is None else f" about {human_bytes(num_bytes)} were to be written, and"
+    wanted = "" if num_bytes is None else f" about {human_bytes(num_bytes)} were to be written, but"
     if number != errno.ENOSPC:
         return f"{os.strerror(number)}:{wanted} a quota or a limit of this process allows less"
     return f"{os.strerror(number)}:{wanted} there was room for {human_bytes(_room(path))}"
@@ -324,20 +324,22 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
     try:
         os.fsencode(relative)
     except UnicodeEncodeError:
-        raise CheckpointError(f"{what} names the file {relative!r}, a name that no file has here.") from None
+        raise CheckpointError(
+            f"{what} names the file {relative!r}, which is not a valid file name on this system."
+        ) from None
     root = folder.resolve()
     try:
         path = root.joinpath(*parts).resolve()
     except RuntimeError:  # Python before 3.13 says so of links in a circle
-        raise CheckpointError(f"{what} names the file {relative!r}, which is links in a circle.") from None
+        raise CheckpointError(f"{what} names the file {relative!r}, a chain of links that never ends.") from None
     if not path.is_relative_to(root):
         raise CheckpointError(f"{what} names the file {relative!r}, a link out of the checkpoint's folder to {path}.")
     try:
         mode = os.lstat(path).st_mode
     except OSError as error:
         raise CheckpointError(
-            f"{what} needs the file {relative!r}, not found in {folder} ({error.strerror}). "
-            f"Were all processes' files copied here?"
+            f"{what} needs the file {relative!r}, not found in {folder} ({error.strerror}). Were the files of all "
+            "processes copied?"
         ) from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{what} names {relative!r}, which is not a regular file.")

@@ -49,7 +49,7 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         hint = _hint_at_merged(folder.parent, folder.name)
-        raise CheckpointError(f"{folder} {found}; a folder with a .metadata file was looked for.{hint}")
+        raise CheckpointError(f"{folder} {found}, expected a folder with a .metadata file.{hint}")
     if (detected := detect(folder)) is not None:
         return FoundCheckpoint(folder, detected)
     for one in FORMATS:
@@ -61,10 +61,10 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
         return models[0]
     if models:
         names = ", ".join(one.folder.name for one in models)
-        raise CheckpointError(f"{folder} holds several checkpoints: {names}. Give one of these folders.")
+        raise CheckpointError(f"{folder} holds several checkpoints: {names}. Pass one of these folders.")
     if inside:
         names = ", ".join(one.folder.name for one in inside)
-        raise CheckpointError(f"{folder} holds optimizer state alone ({names}). To merge that, give its folder.")
+        raise CheckpointError(f"{folder} holds only optimizer state ({names}). To merge it, pass its folder.")
     raise CheckpointError(_why_none(folder))
 
 
@@ -103,9 +103,9 @@ def _hint_at_merged(folder: Path, name: str) -> str:
     if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         return ""
     if path.suffix == ".safetensors":
-        return f" {name} holds full weights in one file: there are no shards to merge or to inspect."
+        return f" {name} holds full weights in one file: there are no shards to merge or inspect."
     return (
-        f" {name} is one file: no shards to merge or to inspect. torch.load(..., weights_only=True) reads it, "
+        f" {name} is one file: there are no shards to merge or inspect. torch.load(..., weights_only=True) reads it, "
         f"and safetensors.torch.save_file saves its weights as safetensors."
     )
 
@@ -186,11 +186,11 @@ def _progress(path: Path) -> tuple[int, int]:
     else:
         content = read_torch_file(path)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: should hold a dict, found {brief(type(content).__name__)}.")
+            raise CheckpointError(f"{path}: expected a dict, found {brief(type(content).__name__)}.")
         step, epoch = content.get("global_step"), content.get("epoch")
         has_optimizer = "optimizer_states" in content
     if type(step) is not int or type(epoch) is not int:
-        raise CheckpointError(f"{path}: does not say how many steps it is of; the Trainer's checkpoints do.")
+        raise CheckpointError(f"{path}: does not record its step; the Trainer's checkpoints do.")
     if not has_optimizer:
-        raise CheckpointError(f"{path}: holds weights alone, without optimizer state.")
+        raise CheckpointError(f"{path}: holds only weights, without optimizer state.")
     return step, epoch

@@ -52,7 +52,7 @@ class Manifest:
                 raise ValueError(f"ties must map names to names, got {alias!r}: {fqn!r}.")
             if fqn in self.ties:
                 raise ValueError(
-                    f"{alias!r} is tied to {fqn!r}, which is an alias itself. Name the tensor that is kept."
+                    f"{alias!r} is tied to {fqn!r}, which is an alias itself. Name the tensor that is stored."
                 )
 
 
@@ -121,18 +121,18 @@ def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
 
 def _parse(content: Any) -> Manifest:
     if not isinstance(content, dict):
-        raise ValueError(f"a JSON object was expected, found {type(content).__name__}.")
+        raise ValueError(f"expected a JSON object, found {type(content).__name__}.")
     if content.get("format_version") not in (_FIRST_VERSION, FORMAT_VERSION):
         raise ValueError(
-            f"format_version is {brief(content.get('format_version'))}, this release reads {_FIRST_VERSION} and "
+            f"format_version is {brief(content.get('format_version'))}, but this release reads {_FIRST_VERSION} and "
             f"{FORMAT_VERSION}. Upgrade accelight."
         )
     if unknown := set(content) - _KEYS:
-        raise ValueError(f"unknown keys {sorted(unknown)}; known are {sorted(_KEYS)}.")
+        raise ValueError(f"unknown keys {sorted(unknown)}; known keys are {sorted(_KEYS)}.")
     if "crc32" in content and content["crc32"] != (found := _own_crc32(content)):
         raise ValueError(
-            f"crc32 is {brief(content['crc32'])}, the rest gives {found!r}: it was damaged. If you have changed it, "
-            f"take 'crc32' out."
+            f"crc32 is {brief(content['crc32'])}, but the content gives {found!r}: it is damaged. If you edited it, "
+            "remove 'crc32'."
         )
     digests = content.get("digests", {})
     if not isinstance(digests, dict):
@@ -221,7 +221,7 @@ class FileDigest:
         self.check_size(path, num_bytes)
         if self.crc32 is not None and crc32 != self.crc32:
             raise CheckpointError(
-                f"{path} is damaged: its CRC-32 is {crc32:08x}, accelight.json says {self.crc32:08x}. {HINT}"
+                f"{path} is damaged: its CRC-32 is {crc32:08x}, but accelight.json says {self.crc32:08x}. {HINT}"
             )
 
     def check_stream(self, path: Path, stream: BinaryIO) -> None:
@@ -241,7 +241,7 @@ class FileDigest:
         """
         if num_bytes != self.num_bytes:
             raise CheckpointError(
-                f"{path} has {num_bytes} bytes, accelight.json says {self.num_bytes}: it was cut off, or belongs to "
+                f"{path} has {num_bytes} bytes, but accelight.json says {self.num_bytes}: it is cut off, or belongs to "
                 f"another save. {HINT}"
             )
 
@@ -259,7 +259,7 @@ class FileDigest:
             ValueError: If it is something else.
         """
         if not isinstance(content, dict) or set(content) not in ({"bytes", "crc32"}, {"bytes", "records"}):
-            raise ValueError("a digest has 'bytes', and 'crc32' or 'records'.")
+            raise ValueError("a digest needs 'bytes', and 'crc32' or 'records'.")
         crc32, records = content.get("crc32"), content.get("records", "")
         if not isinstance(records, str) or not isinstance(crc32, str | None):
             raise ValueError("a digest's 'crc32' and 'records' are text.")
@@ -269,7 +269,7 @@ class FileDigest:
 Digests = Mapping[str, FileDigest]
 """By the file's name in the checkpoint's folder, with slashes."""
 
-HINT = "Take the checkpoint before it, or copy the file again."
+HINT = "Use an earlier checkpoint, or copy the file again."
 
 
 class RecordDigests:
@@ -294,7 +294,8 @@ class RecordDigests:
             places = offsets[name]
             if digest.num_records != len(places):
                 raise CheckpointError(
-                    f"{what} has {len(places)} records in {name!r}, accelight.json {digest.num_records}. {HINT}"
+                    f"{what} has {len(places)} records in {name!r}, but accelight.json says {digest.num_records}. "
+                    f"{HINT}"
                 )
             self._places[name] = places
 

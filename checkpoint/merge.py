@@ -230,7 +230,7 @@ def merge_fsdp_weights(
     ``utils/zero_to_fp32.py``; the output equals theirs.
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise ValueError(f"threads must be a number from 1 on, or None, got {threads!r}.")
+        raise ValueError(f"threads must be at least 1, or None, got {threads!r}.")
     request = _Request(
         checkpoint_dir=Path(checkpoint_dir),
         output_path=Path(output_path),

@@ -40,7 +40,7 @@ def patterns(value: str | Iterable[str] | None, argument: str) -> tuple[str, ...
         return None
     found = (value,) if isinstance(value, str) else tuple(value)
     if not found or not all(isinstance(one, str) and one for one in found):
-        raise ValueError(f"{argument} must be a pattern such as 'encoder.*', or several of them, got {value!r}.")
+        raise ValueError(f"{argument} must be one or more patterns such as 'encoder.*', got {value!r}.")
     return found
 
 
@@ -75,9 +75,7 @@ def select(
     for name in source_names:
         cleaned = clean_name(name)
         if cleaned in names:
-            raise CheckpointError(
-                f"Without wrapper names, {names[cleaned]!r} and {name!r} are both called {cleaned!r}."
-            )
+            raise CheckpointError(f"Without wrapper names, {names[cleaned]!r} and {name!r} are both named {cleaned!r}.")
         names[cleaned] = name
     ties = _checked_ties(manifest, names)
     prefix = _prefix([*names, *ties], manifest, strip_prefix)
@@ -98,7 +96,7 @@ def select(
             if (include is None or _matches(member, include)) and not _matches(member, exclude or ())
         ]
         if not chosen:
-            result.skipped[name] = "not chosen by include and exclude" if inside else f"outside the prefix {prefix!r}"
+            result.skipped[name] = "not selected by include and exclude" if inside else f"outside the prefix {prefix!r}"
             continue
         result.names[chosen[0]] = name
         result.ties.update(dict.fromkeys(chosen[1:], chosen[0]))
@@ -128,14 +126,14 @@ def _prefix(names: Sequence[str], manifest: Manifest | None, strip_prefix: str |
     if strip_prefix != "auto":
         prefix = strip_prefix.rstrip(".") + "."
         if not any(name.startswith(prefix) for name in names):
-            raise CheckpointError(f"No tensor's name begins with {prefix!r} (strip_prefix). They begin with: {found}.")
+            raise CheckpointError(f"No tensor's name begins with {prefix!r} (strip_prefix). They start with: {found}.")
         return prefix
     if manifest is not None and manifest.module_attribute is not None:
         return _prefix(names, None, manifest.module_attribute or None)
     if len(heads) != 1 or "" in heads:
         raise CheckpointError(
-            f"strip_prefix='auto' needs one attribute that holds the whole model; names begin with: {found}. "
-            f"Give the attribute, or leave strip_prefix out."
+            f"strip_prefix='auto' needs one attribute that holds the whole model; names start with: {found}. "
+            f"Pass the attribute, or omit strip_prefix."
         )
     return f"{next(iter(heads))}."
 

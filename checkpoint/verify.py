@@ -138,7 +138,9 @@ def _missing(selection: Selection, expected: Mapping[str, str], files: list[Tens
         told |= file.metadata
     for alias, name in selection.ties.items():
         if alias not in present and told.get(alias) != name:
-            missing[alias] = f"tied to {name!r} in the checkpoint; no header says so, and no tensor has the name"
+            missing[alias] = (
+                f"tied to {name!r} in the checkpoint; no header records the tie, and no tensor has this name"
+            )
     return missing
 
 
@@ -172,14 +174,11 @@ class _Comparison:
     def _describe(self, name: str, found: FileTensor) -> str | None:
         tensor = self._expected.get(name)
         if tensor is None:
-            return "not what the checkpoint and these options give. Were other options used for the merge?"
+            return "not expected from the checkpoint and these options. Did the merge use other options?"
         dtype = self._wanted(tensor)
         if (found.dtype, found.shape) == (dtype, tensor.shape):
             return None
-        return (
-            f"{found.dtype.name} {list(found.shape)}, the checkpoint and these options give "
-            f"{dtype.name} {list(tensor.shape)}"
-        )
+        return f"{found.dtype.name} {list(found.shape)}, expected {dtype.name} {list(tensor.shape)}"
 
     def _bytes(
         self, name: str, found: FileTensor, path: Path, fd: int, files: FilePool, buffer: memoryview
@@ -190,7 +189,7 @@ class _Comparison:
             position = first_difference(planned, fd, files, buffer, self._count)
         else:
             position = self._strided(planned, found, path, files, buffer)
-        return None if position is None else f"differs from its source from byte {position} on"
+        return None if position is None else f"differs from its source starting at byte {position}"
 
     def _strided(
         self, planned: PlannedTensor, found: FileTensor, path: Path, files: FilePool, buffer: memoryview
@@ -233,7 +232,7 @@ def read_result(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
     if path.name.endswith(".index.json"):
         return _read_index(path)
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; a merged folder, a .safetensors or a .bin file was looked for.")
+        raise CheckpointError(f"{path} does not exist; expected a merged folder, a .safetensors or a .bin file.")
     return [_read_file(path)], {}
 
 
@@ -255,7 +254,7 @@ def _read_index(path: Path) -> tuple[list[TensorFile], dict[str, str]]:
                 wrong[name] = f"in {file_name}, {path.name} says {weight_map.get(name)}"
             found[name] = file_name
     wrong |= {
-        name: f"not in {file_name}, where {path.name} says it is"
+        name: f"not in {file_name}, where {path.name} lists it"
         for name, file_name in weight_map.items()
         if name not in found
     }

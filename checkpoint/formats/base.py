@@ -222,8 +222,8 @@ def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> N
     covered, full = sum(prod(piece.sizes) for piece in solid), prod(shape)
     if covered != full:
         raise CheckpointError(
-            f"Tensor {fqn!r} of shape {list(shape)} has {full} elements, its {len(pieces)} chunks hold {covered}: "
-            f"a part is missing. Were all processes' files copied here?"
+            f"Tensor {fqn!r} of shape {list(shape)} has {full} elements, but its {len(pieces)} chunks hold {covered}: "
+            f"part of it is missing. Were the files of all processes copied?"
         )
     if len(solid) > _MANY:
         raise CheckpointError(
@@ -287,8 +287,9 @@ def check_expansion(what: str, sizes: Sequence[int], strides: Sequence[int], ite
     num_bytes = prod(sizes) * itemsize
     if num_bytes > _MAX_EXPANDED and num_bytes > 2 * reach * itemsize:
         raise CheckpointError(
-            f"{what}: the strides {list(strides)} make {num_bytes} bytes of {reach * itemsize} stored ones; more than "
-            f"twice as many are put together up to {_MAX_EXPANDED} bytes. Save it after contiguous()."
+            f"{what}: the strides {list(strides)} make {num_bytes} bytes of {reach * itemsize} stored ones; tensors "
+            f"that expand more than twofold are supported up to {_MAX_EXPANDED} bytes. Call contiguous() before "
+            "saving."
         )
 
 
@@ -432,8 +433,8 @@ def _rows(info: CheckpointInfo) -> list[tuple[str, str]]:
     rows += [
         ("file", f"{one.name}  {human_bytes(one.num_bytes)}  {_count(one.num_chunks, 'chunk')}") for one in info.files
     ]
-    as_written = "the files are as they were written; the tensors' bytes were not read"
-    rows.append(("digests", as_written if info.has_digests else "none: not every change since the save can be noticed"))
+    as_written = "the files match their digests; tensor data was not read"
+    rows.append(("digests", as_written if info.has_digests else "none: changes since the save may go unnoticed"))
     reasons: dict[str, int] = {}
     for reason in info.skipped.values():
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -552,7 +553,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         CheckpointError: If it is not an index.
     """
     if not is_regular(path):
-        raise CheckpointError(f"{path} is not there, and an index of files is wanted.")
+        raise CheckpointError(f"{path} does not exist, expected an index of files.")
     text = read_regular(path, _MAX_INDEX_BYTES, "an index")
     try:
         weight_map = json.loads(text.decode("utf-8"))["weight_map"]

@@ -96,7 +96,7 @@ def read_safetensors_shards(folder: Path) -> DCPMetadata:
                 )
             if any(len(sizes) != len(found.shape) for _, sizes in known):
                 raise CheckpointError(
-                    f"{folder}: tensor {fqn!r} has another number of dimensions in {where} than in {name}."
+                    f"{folder}: tensor {fqn!r} has a different number of dimensions in {where} and in {name}."
                 )
             record = StoredRecord(name, found.start, found.num_bytes, (), is_raw=True)
             known.setdefault((offsets, found.shape), record)  # replicas
@@ -112,19 +112,21 @@ def _saved_offsets(file: TensorFile) -> dict[str, tuple[int, ...]]:
     """Return where in its tensor each chunk of a file begins."""
     if _OFFSETS not in file.metadata:
         raise CheckpointError(
-            f"{file.path}: the header has no {_OFFSETS}, which says where the chunks belong. "
+            f"{file.path}: the header has no {_OFFSETS}, which records the position of each chunk. "
             f"torch.distributed.checkpoint's safetensors writer puts it there."
         )
     try:
         info = json.loads(file.metadata[_OFFSETS])
         found = {fqn: tuple(info[fqn]["saved_offsets"]) for fqn in file.tensors}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{file.path}: {_OFFSETS} does not name every tensor's place ({error!r}).") from error
+        raise CheckpointError(
+            f"{file.path}: {_OFFSETS} does not give the position of every tensor ({error!r})."
+        ) from error
     for fqn, offsets in found.items():
         shape = file.tensors[fqn].shape
         if len(offsets) != len(shape) or not all(type(one) is int and 0 <= one < MAX_BYTES for one in offsets):
             raise CheckpointError(
-                f"{file.path}: tensor {fqn!r} of shape {list(shape)} is said to begin at {list(offsets)}."
+                f"{file.path}: tensor {fqn!r} of shape {list(shape)} has the invalid offsets {list(offsets)}."
             )
     return found
 
@@ -164,20 +166,21 @@ class DCPFormat(Format):
         if by_rank:
             return (
                 f"holds {by_rank[0]}, one of {len(by_rank)} files that Accelerate wrote with use_dcp=False or as "
-                "LOCAL_STATE_DICT: they belong to that number of processes, and do not say where their parts lie in "
-                "the whole. Load them there with load_fsdp_model(), and save with use_dcp=True and SHARDED_STATE_DICT."
+                "LOCAL_STATE_DICT: they fit only that number of processes, and do not record the position of each "
+                "shard in its tensor. Load them on that many processes with load_fsdp_model(), and save with "
+                "use_dcp=True and SHARDED_STATE_DICT."
             )
         of_first_rank = next((path.name for path in sorted(folder.glob("*_0.pt"))), None)
         if of_first_rank is not None and (folder / _TORCH_CHECKPOINTING_NAME).is_file():
             return (
                 f"holds {_TORCH_CHECKPOINTING_NAME} and {of_first_rank}: torch_checkpointing's layout, which newer "
-                "versions of torchtitan write. Its description is a pickle that may run any code, and is not read "
-                "here. Load it with torch_checkpointing, and save it with torch.distributed.checkpoint."
+                "versions of torchtitan write. Its metadata is a pickle that can run arbitrary code, and is not "
+                "read. Load it with torch_checkpointing, and save it with torch.distributed.checkpoint."
             )
         if not any(folder.glob(f"__*{METADATA_NAME}")):
             return None
         return (
-            f"was saved without coordination (__0_{METADATA_NAME} and so on, one a process). "
+            f"was saved without coordination (__0_{METADATA_NAME} and so on, one per process). "
             f"Save it with use_collectives=True to merge it."
         )
 
@@ -303,8 +306,8 @@ def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[Shard
         size = file_inside(folder, name, f"{folder / METADATA_NAME}: tensor {fqn!r}").stat().st_size
         if last.offset + last.length > size:
             raise CheckpointError(
-                f"{folder / name}: tensor {fqn!r}: the record should end at byte {last.offset + last.length}, the file "
-                f"has {size}. It was cut off, or belongs to another save."
+                f"{folder / name}: tensor {fqn!r}: the record should end at byte {last.offset + last.length}, but "
+                f"the file has {size}. It is cut off, or belongs to another save."
             )
         if name in digests:
             digests[name].check_size(folder / name, size)
@@ -352,7 +355,7 @@ def select_model(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple
     for fqn in fqns:
         name = ".".join((metadata.paths.get(fqn) or (fqn,))[depth:])
         if names.setdefault(name, fqn) != fqn:
-            raise CheckpointError(f"{where}: two entries are called {name!r}: {names[name]!r} and {fqn!r}.")
+            raise CheckpointError(f"{where}: two entries are named {name!r}: {names[name]!r} and {fqn!r}.")
     return names, skipped
 
 
@@ -398,13 +401,13 @@ def _choose_group(groups: Mapping[str, int], is_complete: bool, prefix: str | No
     """Return the key to go down into, or None to stay on this level."""
     if prefix is not None:
         if prefix not in groups:
-            raise CheckpointError(f"{where}: the model should be under the key {prefix!r}; found {sorted(groups)}.")
+            raise CheckpointError(f"{where}: expected the model under the key {prefix!r}; found {sorted(groups)}.")
         return prefix
     found = [key for key in MODEL_KEYS if key in groups]
     if len(found) > 1:
         raise CheckpointError(
             f"{where}: weights are under both {found[0]!r} ({groups[found[0]]} tensors) and {found[1]!r} "
-            f"({groups[found[1]]} tensors). A folder of one model has one of them."
+            f"({groups[found[1]]} tensors). A checkpoint of one model has only one of them."
         )
     if found:
         return found[0]
@@ -518,11 +521,11 @@ def _check_records(
 def _check_as_described(path: Path, fqn: str, dtype: DType, sizes: tuple[int, ...], found: PlacedTensor) -> None:
     if found.dtype != dtype:
         raise CheckpointError(
-            f"{path}: tensor {fqn!r} is stored as {found.dtype.name}, {METADATA_NAME} says {dtype.name}."
+            f"{path}: tensor {fqn!r} is stored as {found.dtype.name}, but {METADATA_NAME} says {dtype.name}."
         )
     if found.shape != sizes:
         raise CheckpointError(
-            f"{path}: tensor {fqn!r} is stored with shape {list(found.shape)}, {METADATA_NAME} says {list(sizes)}."
+            f"{path}: tensor {fqn!r} is stored with shape {list(found.shape)}, but {METADATA_NAME} says {list(sizes)}."
         )
 
 
@@ -580,7 +583,7 @@ class RecordReader:
             return found
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
+                f"{what}: the record at byte {offset} is not a zip archive of torch.save ({error})."
             ) from error
 
     def _locate_known(self, offset: int, length: int, digest: int | None) -> PlacedTensor | None:
@@ -610,8 +613,8 @@ class RecordReader:
         """Check that the file is long enough for a record."""
         if offset + length > self._file_bytes:
             raise CheckpointError(
-                f"{self._name}: tensor {fqn!r}: the record should end at byte {offset + length}, the file has "
-                f"{self._file_bytes}. It was cut off, or belongs to another save."
+                f"{self._name}: tensor {fqn!r}: the record should end at byte {offset + length}, but the file has "
+                f"{self._file_bytes}. It is cut off, or belongs to another save."
             )
 
     def check(self, fqn: str, offset: int, length: int, digest: int | None = None, *, bytes_too: bool = True) -> int:
@@ -635,7 +638,7 @@ class RecordReader:
             return archive.check() if bytes_too else 0
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{what}: the record at byte {offset} is not a zip of torch.save ({error})."
+                f"{what}: the record at byte {offset} is not a zip archive of torch.save ({error})."
             ) from error
 
 
@@ -647,8 +650,8 @@ def check_digest(what: str, found: int, expected: int | None) -> None:
     """
     if expected is not None and found != expected:
         raise CheckpointError(
-            f"{what}: the record is not the one that was written: its digest is {found:08x}, accelight.json says "
-            f"{expected:08x}. The file was damaged, or belongs to another save. {HINT}"
+            f"{what}: the record changed after the save: its digest is {found:08x}, but accelight.json says "
+            f"{expected:08x}. The file is damaged, or belongs to another save. {HINT}"
         )
 
 

@@ -192,7 +192,7 @@ def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetada
             f"{path}: not the metadata of a DCP checkpoint ({type(error).__name__}: {error})."
         ) from error
     except MemoryError:
-        raise CheckpointError(f"{path}: a description too large for the memory of this process.") from None
+        raise CheckpointError(f"{path}: the metadata is too large for the memory of this process.") from None
 
 
 _KEY_TYPES = frozenset((str, int))
@@ -243,7 +243,7 @@ class _Checker:
         for name, number in (("offset", info.offset), ("length", info.length)):
             if type(number) is not int or not 0 <= number < MAX_BYTES:
                 self._typed(number, int, "%r: %s", fqn, name)
-                raise CheckpointError(f"{self._path}: {fqn!r}: {name} is {number}, allowed is 0 to {MAX_BYTES - 1}.")
+                raise CheckpointError(f"{self._path}: {fqn!r}: {name} is {number}, expected 0 to {MAX_BYTES - 1}.")
         transforms = tuple([self._typed(one, str, "%r: transform", fqn) for one in info.transform_descriptors or ()])
         record = StoredRecord(path, info.offset, info.length, transforms)
         known = self._records.setdefault((fqn, offset_key(offset)), record)
@@ -257,7 +257,7 @@ class _Checker:
             if key in self._records:
                 self._used.add(key)
                 return self._records[key]
-        raise CheckpointError(f"{self._path}: no file is named for the chunk of {fqn!r} at {list(offsets)}.")
+        raise CheckpointError(f"{self._path}: names no file for the chunk of {fqn!r} at {list(offsets)}.")
 
     def _layout(self, fqn: str, raw: object) -> Layout:
         entry = self._typed(raw, _TensorStorage, "entry %r", fqn)
@@ -278,7 +278,7 @@ class _Checker:
     def _dtype(self, raw: object, fqn: str) -> DType:
         name = self._typed(raw, _Properties, "%r: properties", fqn).dtype
         if not isinstance(name, str) or name not in DTYPES:
-            raise CheckpointError(f"{self._path}: tensor {fqn!r} has dtype {brief(name)}, which is not known here.")
+            raise CheckpointError(f"{self._path}: tensor {fqn!r} has dtype {brief(name)}, which is not supported.")
         return DTYPES[name]
 
     def _keys(self, fqn: object, keys: Any) -> tuple[str, ...]:

@@ -86,15 +86,14 @@ class _Unpickler(pickle.Unpickler):
         except KeyError:
             shown = f"{module}.{name}"[:200]
             raise CheckpointError(
-                f"{self._what}: the pickle asks for {shown}, which is not on the list of what a checkpoint "
-                f"may hold. Nothing of it was run."
+                f"{self._what}: the pickle asks for {shown}, which is not allowed in a checkpoint. None of it was run."
             ) from None
         return self._new_dict if found is CheckedDict else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what stands for an object outside the pickle."""
         if self._persistent is None:
-            raise CheckpointError(f"{self._what}: the pickle refers to outside data, which it may not.")
+            raise CheckpointError(f"{self._what}: the pickle refers to external data, which is not allowed.")
         return self._persistent(pid)
 
 
@@ -111,7 +110,7 @@ _CONTAINERS = (b"}", b"]", b"\x81", b"\x85", b"\x86", b"\x87")
 def _check_density(data: bytes, what: str) -> None:
     """Refuse a pickle that is containers more than content: each byte would become an object of 64 bytes or more."""
     if len(data) > _DENSE_BYTES and sum(map(data.count, _CONTAINERS)) > len(data) // _DENSE:
-        raise CheckpointError(f"{what}: a pickle of {len(data)} bytes that are containers more than content.")
+        raise CheckpointError(f"{what}: a pickle of {len(data)} bytes that consists mostly of empty containers.")
 
 
 _WITHOUT_OPERAND = b"".join(
@@ -195,12 +194,12 @@ def _refusal(view: memoryview, position: int, what: str) -> Exception:
     """Return the error of an opcode that is not admitted; an IndexError where its operand is cut off."""
     code, operand = bytes(view[position : position + 1]), bytes(view[position + 1 : position + 5])
     if code == pickle.PROTO and operand:
-        return CheckpointError(f"{what}: the pickle is of protocol {operand[0]}, which it may not.")
+        return CheckpointError(f"{what}: the pickle has protocol {operand[0]}, which is not allowed.")
     if code == pickle.LONG_BINPUT and len(operand) == 4:
         number = int.from_bytes(operand, "little")
         return CheckpointError(f"{what}: the pickle has {len(view)} bytes and puts entry {number} into its memo.")
     if code not in _KNOWN:
-        return CheckpointError(f"{what}: pickle opcode {code!r} at byte {position} is not known.")
+        return CheckpointError(f"{what}: pickle opcode {code!r} at byte {position} is unknown.")
     return IndexError()
 
 
@@ -249,14 +248,14 @@ class _KeyCheck:
     def __call__(self, key: object) -> None:
         if isinstance(key, tuple):
             if any(isinstance(one, tuple) for one in key):
-                raise CheckpointError(f"{self._what}: the pickle has a nested tuple as a key, which it may not.")
+                raise CheckpointError(f"{self._what}: the pickle has a nested tuple as a key, which is not allowed.")
             if len(key) > _MAX_KEY_LENGTH:
                 raise CheckpointError(f"{self._what}: the pickle has a tuple of {len(key)} elements as a key.")
         elif not (isinstance(key, float) or (isinstance(key, int) and abs(key) >= 2**31)):
             return  # hashed by identity, or small
         self._num_odd += 1
         if self._num_odd > _MAX_ODD_KEYS:
-            raise CheckpointError(f"{self._what}: the pickle has more than {_MAX_ODD_KEYS} keys that are no names.")
+            raise CheckpointError(f"{self._what}: the pickle has more than {_MAX_ODD_KEYS} keys that are not strings.")
 
 
 _set_item = dict.__setitem__
@@ -272,7 +271,7 @@ class CheckedDict(dict[Any, Any], metaclass=Sealed):
         if type(key) is not str:
             self._check(key)
         elif key in self:
-            raise pickle.UnpicklingError(f"two entries are called {brief(key)}")
+            raise pickle.UnpicklingError(f"two entries are named {brief(key)}")
         _set_item(self, key, value)
 
     def __setstate__(self, _: object) -> None: ...
@@ -358,7 +357,7 @@ class InertUnlessAttack(InertByDefault):
             module in ("builtins", "__builtin__") and name in _ATTACK_BUILTINS
         ):
             raise CheckpointError(
-                f"The pickle asks for {module}.{name}. No training run writes such a file. It may be malicious. "
-                f"Nothing of it was run."
+                f"The pickle asks for {module}.{name}. No training run writes such a file. It may be malicious. None "
+                "of it was run."
             )
         return Inert

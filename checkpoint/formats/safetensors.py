@@ -83,7 +83,7 @@ def lay_out(
     size += len(blocks[-1])
     if size > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"The header would have {size} bytes, safetensors reads up to {MAX_HEADER_BYTES}. Set max_shard_size."
+            f"The header would have {size} bytes, but safetensors reads at most {MAX_HEADER_BYTES}. Set max_shard_size."
         )
     header = (size.to_bytes(_LENGTH, "little"), *blocks)
     begin = _LENGTH + size
@@ -105,7 +105,7 @@ def _describe(entry: Entry, stop: int) -> str:
             f"or write pytorch_model.bin with safe_serialization=False."
         )
     if entry.name == "__metadata__":
-        raise CheckpointError("A tensor is called '__metadata__', which safetensors keeps for itself.")
+        raise CheckpointError("A tensor is named '__metadata__', which safetensors reserves.")
     shape = list(entry.shape)
     if entry.dtype.packed > 1 and shape:
         shape[-1] *= entry.dtype.packed
@@ -147,7 +147,7 @@ def read_safetensors(path: Path) -> TensorFile:
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not one of safetensors ({error}).") from error
+        raise CheckpointError(f"{path}: the header is not a safetensors header ({error}).") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -160,22 +160,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(path: Path, described: dict[str, Any], data_start: int, file_bytes: int) -> TensorFile:
     metadata = described.pop("__metadata__", {})
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ holds what is no text")
+        raise ValueError("__metadata__ holds a value that is not a string")
     tensors = {name: _tensor(path, name, one, data_start) for name, one in described.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)))
     position = data_start
     for name, tensor in ordered.items():
         if tensor.start != position:
-            raise CheckpointError(f"{path}: tensor {name!r} begins at byte {tensor.start}, expected is {position}.")
+            raise CheckpointError(f"{path}: tensor {name!r} begins at byte {tensor.start}, expected {position}.")
         position += tensor.num_bytes
     if position != file_bytes:
-        raise CheckpointError(f"{path}: the header ends the tensors at byte {position}, the file has {file_bytes}.")
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {position} by the header, but the file has {file_bytes}."
+        )
     return TensorFile(path, ordered, metadata)
 
 
 def _tensor(path: Path, name: str, raw: Mapping[str, Any], data_start: int) -> FileTensor:
     if not isinstance(raw["dtype"], str) or raw["dtype"] not in _BY_CODE:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {brief(raw['dtype'])}, which is not known here.")
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {brief(raw['dtype'])}, which is not supported.")
     dtype = _BY_CODE[raw["dtype"]]
     shape, (start, stop) = list(raw["shape"]), raw["data_offsets"]
     if len(shape) > MAX_DIMS or not all(type(one) is int and 0 <= one < MAX_BYTES for one in (*shape, start, stop)):
@@ -186,7 +188,7 @@ def _tensor(path: Path, name: str, raw: Mapping[str, Any], data_start: int) -> F
         shape[-1] //= dtype.packed
     if prod(shape) * dtype.itemsize != stop - start:
         raise CheckpointError(
-            f"{path}: tensor {name!r} of {dtype.name} {shape} needs {prod(shape) * dtype.itemsize} bytes, "
-            f"data_offsets give it {stop - start}."
+            f"{path}: tensor {name!r} of {dtype.name} {shape} needs {prod(shape) * dtype.itemsize} bytes, but "
+            f"data_offsets gives it {stop - start}."
         )
     return FileTensor(dtype, tuple(shape), data_start + start, stop - start)

@@ -84,7 +84,9 @@ def _rebuild_v3(
 
 def _described(storage: Storage, dtype: DType, offset: Any, shape: Any, strides: Any, more: Any) -> DescribedTensor:
     if any(more):  # conjugate or negative bit: the bytes are not the values
-        raise pickle.UnpicklingError(f"a lazy tensor, {brief(more)}. Save it after resolve_conj() and resolve_neg()")
+        raise pickle.UnpicklingError(
+            f"a lazy tensor, {brief(more)}. Call resolve_conj() and resolve_neg() before saving"
+        )
     if type(shape) is not tuple or type(strides) is not tuple or not len(shape) == len(strides) <= MAX_DIMS:
         raise pickle.UnpicklingError(f"a tensor of shape {brief(shape)} and strides {brief(strides)}")
     numbers = (offset, *shape, *strides)
@@ -108,11 +110,11 @@ TENSOR_NAMES: Allowed = {
 def storage_of(pid: Any) -> Storage:
     """Resolve a persistent id of ``torch.save``."""
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], tuple):
-        raise pickle.UnpicklingError("a storage that is not written by torch.save")
+        raise pickle.UnpicklingError("a storage that torch.save does not write")
     _, kind, key, _, numel = pid
     name = kind[1] if len(kind) == 2 else None
     if type(name) is not str or name not in STORAGE_CLASSES:
-        raise pickle.UnpicklingError(f"a storage of the kind {brief(name)}")
+        raise pickle.UnpicklingError(f"a storage of type {brief(name)}")
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel < MAX_BYTES:
         raise pickle.UnpicklingError(f"a storage with the key {brief(key)} and {brief(numel)} elements")
     dtype = STORAGE_CLASSES[name]
@@ -129,7 +131,9 @@ def place(archive: TorchArchive, described: DescribedTensor, what: str) -> Place
     start, size = archive.storage(storage.key)
     itemsize = described.dtype.itemsize
     if size != storage.numel * (1 if storage.dtype is None else storage.dtype.itemsize):
-        raise CheckpointError(f"{what}: data/{storage.key} has {size} bytes, data.pkl says {storage.numel} elements.")
+        raise CheckpointError(
+            f"{what}: data/{storage.key} has {size} bytes, but data.pkl says {storage.numel} elements."
+        )
     reach = ((n - 1) * stride for n, stride in zip(described.shape, described.strides, strict=True))
     last = described.offset + sum(reach)
     if prod(described.shape) and (last + 1) * itemsize > size:
@@ -211,13 +215,13 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
         size = os.fstat(fd).st_size
         if os.pread(fd, 2, 0) == b"\x80\x02":
             raise CheckpointError(
-                f"{path}: saved in torch's old format, not as a zip. Load it with torch and save it again, in "
+                f"{path}: saved in torch's old format, not as a zip archive. Load it with torch and save it again, in "
                 f"DeepSpeed with checkpoint serialization on."
             )
         try:
             yield TorchArchive(FileWindow(fd, 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: not a zip of torch.save, or cut off: {error}.") from error
+            raise CheckpointError(f"{path}: not a zip archive of torch.save, or cut off: {error}.") from error
         except MemoryError:
             raise CheckpointError(f"{path}: too large for the memory of this process.") from None
     finally:
@@ -248,8 +252,8 @@ def check_written(path: Path, digest: FileDigest) -> None:
     found = digest_of_file(path)
     if found != digest:
         raise CheckpointError(
-            f"{path} is not the file that was written: its digest is {found.records.hex()}, accelight.json says "
-            f"{digest.records.hex()}. It was damaged, or belongs to another save. {HINT}"
+            f"{path} changed after the save: its digest is {found.records.hex()}, but accelight.json says "
+            f"{digest.records.hex()}. It is damaged, or belongs to another save. {HINT}"
         )
 
 
@@ -391,7 +395,9 @@ class TorchArchive:
         self._window = window
         count, size, self.directory_start = _find_directory(window, what)
         if size > max_bytes:
-            raise CheckpointError(f"{what}: a zip directory of {size} bytes, torch.save writes less than {max_bytes}.")
+            raise CheckpointError(
+                f"{what}: a zip directory of {size} bytes, but torch.save writes fewer than {max_bytes}."
+            )
         self._members = self._read_directory(count, size)
         prefix = next((name[: -len("data.pkl")] for name in self._members if name.endswith("/data.pkl")), None)
         if prefix is None:
@@ -414,7 +420,8 @@ class TorchArchive:
                 plain, stored, local = _zip64_sizes(extra, (plain, stored, local), what)
             if magic != b"PK\1\2" or method or flags & _ENCRYPTED or stored != plain or name in members:
                 raise CheckpointError(
-                    f"{what}: zip member {name!r} is compressed, encrypted or double; torch.save stores."
+                    f"{what}: zip member {name!r} is compressed, encrypted or duplicated; torch.save stores members "
+                    "once and uncompressed."
                 )
             members[name] = _Member(local, plain, start + position, crc)
             position = extras + extra_size + comment_size
@@ -431,13 +438,11 @@ class TorchArchive:
             start, size = self._range("byteorder")
             if (found := self._window.read(start, start + min(size, 16), self._what)) != b"little":
                 raise CheckpointError(
-                    f"{self._what}: saved with byte order {found!r}, only little endian can be copied."
+                    f"{self._what}: saved with byte order {found!r}, only little-endian data can be copied."
                 )
         start, size = self._range("data.pkl")
         if size > self._max_bytes:
-            raise CheckpointError(
-                f"{self._what}: a data.pkl of {size} bytes; what is read here has less than {self._max_bytes}."
-            )
+            raise CheckpointError(f"{self._what}: a data.pkl of {size} bytes; the limit is {self._max_bytes}.")
         data = self._window.read(start, start + size, self._what)
         self._check_crc("data.pkl", self._members[self._prefix + "data.pkl"], zlib.crc32(data))
         return data
@@ -483,8 +488,8 @@ class TorchArchive:
     def _check_crc(self, name: str, member: _Member, found: int) -> None:
         if member.crc32 not in (0, found):
             raise CheckpointError(
-                f"{self._what}: the bytes of {name} are damaged: their CRC-32 is {found:08x}, torch wrote "
-                f"{member.crc32:08x} next to them. {HINT}"
+                f"{self._what}: the bytes of {name} are damaged: their CRC-32 is {found:08x}, but torch recorded "
+                f"{member.crc32:08x}. {HINT}"
             )
 
     def fixed(self, key: str) -> Fixed:
@@ -526,7 +531,7 @@ class TorchArchive:
         end = start + size
         if end > limit:
             raise CheckpointError(
-                f"{what}: {name} has {size} bytes from byte {start}, only {max(limit - start, 0)} are there."
+                f"{what}: {name} has {size} bytes from byte {start}, but only {max(limit - start, 0)} exist."
             )
         # A wrong length of the names before the bytes would shift them all: the member must end where they do.
         after = window.read(end, end + 4, what)
@@ -537,7 +542,7 @@ class TorchArchive:
             is_end = after in _NEXT and all(one in (size, _LARGE) for one in (stored, plain))
         if not is_end:
             raise CheckpointError(
-                f"{what}: {name} should end at byte {end} of the record, which is not the end of a zip's member."
+                f"{what}: {name} should end at byte {end} of the record, which is not the end of a zip member."
             )
         return start, size
 
@@ -563,11 +568,11 @@ def _find_directory(window: FileWindow, what: str) -> tuple[int, int, int]:
     end = window.length - _EOCD.size  # torch.save writes no comment: the last record stands at the very end
     if end < 0:
         raise CheckpointError(
-            f"{what}: a record of {window.length} bytes is too short for a zip: not a file of torch.save."
+            f"{what}: a record of {window.length} bytes is too short for a zip archive: not a file of torch.save."
         )
     magic, count, size, start, comment = _EOCD.unpack(window.read(end, window.length, what))
     if magic != b"PK\5\6" or comment:
-        raise CheckpointError(f"{what}: the record does not end as a zip of torch.save: cut off or damaged.")
+        raise CheckpointError(f"{what}: the record does not end like a zip archive of torch.save: cut off or damaged.")
     if count != 0xFFFF and _LARGE not in (size, start):
         return count, size, start
     magic, position = _EOCD64_LOCATOR.unpack(window.read(end - _EOCD64_LOCATOR.size, end, what))
@@ -612,20 +617,20 @@ def read_state_dict_file(path: Path) -> TensorFile:
     with open_archive(path, _MAX_PICKLE) as archive:
         content = archive.content(_NAMES, storage_of)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{path}: should hold a state dict, found {type_name(content)}.")
+            raise CheckpointError(f"{path}: expected a state dict, found {type_name(content)}.")
         return TensorFile(path, {_name(path, key): _tensor(archive, path, key, content[key]) for key in content})
 
 
 def _name(path: Path, key: object) -> str:
     if not isinstance(key, str):
-        raise CheckpointError(f"{path}: a state dict has names as keys, found {type_name(key)}.")
+        raise CheckpointError(f"{path}: expected a state dict with strings as keys, found {type_name(key)}.")
     return key
 
 
 def _tensor(archive: TorchArchive, path: Path, name: object, value: object) -> FileTensor:
     what = f"{path}: {name!r}"
     if not isinstance(value, DescribedTensor):
-        raise CheckpointError(f"{what} is no tensor but {type_name(value)}; a merged state dict holds tensors.")
+        raise CheckpointError(f"{what} is {type_name(value)}, not a tensor; a merged state dict holds tensors.")
     found = place(archive, value, what)
     strides = None if is_contiguous(found.shape, found.strides) else found.strides
     return FileTensor(found.dtype, found.shape, found.start, prod(found.shape) * found.dtype.itemsize, strides)
@@ -655,6 +660,6 @@ def read_progress(folder: Path) -> tuple[int | None, int | None]:
     with open_archive(path, _MAX_LIGHTNING_PICKLE) as archive:
         content = archive.content(_ALLOWED_OF_LIGHTNING, lambda _: None)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: should hold a dict, found {type_name(content)}.")
+        raise CheckpointError(f"{path}: expected a dict, found {type_name(content)}.")
     epoch, step = (content.get(key) for key in ("epoch", "global_step"))
     return epoch if type(epoch) is int else None, step if type(step) is int else None

@@ -242,7 +242,7 @@ def _read_universal(files: ZeroFiles) -> ZeroCheckpoint:
 def _read_models(files: ZeroFiles, stage: int, world_size: int) -> list[ModelStates]:
     if stage < 3:
         if files.model is None:
-            raise CheckpointError(f"{files.folder}: mp_rank_00_model_states.pt is missing, which names the weights.")
+            raise CheckpointError(f"{files.folder}: mp_rank_00_model_states.pt, which names the weights, is missing.")
         return [read_model_states(files.model)]
     check_ranks(files.folder, files.model_shards, world_size, "model")
     models = [read_model_states(path) for path in files.model_shards.values()]
@@ -261,8 +261,8 @@ def _read_stage_0(files: ZeroFiles) -> ZeroCheckpoint:
     states = read_model_states(path)
     if states.param_shapes is not None or files.model is None:
         raise CheckpointError(
-            f"{files.folder}: saved with ZeRO, whose fp32 weights are in *_optim_states.pt files; none is here. Were "
-            f"all processes' files copied here?"
+            f"{files.folder}: saved with ZeRO, whose fp32 weights are in *_optim_states.pt files, but no such file "
+            "exists. Were the files of all processes copied?"
         )
     tensors: dict[str, ZeroTensor] = {}
     ties: dict[str, str] = {}
@@ -297,7 +297,7 @@ class _Builder:
         states, module = self._states, self._states.module
         if states.param_shapes is None:
             raise CheckpointError(
-                f"{states.path}: param_shapes is missing, which names ZeRO's fp32 weights in the other files."
+                f"{states.path}: param_shapes, which names ZeRO's fp32 weights in the other files, is missing."
             )
         if self._optimizers:
             self._check_groups()
@@ -317,7 +317,7 @@ class _Builder:
 
     def _add(self, name: str, tensor: ZeroTensor) -> None:
         if name in self._tensors:
-            raise CheckpointError(f"{self._states.path}: two entries are called {name!r}.")
+            raise CheckpointError(f"{self._states.path}: two entries are named {name!r}.")
         self._tensors[name] = tensor
 
     def _check_groups(self) -> None:
@@ -338,14 +338,14 @@ class _Builder:
         for states in self._models:
             if name not in states.frozen_fragments:
                 raise CheckpointError(
-                    f"{states.path}: frozen_param_fragments has no {name!r}, frozen_param_shapes has."
+                    f"{states.path}: {name!r} is in frozen_param_shapes but not in frozen_param_fragments."
                 )
             fragments.append((states.path, states.frozen_fragments[name]))
         if self._stage < 3:
             path, stored = fragments[0]
             if stored.shape != shape:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is stored with shape {list(stored.shape)}, frozen_param_shapes says "
+                    f"{path}: tensor {name!r} is stored with shape {list(stored.shape)}, but frozen_param_shapes says "
                     f"{list(shape)}."
                 )
             return stored_in_full(path, stored)
@@ -354,7 +354,7 @@ class _Builder:
             if prod(stored.shape) != share or not is_contiguous(stored.shape, stored.strides):
                 raise CheckpointError(
                     f"{path}: tensor {name!r} of shape {list(shape)} has a part of {prod(stored.shape)} elements, "
-                    f"{share} are a rank's share of {len(fragments)}."
+                    f"expected {share} on each of {len(fragments)} ranks."
                 )
             _check_same(fragments[0][0], dtype.name, path, stored.dtype.name, f"dtype of {name!r}")
         return joined_shares(dtype, shape, [Flat([fragment]) for fragment in fragments], 0)
@@ -371,7 +371,7 @@ class _Builder:
             stored = read_universal_tensor(path)
             if prod(stored.shape) != prod(shape) or not is_contiguous(stored.shape, stored.strides):
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} is stored with shape {list(stored.shape)}, param_shapes says "
+                    f"{path}: tensor {name!r} is stored with shape {list(stored.shape)}, but param_shapes says "
                     f"{list(shape)}."
                 )
             yield name, ZeroTensor(stored.dtype, shape, (Part(path, stored, 0, 0, prod(shape)),), True)
@@ -404,15 +404,15 @@ class _Builder:
             if size != sizes[0] and (size > sizes[0] or any(sizes[rank + 1 :])):
                 raise CheckpointError(
                     f"{self._optimizers[rank].path}: flat fp32 group {number} has {size} elements, that of "
-                    f"{self._optimizers[0].path.name} {sizes[0]}. Are these files of one save?"
+                    f"{self._optimizers[0].path.name} {sizes[0]}. Do these files belong to one save?"
                 )
 
     def _check_module(self, name: str, shape: tuple[int, ...]) -> None:
         stored = self._states.module.get(name)
         if stored is not None and stored.shape != shape:
             raise CheckpointError(
-                f"{self._states.path}: tensor {name!r} is stored with shape {list(stored.shape)}, param_shapes says "
-                f"{list(shape)}."
+                f"{self._states.path}: tensor {name!r} is stored with shape {list(stored.shape)}, but param_shapes "
+                f"says {list(shape)}."
             )
 
     def _cut(self, name: str, shape: tuple[int, ...], flat: Flat, offset: int, number: int) -> ZeroTensor:
@@ -420,7 +420,8 @@ class _Builder:
         if end > flat.total:
             raise CheckpointError(
                 f"{self._files.folder}: tensor {name!r} of shape {list(shape)} should end at element {end} of flat "
-                f"fp32 group {number}, all ranks' parts of it have {flat.total}. Are these files of one save?"
+                f"fp32 group {number}, but the parts of all ranks have {flat.total}. Do these files belong to one "
+                "save?"
             )
         return ZeroTensor(self._optimizers[0].groups[number].dtype, shape, tuple(flat.cut(offset, end)), True)
 
@@ -429,8 +430,8 @@ class _Builder:
         step = 2 * len(self._optimizers)
         if -(-offset // step) != -(-flat.total // step):
             raise CheckpointError(
-                f"{self._files.folder}: flat fp32 group {number} has {flat.total} elements, its parameters have "
-                f"{offset}. Are these files of one save?{self._offload_hint()}"
+                f"{self._files.folder}: flat fp32 group {number} has {flat.total} elements, but its parameters have "
+                f"{offset}. Do these files belong to one save?{self._offload_hint()}"
             )
 
     def _sharded_by_parameter(self, groups: Sequence[Shapes]) -> Iterator[tuple[str, ZeroTensor]]:
@@ -438,13 +439,13 @@ class _Builder:
         flats = [Flat([(one.path, group) for group in one.groups]) for one in self._optimizers]
         shapes = _merged(groups)
         if len(shapes) != sum(map(len, groups)):
-            raise CheckpointError(f"{self._states.path}: a name is in two groups of param_shapes.")
+            raise CheckpointError(f"{self._states.path}: two groups of param_shapes hold the same name.")
         wanted = sum(share_of(shape, world_size) for shape in shapes.values())
         if wanted != flats[0].total:
             raise CheckpointError(
-                f"{self._optimizers[0].path}: its flat fp32 groups have {flats[0].total} elements, a rank's shares of "
-                f"the {len(shapes)} parameters in {self._states.path.name} have {wanted}. Are these files of one "
-                f"save?{self._offload_hint()}"
+                f"{self._optimizers[0].path}: its flat fp32 groups have {flats[0].total} elements, but a rank's "
+                f"shares of the {len(shapes)} parameters in {self._states.path.name} have {wanted}. Do these files "
+                f"belong to one save?{self._offload_hint()}"
             )
         offset = 0
         for name, shape in shapes.items():
@@ -454,7 +455,7 @@ class _Builder:
     def _offload_hint(self) -> str:
         if not (self._files.folder / OFFLOAD_FOLDER).is_dir():
             return ""
-        return f" {OFFLOAD_FOLDER}/ holds what was offloaded to NVMe, which cannot be read here."
+        return f" {OFFLOAD_FOLDER}/ holds the state offloaded to NVMe, which cannot be read."
 
     def _add_rest(self) -> None:
         """Take what DeepSpeed saved among the module's weights alone, as it does with frozen ones in stage 1."""
@@ -463,7 +464,7 @@ class _Builder:
             if name in self._tensors or name in states.shared:
                 continue
             if self._stage == 3 and not prod(stored.shape):
-                self._skipped[name] = "a placeholder: stage 3 saved no values of it"
+                self._skipped[name] = "a placeholder: stage 3 saved no values for it"
             else:
                 self._add(name, stored_in_full(states.path, stored))
 
@@ -472,7 +473,9 @@ class _Builder:
         ties: dict[str, str] = {}
         for alias, name in states.shared.items():
             if name in states.shared or not alias or not name:
-                raise CheckpointError(f"{states.path}: shared_params ties {alias!r} to {name!r}, an alias itself.")
+                raise CheckpointError(
+                    f"{states.path}: shared_params ties {alias!r} to {name!r}, which is an alias itself."
+                )
             if name not in self._tensors:
                 self._skipped[alias] = f"shares {name!r}, which the checkpoint does not hold"
             elif alias not in self._tensors:  # empty parameters are all reported as sharing one, and are stored, too
@@ -486,7 +489,9 @@ def _merged(groups: Sequence[Shapes] | None) -> Shapes:
 
 def _check_same(path: Path, value: object, other_path: Path, other: object, what: str) -> None:
     if value != other:
-        raise CheckpointError(f"{other_path}: {what} is {other}, in {path.name} it is {value}. Are these of one save?")
+        raise CheckpointError(
+            f"{other_path}: {what} is {other}, but in {path.name} it is {value}. Do these files belong to one save?"
+        )
 
 
 def _check_same_shapes(first: ModelStates, shapes: Shapes, other: ModelStates, others: Shapes, what: str) -> None:
@@ -572,7 +577,7 @@ def read_universal_tensor(path: Path) -> DescribedTensor:
     content = read_torch_file(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, DescribedTensor) or not tensor.dtype.name.startswith(("float", "bfloat")):
-        raise CheckpointError(f"{path}: should hold one floating-point tensor, found {_kind(tensor)}.")
+        raise CheckpointError(f"{path}: expected one floating-point tensor, found {_kind(tensor)}.")
     return tensor
 
 
@@ -586,16 +591,16 @@ class _Reader:
     def model_states(self) -> ModelStates:
         content = self._content
         if content.get("buffer_names") is None:
-            self._fail("it has no buffer_names: not a model states file, or of a DeepSpeed older than 0.4.4")
+            self._fail("it has no buffer_names: not a model states file, or from a DeepSpeed older than 0.4.4")
         if (size := content.get("mp_world_size", 1)) not in (None, 1):
             self._fail(
-                f"saved with mp_world_size {brief(size)}: tensor-parallel weights cannot be merged here. Save "
-                f"gathered ones with engine.save_16bit_model()"
+                f"saved with mp_world_size {brief(size)}: tensor-parallel weights cannot be merged. Save gathered "
+                "weights with engine.save_16bit_model()"
             )
         if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-            self._fail("it has expert-parallel layers (AutoEP), which cannot be merged here")
+            self._fail("it has expert-parallel layers (AutoEP), which cannot be merged")
         if content.get("module") is None:
-            self._fail("it has no module: saved with pipeline parallelism, which cannot be merged here")
+            self._fail("it has no module: saved with pipeline parallelism, which cannot be merged")
         module = self._dict(content["module"], "module")
         tensors = {self._text(name, "module"): value for name, value in module.items()}
         kept = {name: value for name, value in tensors.items() if isinstance(value, (DescribedTensor, OddTensor))}
@@ -626,11 +631,11 @@ class _Reader:
         state = self._dict(self._content.get("optimizer_state_dict"), "optimizer_state_dict")
         key = "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
         if key not in state:
-            self._fail("it holds no flat fp32 groups: not a ZeRO optimizer's state")
+            self._fail("it holds no flat fp32 groups: not the state of a ZeRO optimizer")
         # A bf16 optimizer with fp32 accumulation does not record its stage: it is laid out as stage 1.
         stage = self._count(state.get("zero_stage", 1), "zero_stage")
         if stage not in (1, 2, 3) or (stage == 3) != (key == "fp32_flat_groups"):
-            self._fail(f"zero_stage is {stage}, beside {key}")
+            self._fail(f"zero_stage is {stage}, but {key} exists")
         counts = state.get("partition_count")
         counts = counts if isinstance(counts, list) and counts else [counts]
         groups = self._list(state[key], key)
@@ -647,7 +652,7 @@ class _Reader:
         if len(tensor.shape) != 1 or (tensor.shape[0] > 1 and tensor.strides != (1,)):
             self._fail(f"{what} should be flat, found shape {list(tensor.shape)} and strides {list(tensor.strides)}")
         if not tensor.dtype.name.startswith(("float", "bfloat")):
-            self._fail(f"{what} has dtype {tensor.dtype.name}, floating point is wanted")
+            self._fail(f"{what} has dtype {tensor.dtype.name}, expected floating point")
         return tensor
 
     def _paddings(self, value: object) -> tuple[tuple[int, ...], ...] | None:
@@ -694,7 +699,7 @@ class _Reader:
 
     def _text(self, value: object, what: str) -> str:
         if not isinstance(value, str):
-            self._fail(f"a name in {what} should be text, found {_kind(value)}")
+            self._fail(f"a name in {what} should be a string, found {_kind(value)}")
         return value
 
     def _count(self, value: object, what: str) -> int:
@@ -709,7 +714,7 @@ class _Reader:
 
 def _kind(value: object) -> str:
     if isinstance(value, Inert) or value is Inert:
-        return "an object of a class that is not read here"
+        return "an object of a class that is not supported"
     if isinstance(value, (DescribedTensor, OddTensor)):
         return "a tensor"
     return type_name(value)

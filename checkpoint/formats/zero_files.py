@@ -64,7 +64,7 @@ def latest_tag(folder: Path) -> Path | None:
         raise CheckpointError(f"{pointer} names {tag!r}, a link out of the folder to {found.resolve()}.")
     if not found.is_dir() or not has_zero_files(found):
         what = "holds none of DeepSpeed's files" if found.is_dir() else "does not exist"
-        raise CheckpointError(f"{pointer} names the folder {tag!r}, which {what}. Give the folder to read itself.")
+        raise CheckpointError(f"{pointer} names the folder {tag!r}, which {what}. Pass the checkpoint folder itself.")
     return found
 
 
@@ -92,8 +92,8 @@ def list_zero_files(folder: Path) -> ZeroFiles:
         found = next((name for name in names if pattern.fullmatch(name)), None)
         if found is not None:
             raise CheckpointError(
-                f"{folder}: {found} is a file of {what}; only data-parallel ZeRO checkpoints can be merged. Gather the "
-                f"weights in the program that trains, and save them there."
+                f"{folder}: {found} is a file of {what}; only data-parallel ZeRO checkpoints can be merged. Gather "
+                "and save the weights in the training program."
             )
     model = _by_rank(folder, ((name, match, 0, 1) for name in names if (match := _MODEL.fullmatch(name))))
     return ZeroFiles(
@@ -111,11 +111,11 @@ def _by_rank(folder: Path, found: Iterable[tuple[str, re.Match[str], int, int]])
         rank = int(match[data]) if data else 0
         if int(match[model]):
             raise CheckpointError(
-                f"{folder}: {name} belongs to model-parallel rank {int(match[model])}; tensor-parallel weights cannot "
-                f"be merged here. Save gathered ones with engine.save_16bit_model()."
+                f"{folder}: {name} belongs to model-parallel rank {int(match[model])}; tensor-parallel weights "
+                "cannot be merged. Save gathered weights with engine.save_16bit_model()."
             )
         if rank in paths:
-            raise CheckpointError(f"{folder}: {paths[rank].name} and {name} are both of rank {rank}.")
+            raise CheckpointError(f"{folder}: {paths[rank].name} and {name} both belong to rank {rank}.")
         paths[rank] = file_inside(folder, name, str(folder))
     return dict(sorted(paths.items()))
 
@@ -130,14 +130,14 @@ def check_ranks(folder: Path, paths: Mapping[int, Path], world_size: int, kind: 
     if missing:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise CheckpointError(
-            f"{folder}: saved by {world_size} processes, {len(paths)} *_{kind}_states.pt files are here: that of rank "
-            f"{shown} is missing. Were all processes' files copied here?"
+            f"{folder}: saved by {world_size} processes, {len(paths)} *_{kind}_states.pt files exist: that of rank "
+            f"{shown} is missing. Were the files of all processes copied?"
         )
     extra = next((path for rank, path in paths.items() if rank >= world_size), None)
     if extra is not None:
         raise CheckpointError(
-            f"{folder}: saved by {world_size} processes, but {extra.name} is here, too: left from another save. "
-            f"Remove what is not of this one."
+            f"{folder}: saved by {world_size} processes, but {extra.name} exists, too, left from another save. "
+            "Remove the files of other saves."
         )
 
 

@@ -470,8 +470,8 @@ def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
             different = first_difference(tensor, fd, files, buffer, on_bytes)
             if different is not None:
                 raise CheckpointError(
-                    f"{file.name}: tensor {tensor.name!r} read back differs from its source, "
-                    f"from byte {different} on. The disk may be failing."
+                    f"{file.name}: tensor {tensor.name!r} read back differs from its source, starting at byte "
+                    f"{different}. The disk may be failing."
                 )
     finally:
         files.close()
@@ -528,7 +528,7 @@ def convert_block(view: memoryview, source: DType, target: DType, what: str) -> 
         if overflow.any():
             worst = values[overflow].abs().max().item()
             raise CheckpointError(
-                f"{what}: the value {worst:g} does not fit into {target.name}. Use bfloat16 or float32."
+                f"{what}: the value {worst:g} does not fit in {target.name}. Use bfloat16 or float32."
             )
     out = bytearray(converted.numel() * target.itemsize)
     if out:
@@ -657,12 +657,12 @@ def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
             stream = extension.transform_from(stream)
         most = prod(piece.sizes) * tensor.dtype.itemsize + _RECORD_BYTES
         if len(content := stream.read(most + 1)) > most:
-            raise ValueError(f"it has more than the {most} bytes that a record of this tensor may have")
+            raise ValueError(f"it has more than the {most} bytes allowed for a record of this tensor")
         values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{what}: the record is transformed by {list(piece.encoding)}: {error}") from error
     expected = (tensor.dtype.name, piece.sizes)
     found = (str(getattr(values, "dtype", "")).removeprefix("torch."), tuple(getattr(values, "shape", ())))
     if found != expected:
-        raise CheckpointError(f"{what}: the record holds {found}, the metadata says {expected}.")
+        raise CheckpointError(f"{what}: the record holds {found}, but the metadata says {expected}.")
     return values

@@ -139,7 +139,7 @@ def make_plan(
     """
     if not selection.names:
         reasons = ", ".join(sorted(set(selection.skipped.values()))) or "it holds none"
-        raise CheckpointError(f"No tensor is left to write: {reasons}.")
+        raise CheckpointError(f"No tensors to write: {reasons}.")
 
     def target(tensor: TensorInfo) -> DType:
         return dtype if dtype is not None and is_floating(tensor.dtype) else tensor.dtype
@@ -183,7 +183,7 @@ def _plan_file(
         num_bytes = sum(entry(fqn).num_bytes for fqn in members)
         return PlannedFile(name, (), num_bytes, PlannedTensors(members, describe, None), ties)
     if "format" in ties:
-        raise CheckpointError("A tied tensor is called 'format', which the safetensors header uses itself.")
+        raise CheckpointError("A tied tensor is named 'format', which the safetensors header reserves.")
     metadata = {"format": "pt", **dict(sorted(ties.items()))}
     laid_out = lay_out(members, entry, metadata)
     tensors = PlannedTensors(laid_out.names, describe, laid_out.starts)
@@ -217,7 +217,9 @@ def parse_size(size: str | int) -> int:
     else:
         match = _SIZE.fullmatch(size.strip().upper()) if isinstance(size, str) else None
         if match is None or match[2] not in _UNITS:
-            raise ValueError(f"A size is a number of bytes or text like '5GB', '500MB' or '2GiB', got {size!r}.")
+            raise ValueError(
+                f"A size must be a number of bytes or a string like '5GB', '500MB' or '2GiB', got {size!r}."
+            )
         num_bytes = int(float(match[1]) * _UNITS[match[2]])
     if num_bytes < 1:
         raise ValueError(f"A size must be at least one byte, got {size!r}.")
@@ -282,11 +284,11 @@ def check_destination(source: Path, output: Path, *, remove: bool) -> None:
         raise ValueError(f"output_path is the folder to write into; {output} is a file.")
     if not output.exists() and output.suffix in (".safetensors", ".bin"):
         raise ValueError(
-            f"output_path is the folder to write into, the file in it is called model.safetensors; got {output}. "
-            f"Give its parent folder."
+            f"output_path is the folder to write into, and the file in it is named model.safetensors; got {output}. "
+            f"Pass its parent folder."
         )
     if remove and source.is_symlink():
-        raise ValueError(f"remove_checkpoint_dir=True, but {source} is a link. Give the folder it points to.")
+        raise ValueError(f"remove_checkpoint_dir=True, but {source} is a link. Pass the folder it points to.")
     if remove and output.resolve().is_relative_to(source.resolve()):
         raise ValueError(
             f"remove_checkpoint_dir=True would remove the output with it: {output} is inside {source}. "
@@ -304,8 +306,7 @@ def check_conflicts(output: Path, plan: Plan) -> None:
     for name in RESULT_NAMES[: RESULT_NAMES.index(written)]:
         if (output / name).exists():
             raise ValueError(
-                f"{output} holds {name}, which loaders prefer to the {written} to be written. "
-                f"Remove it, or choose another output folder."
+                f"{output} holds {name}, which loaders prefer to {written}. Remove it, or choose another output folder."
             )
 
 

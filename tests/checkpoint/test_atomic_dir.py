@@ -160,7 +160,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("both_ways")
 def test_too_little_disk_is_an_error_before_writing(folder: Path, small_disk: Path) -> None:
-    with pytest.raises(OSError, match=r"needs 36\d+ bytes, the disk has \d+ free") as caught:
+    with pytest.raises(OSError, match=r"needs 36\d+ bytes, but the disk has \d+ free") as caught:
         merge_fsdp_weights(folder, small_disk / "out")
     assert caught.value.errno == errno.ENOSPC
     assert os.listdir(small_disk) == []
@@ -204,7 +204,7 @@ def test_a_file_size_limit(folder: Path, tmp_path: Path) -> None:
 def test_other_weights_that_would_be_loaded_instead(folder: Path, tmp_path: Path) -> None:
     merge_fsdp_weights(folder, tmp_path / "out")
     for options in ({"max_shard_size": 100}, {"safe_serialization": False}):
-        with pytest.raises(ValueError, match=r"holds model\.safetensors, which loaders prefer to the .* to be written"):
+        with pytest.raises(ValueError, match=r"holds model\.safetensors, which loaders prefer to "):
             merge_fsdp_weights(folder, tmp_path / "out", **options)
 
 
@@ -232,7 +232,7 @@ def test_a_file_where_the_folder_should_be(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_files_name_where_the_folders_should_be(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Give its parent folder"):
+    with pytest.raises(ValueError, match="Pass its parent folder"):
         merge_fsdp_weights(folder, tmp_path / "out/model.safetensors")
 
 

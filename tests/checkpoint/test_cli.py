@@ -126,7 +126,10 @@ def test_the_systems_no_is_status_1(folder: Path, capfd: pytest.CaptureFixture[s
         ([], "the following arguments are required: COMMAND"),
         (["merge"], "invalid choice"),
         (["merge-weights"], "the following arguments are required: CKPT, OUT"),
-        (["merge-weights", "a", "b", "--max-shard-size", "5XB"], "A size is a number of bytes or text like '5GB'"),
+        (
+            ["merge-weights", "a", "b", "--max-shard-size", "5XB"],
+            "A size must be a number of bytes or a string like '5GB'",
+        ),
         (["merge-weights", "a", "b", "--dtype", "int8"], "dtype must be one of"),
         (["merge-weights", "a", "b", "--threads", "x"], "invalid int value: 'x'"),
         (["merge-weights", "a", "b", "--remove"], "unrecognized arguments: --remove"),

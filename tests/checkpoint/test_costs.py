@@ -85,7 +85,7 @@ def test_a_million_short_segments(tmp_path: Path) -> None:
 def test_a_tensor_that_is_mostly_strides(tmp_path: Path) -> None:
     folder = save_chunks(tmp_path / "in", (20_000, 20_000), [((0, 0), torch.ones(1).expand(20_000, 20_000))])
     with pytest.raises(
-        CheckpointError, match=r"strides \[0, 0\] make 1600000000 bytes of 4 stored ones; more than twice"
+        CheckpointError, match=r"strides \[0, 0\] make 1600000000 bytes of 4 stored ones; tensors that expand"
     ):
         merge_fsdp_weights(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -113,7 +113,7 @@ def test_many_chunks_that_do_not_fit(change: str) -> None:
     if change == "gap":
         del places[700]
     pieces = [Piece(Path("x"), 0, (0, place), (5, 1)) for place in places]
-    words = "a part is missing" if change == "gap" else r"has overlapping chunks: \[0, \d+\] of size \[5, 1\]"
+    words = "part of it is missing" if change == "gap" else r"has overlapping chunks: \[0, \d+\] of size \[5, 1\]"
     with pytest.raises(CheckpointError, match=words):
         check_coverage("a", (5, 1000), pieces)
 

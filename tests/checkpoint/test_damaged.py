@@ -62,29 +62,29 @@ def _properties(dtype: Any) -> Change:
 
 
 METADATA_CASES: dict[str, tuple[Change, str]] = {
-    "dtype": (_properties(torch.float16), r"'model\.a' is stored as float32, \.metadata says float16"),
-    "quantized dtype": (_properties(torch.quint8), r"asks for torch\.quint8|not on the list"),
+    "dtype": (_properties(torch.float16), r"'model\.a' is stored as float32, but \.metadata says float16"),
+    "quantized dtype": (_properties(torch.quint8), r"asks for torch\.quint8|not allowed in a checkpoint"),
     "shape": (_state_dict("size", torch.Size((4, 4))), r"'model\.a' of shape \[4, 4\] has 16 elements, .* hold 12"),
     "chunk size": (
         lambda m: setattr(_chunk(m), "sizes", torch.Size((2, 4))),
-        r"stored with shape \[3, 4\], \.metadata says \[2, 4\]",
+        r"stored with shape \[3, 4\], but \.metadata says \[2, 4\]",
     ),
     "chunk offset": (
         lambda m: setattr(_chunk(m), "offsets", torch.Size((1, 0))),
-        r"no file is named for the chunk of 'model\.a' at \[1, 0\]",
+        r"names no file for the chunk of 'model\.a' at \[1, 0\]",
     ),
     "number of dimensions": (_state_dict("size", torch.Size((12,))), r"outside the tensor's shape \[12\]"),
-    "gap": (lambda m: _two_chunks(m, 5), r"has 32 elements, its 2 chunks hold 24"),
+    "gap": (lambda m: _two_chunks(m, 5), r"has 32 elements, but its 2 chunks hold 24"),
     "overlap": (lambda m: _two_chunks(m, 2), r"overlapping chunks: \[0, 0\] of size \[3, 4\] in .*, and \[2, 0\]"),
     "no chunks": (_state_dict("chunks", []), r"its 0 chunks hold 0"),
-    "offset far away": (_set("offset", 2**40), r"should end at byte 1099511\d+, the file has"),
-    "offset overflow": (_set("offset", 2**63 - 10), r"offset is 9223372036854775798, allowed is 0 to"),
-    "offset negative": (_set("offset", -5), r"offset is -5, allowed is 0 to"),
+    "offset far away": (_set("offset", 2**40), r"should end at byte 1099511\d+, but the file has"),
+    "offset overflow": (_set("offset", 2**63 - 10), r"offset is 9223372036854775798, expected 0 to"),
+    "offset negative": (_set("offset", -5), r"offset is -5, expected 0 to"),
     "offset no number": (_set("offset", "0"), r"offset should be int, found str"),
     "offset truth": (_set("offset", True), r"offset should be int, found bool"),
     "offset beside": (_set("offset", 7), r"records of .* overlap|does not end as a zip|no zip|not its header"),
     "length overflow": (_set("length", 2**70), r"length is 1180591620717411303424"),
-    "length short": (_set("length", 40), r"does not end as a zip of torch\.save"),
+    "length short": (_set("length", 40), r"does not end like a zip archive of torch\.save"),
     "length tiny": (_set("length", 3), r"a record of 3 bytes is too short"),
     "path out": (
         _set("relative_path", "../other/__0_0.distcp"),
@@ -99,7 +99,7 @@ METADATA_CASES: dict[str, tuple[Change, str]] = {
     "path missing": (_set("relative_path", "__7_0.distcp"), r"needs the file '__7_0\.distcp', not found in"),
     "transforms no text": (_set("transform_descriptors", [3]), r"transform should be str, found int"),
     "transform unknown": (_set("transform_descriptors", ["stream.rot13/1"]), r"stream\.rot13"),
-    "storage gone": (lambda m: setattr(m, "storage_data", {}), r"no file is named for the chunk of 'model\.a'"),
+    "storage gone": (lambda m: setattr(m, "storage_data", {}), r"names no file for the chunk of 'model\.a'"),
     "storage no dict": (lambda m: setattr(m, "storage_data", []), r"storage_data should be dict, found list"),
     "state dict gone": (lambda m: setattr(m, "state_dict_metadata", None), r"state_dict_metadata should be dict"),
     "chunks no list": (_state_dict("chunks", None), r"chunks should be list, found NoneType"),
@@ -117,7 +117,7 @@ METADATA_CASES: dict[str, tuple[Change, str]] = {
     "planner paths": (lambda m: setattr(m, "planner_data", {"model.a": 3}), r"the path of 'model\.a' is 3"),
     "same names": (
         lambda m: setattr(m, "planner_data", {"model.a": ("model", "x"), "model.b": ("model", "x")}),
-        r"two entries are called 'x': 'model\.a' and 'model\.b'",
+        r"two entries are named 'x': 'model\.a' and 'model\.b'",
     ),
 }
 
@@ -225,7 +225,7 @@ def test_a_pipe_instead_of_a_file_does_not_hang(tmp_path: Path) -> None:
 def test_a_file_of_another_process_missing(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in")
     (folder / "__0_0.distcp").unlink()
-    assert_refused(folder, tmp_path / "out", r"needs the file '__0_0\.distcp', not found .*all processes' files")
+    assert_refused(folder, tmp_path / "out", r"needs the file '__0_0\.distcp', not found .*the files of all processes")
 
 
 def test_files_cut_off_anywhere(tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def _pickle(old: bytes, new: bytes) -> Callable[[Path], None]:
 
 
 RECORD_CASES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another dtype": (_save(torch.ones(3, 4, dtype=torch.int32)), r"stored as int32, \.metadata says float32"),
-    "another shape": (_save(torch.ones(4, 3)), r"stored with shape \[4, 3\], \.metadata says \[3, 4\]"),
+    "another dtype": (_save(torch.ones(3, 4, dtype=torch.int32)), r"stored as int32, but \.metadata says float32"),
+    "another shape": (_save(torch.ones(4, 3)), r"stored with shape \[4, 3\], but \.metadata says \[3, 4\]"),
     "no tensor": (_save({"a": 1}), r"the record holds dict, not one tensor"),
     "several tensors": (_save([torch.ones(3, 4), torch.ones(2)]), r"the record holds list, not one tensor"),
     "a parameter": (_save(torch.nn.Parameter(torch.ones(3, 4))), r"asks for torch\._utils\._rebuild_parameter"),
@@ -329,15 +329,18 @@ RECORD_CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"the record has no data\.pkl",
     ),
     "no data": (_record(lambda record: damage.rebuild(record, data_0=None)), r"the record has no archive/data/0"),
-    "short data": (_record(lambda record: damage.rebuild(record, data_0=b"abcd")), r"has 4 bytes, data\.pkl says 12"),
+    "short data": (
+        _record(lambda record: damage.rebuild(record, data_0=b"abcd")),
+        r"has 4 bytes, but data\.pkl says 12",
+    ),
     "big endian": (_record(lambda record: damage.rebuild(record, byteorder=b"big")), r"byte order b'big', only little"),
     "large pickle": (
         _record(lambda record: damage.rebuild(record, data_pkl=bytes(70_000))),
         r"data\.pkl of 70000 bytes",
     ),
-    "not a zip": (_record(lambda _: b"\x80" * 5000), r"does not end as a zip"),
+    "not a zip": (_record(lambda _: b"\x80" * 5000), r"does not end like a zip"),
     "empty": (_record(lambda _: b""), r"a record of 0 bytes"),
-    "with a comment": (_record(lambda record: record[:-2] + b"\x01\x00"), r"does not end as a zip"),
+    "with a comment": (_record(lambda record: record[:-2] + b"\x01\x00"), r"does not end like a zip"),
     "directory elsewhere": (
         _record(lambda r: r[:-6] + struct.pack("<L", 3) + r[-2:]),
         r"not a zip|compressed|points at",
@@ -352,8 +355,8 @@ RECORD_CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"zip64 directory of the record is missing",
     ),
     "storage key": (_pickle(b"\x00\x00\x000q", b"\x00\x00\x001q"), r"the record has no archive/data/1"),
-    "storage kind": (_pickle(b"storage", b"Storage"), r"a storage that is not written by torch\.save"),
-    "storage size": (_pickle(b"K\x0c", b"K\x63"), r"has 48 bytes, data\.pkl says 99 elements"),
+    "storage kind": (_pickle(b"storage", b"Storage"), r"a storage that torch\.save does not write"),
+    "storage size": (_pickle(b"K\x0c", b"K\x63"), r"has 48 bytes, but data\.pkl says 99 elements"),
     "strides beyond": (_pickle(b"K\x04K\x01\x86", b"K\x63K\x01\x86"), r"shape and strides reach element 201"),
     "strides fewer": (_pickle(b"K\x04K\x01\x86", b"K\x01\x85"), r"a tensor of shape"),
 }
@@ -426,7 +429,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
     def cut(done: int, total: int) -> None:
         os.truncate(folder / "__0_0.distcp", 4096)
 
-    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+    with pytest.raises(CheckpointError, match="was truncated while it was read"):
         merge_fsdp_weights(folder, tmp_path / "out", threads=1, progress=cut)
     assert not (tmp_path / "out").exists()
 
@@ -449,7 +452,7 @@ def test_a_wrong_length_of_the_names_before_a_members_bytes(tmp_path: Path, step
 def test_weights_that_are_whole_already(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     torch.save({"w": torch.ones(2)}, tmp_path / "in/pytorch_model.bin")
-    message = r"pytorch_model\.bin is one file: no shards to merge or to inspect\. torch\.load"
+    message = r"pytorch_model\.bin is one file: there are no shards to merge or inspect\. torch\.load"
     assert_refused(tmp_path / "in", tmp_path / "out", message)
     assert_refused(tmp_path / "in/pytorch_model.bin", tmp_path / "out", message)
     (tmp_path / "in/model.safetensors").touch()

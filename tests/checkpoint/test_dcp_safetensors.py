@@ -122,16 +122,16 @@ def test_a_shard_written_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "info", "message"),
     [
-        (torch.ones(1, 3), at(3, 0), r"its 2 chunks hold 9: a part is missing"),
+        (torch.ones(1, 3), at(3, 0), r"its 2 chunks hold 9: part of it is missing"),
         (torch.ones(2, 3), at(1, 0), "has overlapping chunks"),
         (torch.ones(1, 3).half(), at(2, 0), r"tensor 'w' is float32 in shard-00001.* and float16 in shard-00002"),
-        (torch.ones(3), at(2), "has another number of dimensions in shard-00001"),
-        (torch.ones(1, 3), at(2), r"tensor 'w' of shape \[1, 3\] is said to begin at \[2\]"),
-        (torch.ones(1, 3), at(2, -1), r"is said to begin at \[2, -1\]"),
-        (torch.ones(1, 3), {"w": {"saved_offsets": [2.0, 0]}}, r"is said to begin at \[2.0, 0\]"),
-        (torch.ones(1, 3), {}, "DCP_SHARDING_INFO does not name every tensor's place"),
-        (torch.ones(1, 3), [], "DCP_SHARDING_INFO does not name every tensor's place"),
-        (torch.ones(1, 3), "{", "DCP_SHARDING_INFO does not name every tensor's place"),
+        (torch.ones(3), at(2), "has a different number of dimensions in shard-00001"),
+        (torch.ones(1, 3), at(2), r"tensor 'w' of shape \[1, 3\] has the invalid offsets \[2\]"),
+        (torch.ones(1, 3), at(2, -1), r"has the invalid offsets \[2, -1\]"),
+        (torch.ones(1, 3), {"w": {"saved_offsets": [2.0, 0]}}, r"has the invalid offsets \[2.0, 0\]"),
+        (torch.ones(1, 3), {}, "DCP_SHARDING_INFO does not give the position of every tensor"),
+        (torch.ones(1, 3), [], "DCP_SHARDING_INFO does not give the position of every tensor"),
+        (torch.ones(1, 3), "{", "DCP_SHARDING_INFO does not give the position of every tensor"),
     ],
 )
 def test_shards_that_do_not_fit(tmp_path: Path, tensor: torch.Tensor, info: object, message: str) -> None:
@@ -152,7 +152,7 @@ def _without_places(path: Path) -> None:
     ("damage", "message"),
     [
         (_without_places, "the header has no DCP_SHARDING_INFO"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the header ends the tensors at byte"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the tensors end at byte"),
         (lambda path: path.rename(path.with_name("moved")) and path.symlink_to("/etc/hostname"), "a link out of"),
     ],
 )

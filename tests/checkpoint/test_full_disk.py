@@ -37,7 +37,7 @@ def test_torchs_own_words_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 100_000) as disk:
         fill(disk / "filler", 8192)
         path = disk / "last.pt"
-        told = r"about 40\.0 kB were to be written, and there was room for 8\.2 kB"
+        told = r"about 40\.0 kB were to be written, but there was room for 8\.2 kB"
         with (
             pytest.raises(OSError, match=told) as caught,
             telling_full_disk(path, 40_000),

@@ -77,7 +77,7 @@ def test_a_piece_more_or_less_or_moved_is_found(data: st.DataObject) -> None:
     pieces = [Piece(Path("f"), 0, *box) for box in cut(data, (0,) * len(shape), shape)]
     piece = data.draw(st.sampled_from(pieces))
     less = [one for one in pieces if one is not piece]
-    with pytest.raises(CheckpointError, match=f"has {prod(shape)} elements, its"):
+    with pytest.raises(CheckpointError, match=f"has {prod(shape)} elements, but its"):
         check_coverage("w", shape, less)
     with pytest.raises(CheckpointError, match="overlapping chunks"):
         check_coverage("w", shape, [*pieces, piece])

@@ -133,7 +133,7 @@ def test_what_is_no_number_is_not_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"no zip", "not a file of torch.save"), (damage.torch_record([1]), "should hold a dict, found list")],
+    [(b"no zip", "not a file of torch.save"), (damage.torch_record([1]), "expected a dict, found list")],
 )
 def test_a_meta_file_that_is_none_is_a_note(tmp_path: Path, content: bytes, message: str) -> None:
     damage.good(tmp_path)
@@ -200,7 +200,9 @@ def test_a_file_cut_off(tmp_path: Path) -> None:
     damage.good(tmp_path)
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"tensor 'model.\w': the record should end at byte \d+, the file has"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'model.\w': the record should end at byte \d+, but the file has"
+    ):
         inspect_checkpoint(tmp_path)
 
 
@@ -226,7 +228,7 @@ def test_inspect_prints_a_table(tmp_path: Path, capfd: pytest.CaptureFixture[str
         "attribute    (none: the module holds layers itself)",
         "tied         c -> a",
         f"file         __0_0.distcp  {size / 1000:.1f} kB  2 chunks",
-        "digests      none: not every change since the save can be noticed",
+        "digests      none: changes since the save may go unnoticed",
         "",
         "a  float32   [3, 4]  48 B  1 chunk",
         "b  bfloat16  [5]     10 B  1 chunk",

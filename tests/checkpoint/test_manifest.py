@@ -34,7 +34,7 @@ def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"format_version": 3}, "format_version is 3, this release reads 1 and 2. Upgrade"),
+        ({"format_version": 3}, "format_version is 3, but this release reads 1 and 2. Upgrade"),
         ({"format_version": None}, "format_version is None"),
         ({"more": 1}, r"unknown keys \['more'\]"),
         ({"model_prefix": "x"}, "model_prefix must be 'model', 'state_dict' or 'module', got 'x'"),

@@ -203,7 +203,7 @@ def test_a_state_saved_unflattened_is_merged(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"does not exist; a folder with a \.metadata"):
+    with pytest.raises(CheckpointError, match=r"does not exist, expected a folder with a \.metadata"):
         merge_fsdp_weights(tmp_path / "no", tmp_path / "out")
 
 
@@ -228,7 +228,7 @@ def test_a_folder_with_several_checkpoints(tmp_path: Path) -> None:
 
 def test_a_folder_with_optimizer_state_alone(tmp_path: Path) -> None:
     save(tmp_path / "in/optimizer_0", {"optimizer": {"w": torch.ones(2)}})
-    with pytest.raises(CheckpointError, match=r"optimizer state alone \(optimizer_0\)"):
+    with pytest.raises(CheckpointError, match=r"only optimizer state \(optimizer_0\)"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
 
 
@@ -241,7 +241,7 @@ def test_a_folder_saved_without_coordination(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     save(tmp_path / "in", {"model": {"step": 3}})
-    with pytest.raises(CheckpointError, match="No tensor is left to write: it holds none"):
+    with pytest.raises(CheckpointError, match="No tensors to write: it holds none"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
 
 
@@ -337,7 +337,7 @@ def test_dtype_converts_floating_point_alone(tmp_path: Path, dtype: Any, target:
 
 def test_dtype_that_a_value_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path / "in", {"w": torch.tensor([1.0, -1e6])})
-    with pytest.raises(CheckpointError, match=r"Tensor 'w': the value 1e\+06 does not fit into float16"):
+    with pytest.raises(CheckpointError, match=r"Tensor 'w': the value 1e\+06 does not fit in float16"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out", dtype="fp16")
     assert not (tmp_path / "out").exists()
 
@@ -362,7 +362,7 @@ def test_threads_change_nothing(tmp_path: Path, threads: int | None) -> None:
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
 def test_threads_that_are_none(tmp_path: Path, threads: Any) -> None:
-    with pytest.raises(ValueError, match="threads must be a number from 1 on"):
+    with pytest.raises(ValueError, match="threads must be at least 1"):
         merge_fsdp_weights(tmp_path, tmp_path / "out", threads=threads)
 
 
@@ -480,7 +480,7 @@ def test_ties_of_different_values(tmp_path: Path) -> None:
 def test_a_tied_name_that_the_header_uses(tmp_path: Path) -> None:
     save(tmp_path / "in", {"model": {"a": torch.ones(3)}})
     write_manifest(tmp_path / "in", model_prefix="model", ties={"format": "a"})
-    with pytest.raises(CheckpointError, match="A tied tensor is called 'format'"):
+    with pytest.raises(CheckpointError, match="A tied tensor is named 'format'"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
 
 
@@ -489,7 +489,7 @@ def test_names_that_a_header_cannot_hold(tmp_path: Path, name: str) -> None:
     from accelight.checkpoint.formats.base import DTYPES
     from accelight.checkpoint.formats.safetensors import Entry, lay_out
 
-    with pytest.raises(CheckpointError, match=r"keeps for itself|not valid text"):
+    with pytest.raises(CheckpointError, match=r"which safetensors reserves|not valid text"):
         lay_out([name], lambda name: Entry(name, DTYPES["float32"], (1,), 4), {"format": "pt"})
 
 
@@ -515,5 +515,5 @@ def test_the_manifest_names_the_models_key(tmp_path: Path) -> None:
 def test_the_manifest_names_a_key_that_is_not_there(tmp_path: Path) -> None:
     save(tmp_path / "in", {"model": {"a": torch.ones(3)}})
     write_manifest(tmp_path / "in", model_prefix="state_dict")
-    with pytest.raises(CheckpointError, match=r"should be under the key 'state_dict'; found \['model'\]"):
+    with pytest.raises(CheckpointError, match=r"expected the model under the key 'state_dict'; found \['model'\]"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")

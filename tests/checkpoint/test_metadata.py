@@ -176,5 +176,5 @@ def test_two_entries_of_one_name(tmp_path: Path) -> None:
     content = pickle.dumps(many(5))
     path = tmp_path / ".metadata"
     path.write_bytes(content.replace(b"layers.3", b"layers.4"))
-    with pytest.raises(CheckpointError, match=r"two entries are called 'model\.layers\.4\.weight'"):
+    with pytest.raises(CheckpointError, match=r"two entries are named 'model\.layers\.4\.weight'"):
         read_dcp_metadata(path)

@@ -37,7 +37,7 @@ def test_wrapper_names_never_appear(tmp_path: Path) -> None:
 
 
 def test_two_names_that_are_one_without_wrappers() -> None:
-    with pytest.raises(CheckpointError, match=r"'a\.w' and '_orig_mod\.a\.w' are both called 'a\.w'"):
+    with pytest.raises(CheckpointError, match=r"'a\.w' and '_orig_mod\.a\.w' are both named 'a\.w'"):
         select(["a.w", "_orig_mod.a.w"], None)
 
 
@@ -63,13 +63,13 @@ def test_strip_prefix_of_two_attributes() -> None:
 
 
 def test_strip_prefix_that_fits_nothing() -> None:
-    with pytest.raises(CheckpointError, match=r"begins with 'net\.' .*They begin with: model \(2 names\)"):
+    with pytest.raises(CheckpointError, match=r"begins with 'net\.' .*They start with: model \(2 names\)"):
         select(["model.a", "model.b"], None, strip_prefix="net")
 
 
 @pytest.mark.parametrize("names", [["model.w", "loss.w"], ["weight", "bias"], ["model.w", "scale"]])
 def test_auto_that_cannot_tell(names: list[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"strip_prefix='auto' needs one attribute .* names begin with: "):
+    with pytest.raises(CheckpointError, match=r"strip_prefix='auto' needs one attribute .* names start with: "):
         select(names, None, strip_prefix="auto")
 
 
@@ -130,13 +130,13 @@ def test_what_is_left_out_is_not_looked_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 @pytest.mark.parametrize("value", ["", [], [""], [3]])
 def test_patterns_that_are_none(tmp_path: Path, argument: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{argument} must be a pattern"):
+    with pytest.raises(ValueError, match=f"{argument} must be one or more patterns"):
         merge_fsdp_weights(tmp_path, tmp_path / "out", **{argument: value})
 
 
 def test_patterns_that_fit_nothing(tmp_path: Path) -> None:
     save(tmp_path / "in", {"model": {"w": torch.ones(2)}})
-    with pytest.raises(CheckpointError, match="No tensor is left to write: not chosen by include and exclude"):
+    with pytest.raises(CheckpointError, match="No tensors to write: not selected by include and exclude"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out", include="v")
 
 

@@ -24,7 +24,7 @@ from tests.checkpoint.zero_damage import OPTIMIZER
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "folder": (Path.mkdir, "is a folder"),
     "fifo": (os.mkfifo, "is a FIFO"),
-    "dead link": (lambda path: path.symlink_to("nowhere"), "is a link to nothing"),
+    "dead link": (lambda path: path.symlink_to("nowhere"), "is a broken link"),
 }
 OTHER_WORDS = "not a regular file|which is not there|not found in"
 """For files that a description names."""

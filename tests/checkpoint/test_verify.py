@@ -97,7 +97,7 @@ def test_ties_are_verified(tmp_path: Path) -> None:
     tensors = load_file(path)
     save_file(tensors, path)
     assert verify_merged(folder, path).differences == {
-        "head": "tied to 'w' in the checkpoint; no header says so, and no tensor has the name"
+        "head": "tied to 'w' in the checkpoint; no header records the tie, and no tensor has this name"
     }
     save_file(tensors | {"head": tensors["w"].clone()}, path)
     assert verify_merged(folder, path).is_equal
@@ -134,7 +134,9 @@ def test_bin_files_of_others(folder: Path, tmp_path: Path) -> None:
     torch.save(state_dict, path)
     assert verify_merged(folder, path).is_equal
     torch.save(state_dict | {"a": (tensors["a"] + 1).t().contiguous().t()}, path)
-    assert verify_merged(folder, path).differences == {"a": "state_dict.bin: differs from its source from byte 0 on"}
+    assert verify_merged(folder, path).differences == {
+        "a": "state_dict.bin: differs from its source starting at byte 0"
+    }
 
 
 def test_a_bin_file_that_differs(folder: Path, tmp_path: Path) -> None:
@@ -145,19 +147,22 @@ def test_a_bin_file_that_differs(folder: Path, tmp_path: Path) -> None:
     torch.save(tensors | {"a": tensors["a"].half(), "new": torch.ones(1)}, path)
     differences = verify_merged(folder, path).differences
     assert list(differences) == ["a", "big", "new"]
-    assert "float16 [3, 4], the checkpoint and these options give float32 [3, 4]" in differences["a"]
-    assert f"from byte {BIG * 4 - 4} on" in differences["big"] or f"from byte {BIG * 4 - 2} on" in differences["big"]
+    assert "float16 [3, 4], expected float32 [3, 4]" in differences["a"]
+    assert (
+        f"starting at byte {BIG * 4 - 4}" in differences["big"]
+        or f"starting at byte {BIG * 4 - 2}" in differences["big"]
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.ones(2)], "should hold a state dict, found list"),
-        ({1: torch.ones(2)}, "a state dict has names as keys, found int"),
-        ({"step": 3}, "'step' is no tensor but int"),
+        ([torch.ones(2)], "expected a state dict, found list"),
+        ({1: torch.ones(2)}, "expected a state dict with strings as keys, found int"),
+        ({"step": 3}, "'step' is int, not a tensor"),
         ({"m": torch.nn.Linear(1, 1)}, r"asks for torch\.nn\.modules\.linear\.Linear"),
         (b"no zip", "too short for a zip"),
-        (b"x" * 100, "does not end as a zip of torch.save"),
+        (b"x" * 100, "does not end like a zip archive of torch.save"),
     ],
 )
 def test_a_broken_bin_file_is_an_error(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
@@ -177,7 +182,7 @@ def test_a_broken_bin_file_is_an_error(folder: Path, tmp_path: Path, content: An
 def test_one_changed_byte_is_found(folder: Path, merged: Path, byte: int) -> None:
     flip(merged / "model.safetensors", "big", byte)
     report = verify_merged(folder, merged)
-    assert report.differences == {"big": f"model.safetensors: differs from its source from byte {byte} on"}
+    assert report.differences == {"big": f"model.safetensors: differs from its source starting at byte {byte}"}
     assert str(report) == f"1 of 3 tensors differ. First 'big': {report.differences['big']}"
 
 
@@ -188,10 +193,10 @@ def test_other_values_dtypes_shapes_and_names(folder: Path, merged: Path) -> Non
     differences = verify_merged(folder, merged).differences
     assert differences == {
         "big": "missing from the result",
-        "a": "model.safetensors: float32 [4, 3], the checkpoint and these options give float32 [3, 4]",
-        "c": "model.safetensors: float16 [5], the checkpoint and these options give bfloat16 [5]",
-        "new": "model.safetensors: not what the checkpoint and these options give. Were other options used for the "
-        "merge?",
+        "a": "model.safetensors: float32 [4, 3], expected float32 [3, 4]",
+        "c": "model.safetensors: float16 [5], expected bfloat16 [5]",
+        "new": "model.safetensors: not expected from the checkpoint and these options. "
+        "Did the merge use other options?",
     }
 
 
@@ -211,8 +216,8 @@ def test_an_index_that_is_wrong(folder: Path, tmp_path: Path) -> None:
     assert verify_merged(folder, tmp_path / "out").differences == {
         "a": f"in {first} and in twice.safetensors",
         "c": f"in {second}, model.safetensors.index.json says {first}",
-        "ghost": f"not in {second}, where model.safetensors.index.json says it is",
-        "x": "not in twice.safetensors, where model.safetensors.index.json says it is",
+        "ghost": f"not in {second}, where model.safetensors.index.json lists it",
+        "x": "not in twice.safetensors, where model.safetensors.index.json lists it",
     }
 
 
@@ -236,7 +241,7 @@ def test_a_broken_index_is_an_error(folder: Path, tmp_path: Path, content: str) 
 
 
 def test_an_index_that_is_missing(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not there, and an index of files is wanted"):
+    with pytest.raises(CheckpointError, match="does not exist, expected an index of files"):
         verify_merged(folder, tmp_path / "other.index.json")
 
 
@@ -262,19 +267,19 @@ def one(**changes: object) -> bytes:
     [
         (b"abc", "not a safetensors file, or cut off"),
         (b"\xff" * 8 + b"{}", "not a safetensors file, or cut off"),
-        (one(), "the header ends the tensors at byte .*, the file has"),
-        (one() + b"1234567890", "the header ends the tensors at byte .*, the file has"),
+        (one(), "the tensors end at byte .*, but the file has"),
+        (one() + b"1234567890", "the tensors end at byte .*, but the file has"),
         (one(data_offsets=[4, 12]) + b"x" * 12, "tensor 'a' begins at byte"),
-        (one(dtype="F3") + b"x" * 8, "tensor 'a' has dtype 'F3', which is not known here"),
-        (one(shape=[3]) + b"x" * 8, r"tensor 'a' of float32 \[3\] needs 12 bytes, data_offsets give it 8"),
+        (one(dtype="F3") + b"x" * 8, "tensor 'a' has dtype 'F3', which is not supported"),
+        (one(shape=[3]) + b"x" * 8, r"tensor 'a' of float32 \[3\] needs 12 bytes, but data_offsets gives it 8"),
         (one(shape=[-2]) + b"x" * 8, r"tensor 'a' has shape \[-2\]"),
         (one(shape=[2.0]) + b"x" * 8, r"tensor 'a' has shape \[2.0\]"),
-        (one(data_offsets=[0]) + b"x" * 8, "the header is not one of safetensors"),
-        (header([1]), "the header is not one of safetensors"),
-        (header({"__metadata__": {"a": 1}}), "the header is not one of safetensors"),
-        (header(b"\xff\xff"), "the header is not one of safetensors"),
+        (one(data_offsets=[0]) + b"x" * 8, "the header is not a safetensors header"),
+        (header([1]), "the header is not a safetensors header"),
+        (header({"__metadata__": {"a": 1}}), "the header is not a safetensors header"),
+        (header(b"\xff\xff"), "the header is not a safetensors header"),
         (header(b'{"a": 1, "a": 2}'), "a name appears twice"),
-        (header(b"[" * 100_000), "the header is not one of safetensors"),
+        (header(b"[" * 100_000), "the header is not a safetensors header"),
     ],
 )
 def test_no_safetensors_file(folder: Path, tmp_path: Path, content: bytes, message: str) -> None:
@@ -289,7 +294,7 @@ def test_wrong_arguments_of_verify_are_refused(folder: Path, merged: Path) -> No
         verify_merged(folder, merged, strip_prefix=".")
     with pytest.raises(ValueError, match="dtype must be one of"):
         verify_merged(folder, merged, dtype="int8")
-    with pytest.raises(ValueError, match="include must be a pattern"):
+    with pytest.raises(ValueError, match="include must be one or more patterns"):
         verify_merged(folder, merged, include="")
 
 
@@ -310,7 +315,7 @@ def test_exit_statuses_of_verify(folder: Path, merged: Path, capfd: pytest.Captu
     assert captured.out == ""
     assert captured.err == (
         "accelight: error: 1 of 3 tensors differ. "
-        "First 'a': model.safetensors: differs from its source from byte 5 on\n"
+        "First 'a': model.safetensors: differs from its source starting at byte 5\n"
     )
     assert main([*arguments, "--json"]) == 1
     told = json.loads(capfd.readouterr().out)

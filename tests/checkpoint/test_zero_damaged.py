@@ -144,7 +144,7 @@ CONTENTS: dict[str, tuple[int, str, Callable[[Content], object], str]] = {
         2,
         RANK_0,
         _optimizer(lambda s: s.update(partition_count=2**61)),
-        r"partition_count is 2, in",
+        r"partition_count is 2, but in",
     ),
     "world size negative": (
         2,
@@ -156,29 +156,34 @@ CONTENTS: dict[str, tuple[int, str, Callable[[Content], object], str]] = {
         2,
         RANK_1,
         _optimizer(lambda s: s.update(zero_stage=1)),
-        r"rank_1.* zero_stage is 1, in .*rank_0.* it is 2",
+        r"rank_1.* zero_stage is 1, but in .*rank_0.* it is 2",
     ),
-    "stage unknown": (2, RANK_0, _optimizer(lambda s: s.update(zero_stage=7)), r"zero_stage is 7, beside single_part"),
+    "stage unknown": (2, RANK_0, _optimizer(lambda s: s.update(zero_stage=7)), r"zero_stage is 7, but single_part"),
     "stage no number": (2, RANK_0, _optimizer(lambda s: s.update(zero_stage="2")), r"zero_stage should be a number"),
     "stage of another": (
         2,
         RANK_0,
         _optimizer(lambda s: s.update(zero_stage=3)),
-        r"zero_stage is 3, beside single_part",
+        r"zero_stage is 3, but single_part",
     ),
     "no groups": (3, RANK_0, _optimizer(lambda s: s.pop("fp32_flat_groups")), r"holds no flat fp32 groups"),
     "no optimizer": (2, RANK_0, lambda c: c.pop("optimizer_state_dict"), r"optimizer_state_dict should be a dict"),
     "group short": (2, RANK_0, _replace(0, lambda t: t[:-9]), r"rank_1.*group 0 has \d+ elements, that of .*rank_0"),
     "group short on both": (2, RANK_1, _replace(0, lambda t: t[:9]), r"'up\.bias'.* should end at element \d+ of flat"),
-    "group long": (2, RANK_1, _replace(1, lambda t: t.repeat(3)), r"group 1 has \d+ elements, that of .* Are these"),
-    "group missing": (2, RANK_1, _groups(lambda g: g.pop()), r"number of flat fp32 groups is 1, in .* it is 2"),
+    "group long": (2, RANK_1, _replace(1, lambda t: t.repeat(3)), r"group 1 has \d+ elements, that of .* Do these"),
+    "group missing": (2, RANK_1, _groups(lambda g: g.pop()), r"number of flat fp32 groups is 1, but in .* it is 2"),
     "group of numbers": (2, RANK_0, _replace(0, lambda t: 3), r"groups\[0\] should be a tensor, found int"),
-    "group of ints": (2, RANK_0, _replace(0, lambda t: t.long()), r"groups\[0\] has dtype int64, floating point"),
+    "group of ints": (
+        2,
+        RANK_0,
+        _replace(0, lambda t: t.long()),
+        r"groups\[0\] has dtype int64, expected floating point",
+    ),
     "group of another dtype": (
         2,
         RANK_1,
         _replace(0, lambda t: t.half()),
-        r"dtype of flat fp32 group 0 is float16, in",
+        r"dtype of flat fp32 group 0 is float16, but in",
     ),
     "group of two dimensions": (2, RANK_0, _replace(0, lambda t: t[None]), r"groups\[0\] should be flat, found shape"),
     "group with steps": (2, RANK_0, _replace(0, lambda t: t[::2]), r"should be flat, found shape .* strides \[2\]"),
@@ -188,7 +193,7 @@ CONTENTS: dict[str, tuple[int, str, Callable[[Content], object], str]] = {
         _replace(0, lambda t: t.to_sparse()),
         r"groups\[0\] should be a tensor, found an object",
     ),
-    "share short": (3, RANK_1, _replace(0, lambda t: t[:-1]), r"rank_1.*elements of flat fp32 group 0 is \d+, in"),
+    "share short": (3, RANK_1, _replace(0, lambda t: t[:-1]), r"rank_1.*elements of flat fp32 group 0 is \d+, but in"),
     "paddings": (
         2,
         RANK_0,
@@ -199,7 +204,7 @@ CONTENTS: dict[str, tuple[int, str, Callable[[Content], object], str]] = {
         2,
         MODEL,
         _shape("up.weight", torch.Size((99, 7))),
-        r"'up\.weight' is stored with shape \[13, 7\], p",
+        r"'up\.weight' is stored with shape \[13, 7\], but p",
     ),
     "shape enormous": (
         3,
@@ -230,54 +235,64 @@ CONTENTS: dict[str, tuple[int, str, Callable[[Content], object], str]] = {
         2,
         MODEL,
         lambda c: c["param_shapes"][0].update(dict(c["param_shapes"][1])),
-        r"number of parameters in each group is \[\d+, \d+\], in .* it is",
+        r"number of parameters in each group is \[\d+, \d+\], but in .* it is",
     ),
-    "no shapes": (2, MODEL, _set("param_shapes", None), r"param_shapes is missing, which names ZeRO's fp32 weights"),
+    "no shapes": (2, MODEL, _set("param_shapes", None), r"param_shapes, which names ZeRO's fp32 weights"),
     "fewer groups": (2, MODEL, lambda c: c["param_shapes"].pop(), r"param_shapes has 1 groups, .* has 2"),
     "shapes disagree": (
         3,
         SHARD_1,
         _shape("up.weight", torch.Size((7, 13))),
-        r"rank_1.*'up\.weight' .* is \[7, 13\], in ",
+        r"rank_1.*'up\.weight' .* is \[7, 13\], but in ",
     ),
     "names disagree": (
         3,
         SHARD_1,
         lambda c: c["param_shapes"].__setitem__(0, OrderedDict(reversed(c["param_shapes"][0].items()))),
-        r"rank_1.*a name in param_shapes is '.*', in .*rank_0",
+        r"rank_1.*a name in param_shapes is '.*', but in .*rank_0",
     ),
-    "steps disagree": (3, SHARD_1, _set("global_steps", 9), r"rank_1.*global_steps is 9, in .*rank_0.* it is 1\. Are"),
-    "versions disagree": (3, SHARD_1, _set("ds_version", "0.1"), r"ds_version is 0\.1, in .* it is 0\.19"),
+    "steps disagree": (
+        3,
+        SHARD_1,
+        _set("global_steps", 9),
+        r"rank_1.*global_steps is 9, but in .*rank_0.* it is 1\. Do",
+    ),
+    "versions disagree": (3, SHARD_1, _set("ds_version", "0.1"), r"ds_version is 0\.1, but in .* it is 0\.19"),
     "frozen disagree": (
         3,
         SHARD_1,
         lambda c: c["frozen_param_shapes"].update({"base.bias": torch.Size((4,))}),
-        r"shape of 'base\.bias' in frozen_param_shapes is \[4\], in .* \[13\]",
+        r"shape of 'base\.bias' in frozen_param_shapes is \[4\], but in .* \[13\]",
     ),
-    "frozen missing": (3, SHARD_1, lambda c: c["frozen_param_fragments"].pop("base.bias"), r"has no 'base\.bias'"),
+    "frozen missing": (
+        3,
+        SHARD_1,
+        lambda c: c["frozen_param_fragments"].pop("base.bias"),
+        "in frozen_param_shapes but not in",
+    ),
     "frozen part": (
         3,
         SHARD_1,
         lambda c: c["frozen_param_fragments"].update({"base.bias": torch.ones(5)}),
-        r"'base\.bias' of shape \[13\] has a part of 5 elements, 7 are a rank's share of 2",
+        r"'base\.bias' of shape \[13\] has a part of 5 elements, expected 7 on each of 2 ranks",
     ),
     "frozen shape": (
         2,
         MODEL,
         lambda c: c["frozen_param_fragments"].update({"base.bias": torch.ones(5)}),
-        r"'base\.bias' is stored with shape \[5\], frozen_param_shapes says \[13\]",
+        r"'base\.bias' is stored with shape \[5\], but frozen_param_shapes says \[13\]",
     ),
     "tie of a tie": (
         2,
         MODEL,
         lambda c: c["shared_params"].update(a="head.weight"),
-        r"ties 'a' to 'head\.weight', an al",
+        r"ties 'a' to 'head\.weight', which is an al",
     ),
     "tie no text": (
         2,
         MODEL,
         lambda c: c["shared_params"].update(a=3),
-        r"a name in shared_params should be text, found int",
+        r"a name in shared_params should be a string, found int",
     ),
     "no buffer names": (2, MODEL, lambda c: c.pop("buffer_names"), r"it has no buffer_names: not a model states file"),
     "no module": (2, MODEL, _set("module", None), r"pipeline parallelism"),
@@ -313,16 +328,16 @@ def test_contents_that_cannot_be(zero_checkpoints: Saved, tmp_path: Path, name: 
 def test_a_missing_rank(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder = copy(zero_checkpoints, tmp_path, 3)
     (folder / RANK_1).unlink()
-    assert_refused(folder, r"saved by 2 processes, 1 \*_optim_states\.pt files are here: that of rank 1 is missing")
+    assert_refused(folder, r"saved by 2 processes, 1 \*_optim_states\.pt files exist: that of rank 1 is missing")
     shutil.copy(folder / RANK_0, folder / RANK_1)
     (folder / SHARD_0).unlink()
-    assert_refused(folder, r"1 \*_model_states\.pt files are here: that of rank 0 is missing")
+    assert_refused(folder, r"1 \*_model_states\.pt files exist: that of rank 0 is missing")
 
 
 def test_a_missing_model_file(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder = copy(zero_checkpoints, tmp_path, 2)
     (folder / MODEL).unlink()
-    assert_refused(folder, r"mp_rank_00_model_states\.pt is missing")
+    assert_refused(folder, r"mp_rank_00_model_states\.pt, which names the weights, is missing")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -330,19 +345,19 @@ def test_all_optimizer_files_missing(zero_checkpoints: Saved, tmp_path: Path, st
     folder = copy(zero_checkpoints, tmp_path, stage)
     for rank in range(2):
         (folder / OPTIMIZER.format(rank)).unlink()
-    assert_refused(folder, r"fp32 weights are in \*_optim_states\.pt files; none is here")
+    assert_refused(folder, r"fp32 weights are in \*_optim_states\.pt files, but no such file exists")
 
 
 def test_a_file_of_an_earlier_save(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder = copy(zero_checkpoints, tmp_path, 2)
     shutil.copy(folder / RANK_1, folder / OPTIMIZER.format(2))
-    assert_refused(folder, r"saved by 2 processes, but zero_pp_rank_2_.* is here, too: left from another save")
+    assert_refused(folder, r"saved by 2 processes, but zero_pp_rank_2_.* exists, too, left from another save")
 
 
 @pytest.mark.parametrize(
     ("file", "match"),
     [
-        (f"bf16_{RANK_1}", r"bf16_zero_pp_rank_1.* and zero_pp_rank_1.* are both of rank 1"),
+        (f"bf16_{RANK_1}", r"bf16_zero_pp_rank_1.* and zero_pp_rank_1.* both belong to rank 1"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", r"belongs to model-parallel rank 1; tensor-parallel"),
         ("mp_rank_01_model_states.pt", r"belongs to model-parallel rank 1"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", r"is a file of mixture of experts"),
@@ -370,7 +385,7 @@ def test_files_cut_off_anywhere(zero_checkpoints: Saved, tmp_path: Path, file: s
 @pytest.mark.parametrize(
     ("members", "match"),
     [
-        ({"data_0": b"\0" * 8}, r"rank_0.*: tensor '.*': data/0 has 8 bytes, data\.pkl says \d+ elements"),
+        ({"data_0": b"\0" * 8}, r"rank_0.*: tensor '.*': data/0 has 8 bytes, but data\.pkl says \d+ elements"),
         ({"data_0": None}, r"has no .*data/0"),
         ({"byteorder": b"big"}, r"byte order b'big'"),
     ],
@@ -385,7 +400,7 @@ def test_storages_that_cannot_be(zero_checkpoints: Saved, tmp_path: Path, member
 def test_a_compressed_file(zero_checkpoints: Saved, tmp_path: Path) -> None:
     folder = copy(zero_checkpoints, tmp_path, 2)
     (folder / MODEL).write_bytes(rebuild((folder / MODEL).read_bytes(), zipfile.ZIP_DEFLATED))
-    assert_refused(folder, rf"{MODEL}: zip member .* is compressed, encrypted or double")
+    assert_refused(folder, rf"{MODEL}: zip member .* is compressed, encrypted or duplicated")
 
 
 def test_torchs_old_format(zero_checkpoints: Saved, tmp_path: Path) -> None:
@@ -430,7 +445,7 @@ def test_several_tags_without_latest(zero_checkpoints: Saved, tmp_path: Path) ->
     (tmp_path / "in/in").rename(tmp_path / "in/step1")
     assert merge_fsdp_weights(tmp_path / "in", tmp_path / "out").num_tensors == 14
     shutil.copytree(tmp_path / "in/step1", tmp_path / "in/step2")
-    with pytest.raises(CheckpointError, match=r"holds several checkpoints: step1, step2\. Give one of these folders"):
+    with pytest.raises(CheckpointError, match=r"holds several checkpoints: step1, step2\. Pass one of these folders"):
         merge_fsdp_weights(tmp_path / "in", tmp_path / "out")
 
 
@@ -441,9 +456,9 @@ UNIVERSAL: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: path.unlink(), r"'up\.bias' needs the file 'zero/up\.bias/fp32\.pt', not found"),
     "another size": (
         lambda path: torch.save(torch.ones(3), path),
-        r"fp32\.pt: tensor 'up\.bias' is stored with shape \[3\], param_shapes says \[13\]",
+        r"fp32\.pt: tensor 'up\.bias' is stored with shape \[3\], but param_shapes says \[13\]",
     ),
-    "no tensor": (lambda path: torch.save({"param": 3}, path), r"should hold one floating-point tensor, found int"),
+    "no tensor": (lambda path: torch.save({"param": 3}, path), r"expected one floating-point tensor, found int"),
     "cut off": (lambda path: path.write_bytes(path.read_bytes()[:100]), r"up\.bias/fp32\.pt"),
 }
 

@@ -50,4 +50,4 @@ def test_a_resume(kind: str, tmp_path: Path) -> None:
         paths["full.ckpt"] = str(tmp_path / "full.ckpt")
     for told in run_on_ranks(2, _resume, paths):
         for what, message in told.items():
-            assert f"{tmp_path}/{what} is a {kind}, where a file is wanted" in message, message
+            assert f"{tmp_path}/{what} is a {kind}, expected a file" in message, message

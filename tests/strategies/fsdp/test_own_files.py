@@ -67,7 +67,7 @@ def test_checkpoints_are_replaced(kind: str, by_file: bool, tmp_path: Path) -> N
 def test_other_folders_are_not(names: list[str], tmp_path: Path) -> None:
     folder = _fill(tmp_path / "last", names)
     for by_file in (False, True):
-        with pytest.raises(IsADirectoryError, match="last is a folder and no checkpoint: it is not overwritten"):
+        with pytest.raises(IsADirectoryError, match="last is a folder but not a checkpoint: it is not overwritten"):
             check_replaceable(folder, by_file=by_file)
 
 
@@ -75,7 +75,7 @@ def test_files(tmp_path: Path) -> None:
     file = tmp_path / "table"
     file.write_text("1,2")
     check_replaceable(file, by_file=True)
-    with pytest.raises(FileExistsError, match="table is a file and no checkpoint: it is not overwritten"):
+    with pytest.raises(FileExistsError, match="table is a file but not a checkpoint: it is not overwritten"):
         check_replaceable(file)
     buffer = io.BytesIO()
     torch.save({}, buffer)
