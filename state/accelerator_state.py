@@ -73,7 +73,7 @@ class AcceleratorState(PartialState):
     ) -> None:
         if fsdp_plugin is not None and deepspeed_plugin is not None:
             raise ValueError(
-                "fsdp_plugin and deepspeed_plugin exclude each other: a model is sharded by one. Give one."
+                "fsdp_plugin and deepspeed_plugin exclude each other: only one can shard a model. Pass only one."
             )
         given = {
             "mixed_precision": None if mixed_precision is None else check_precision(mixed_precision),
@@ -308,8 +308,8 @@ def _same(old: Any, new: Any) -> bool:
 
 def _changed(name: str, old: Any, new: Any) -> ValueError:
     return ValueError(
-        f"AcceleratorState has {name}={old!r}, which cannot become {new!r}: somebody may have read it. "
-        f"Give {name}={new!r} where the state is first made (or to the Trainer), or leave it out there."
+        f"AcceleratorState has {name}={old!r}, which cannot become {new!r}: other code may have read it. Pass "
+        f"{name}={new!r} where the state is first created (or to the Trainer), or omit it there."
     )
 
 

@@ -82,7 +82,7 @@ def gather_object(object: Sequence[T]) -> list[T]:
         TypeError: If ``object`` is not a list or tuple: ``gather_object([thing])`` sends one thing.
     """
     if not isinstance(object, (list, tuple)):
-        raise TypeError(f"gather_object takes a list, got {type(object).__name__}. Write gather_object([thing]).")
+        raise TypeError(f"gather_object expects a list, got {type(object).__name__}. Write gather_object([thing]).")
     group = communication_group("gather_object")
     if group is None:
         return list(object)
@@ -314,7 +314,7 @@ def tensors_of(data: Any, path: str = "data") -> dict[str, torch.Tensor]:
     else:
         raise TypeError(
             f"{path} is {type(data).__name__}, but only tensors can be sent this way, in lists, tuples and dicts. "
-            "Use gather_object for other things."
+            "Use gather_object for other objects."
         )
     found: dict[str, torch.Tensor] = {}
     for key, value in items:
@@ -334,7 +334,7 @@ def holds_only_tensors(data: Any) -> bool:
 def _check_sendable(tensor: torch.Tensor, path: str) -> None:
     if hasattr(tensor, "full_tensor"):
         raise TypeError(
-            f"{path} is a DTensor: call .full_tensor() (or .to_local()) on it first, to say which is meant."
+            f"{path} is a DTensor: call .full_tensor() (or .to_local()) on it first, to select which one to send."
         )
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
         raise TypeError(
@@ -428,7 +428,7 @@ def _raise_mismatch(mine: list[str], group: dist.ProcessGroup) -> None:
         for index, (what, *described) in enumerate(received)
         if index == 0 or [what, *described] != received[0]
     ]
-    raise ValueError("The processes do not communicate the same things:\n" + "\n".join(lines))
+    raise ValueError("The processes do not communicate the same data:\n" + "\n".join(lines))
 
 
 AllReduceMaxAsync = Callable[[Sequence[int]], Callable[[], Sequence[int]]]
@@ -488,7 +488,7 @@ def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
 def _gather_things(things: Any) -> list[Any]:
     if not isinstance(things, (list, tuple)):
         raise TypeError(
-            f"gather_for_metrics takes tensors, or a list with one thing per sample, got {type(things).__name__}."
+            f"gather_for_metrics expects tensors, or a list with one item per sample, got {type(things).__name__}."
         )
     blocks: list[list[Any]] = gather_object([list(things)])
     joined = [thing for block in blocks for thing in block]

@@ -221,7 +221,7 @@ class DeadlockWatch:
     def _finish(self, places: str) -> None:
         self.verdict = (
             f"The processes wait for each other and none can continue: {places}. Each of these calls needs all "
-            "processes: let every process make it, and make it at the same point."
+            "processes: call it on every process, at the same point."
         )
         _log.error("%s", self.verdict)
         if (group := self._group()) is not None:

@@ -103,7 +103,7 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...]) -> ProcessInfo:
     if missing:
         found = ", ".join(f"{name}={env[name]}" for name in names if name in env)
         raise RuntimeError(
-            f"The MPI environment is set halfway: {found}, but not {', '.join(missing)}. "
+            f"The MPI environment is only partly set: {found}, but not {', '.join(missing)}. "
             "Start with mpirun, or with torchrun."
         )
     rank, size = _index_and_size(env, names[0], names[1])
@@ -201,16 +201,16 @@ def _from_lightning(env: Mapping[str, str]) -> ProcessInfo:
     if missing:
         found = ", ".join(f"{name}={env[name]}" for name in ("WORLD_SIZE", "LOCAL_RANK") if name in env)
         raise RuntimeError(
-            f"{found} is set, but RANK is not (nor {', '.join(missing)}, as Lightning's launcher would): it is unknown "
-            "which process this is. Start with torchrun (it sets all of them), or unset WORLD_SIZE and LOCAL_RANK."
+            f"{found} is set, but RANK is not (nor {', '.join(missing)}, as Lightning's launcher would): the rank of "
+            "this process is unknown. Start with torchrun (it sets all of them), or unset WORLD_SIZE and LOCAL_RANK."
         )
     local_rank, world_size = _index_and_size(env, "LOCAL_RANK", "WORLD_SIZE")
     node_rank = _integer(env, "NODE_RANK")
     if node_rank > 0 and "LOCAL_WORLD_SIZE" not in env:
         raise RuntimeError(
-            f"NODE_RANK={node_rank} and LOCAL_RANK={local_rank}, but neither RANK nor LOCAL_WORLD_SIZE is set: it is "
-            "unknown which process this is. Set LOCAL_WORLD_SIZE to the processes per node (accelight's strategies "
-            "do), or start with torchrun."
+            f"NODE_RANK={node_rank} and LOCAL_RANK={local_rank}, but neither RANK nor LOCAL_WORLD_SIZE is set: the "
+            "rank of this process is unknown. Set LOCAL_WORLD_SIZE to the number of processes per node (accelight's "
+            "strategies do), or start with torchrun."
         )
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world_size
     rank = node_rank * local_world_size + local_rank
@@ -274,7 +274,7 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise RuntimeError(f"{name}={env[name]!r} is not a whole number. Start with torchrun, or unset it.") from None
+        raise RuntimeError(f"{name}={env[name]!r} is not an integer. Start with torchrun, or unset it.") from None
 
 
 def _hostname() -> str:

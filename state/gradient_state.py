@@ -374,7 +374,7 @@ def _num_steps_from_env() -> int:
     if text == "auto":  # DeepSpeed's word for what the training loop says
         return 1
     if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be a whole number of at least 1.")
+        raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={text!r} must be an integer of at least 1.")
     return int(text)
 
 
@@ -439,7 +439,10 @@ def _check_short_windows(value: object, name: str) -> ShortWindows:
     for allowed in get_args(ShortWindows):
         if value == allowed:
             return allowed
-    raise ValueError(f"{name}={value!r} must be 'full' (divide by num_steps) or 'mean' (by what the window has).")
+    raise ValueError(
+        f"{name}={value!r} must be 'full' (divide by num_steps) or 'mean' (divide by the number of micro-batches in "
+        "the window)."
+    )
 
 
 def size_of_window(batch_idx: int, num_batches: float | None, num_steps: int) -> int:

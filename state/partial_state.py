@@ -370,7 +370,7 @@ def run_where(condition: Callable[[], bool], function: Callable[P, R]) -> Callab
     At the call and not at decoration: a function is often decorated before the process group exists.
     """
     if not callable(function):
-        raise TypeError(f"This decorator takes a function, got {function!r}.")
+        raise TypeError(f"This decorator expects a function, got {function!r}.")
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -451,11 +451,11 @@ def _lengths(inputs: Any, path: str) -> dict[str, int]:
             found.update(_lengths(value, f"{path}[{key!r}]"))
         return found
     if isinstance(inputs, torch.Tensor) and inputs.ndim == 0:
-        raise TypeError(f"Cannot split a tensor of no dimensions{f' at {path}' if path else ''}. Give it one: t[None].")
+        raise TypeError(f"Cannot split a tensor of no dimensions{f' at {path}' if path else ''}. Add one: t[None].")
     if isinstance(inputs, (str, bytes)) or not isinstance(inputs, Sized) or not hasattr(inputs, "__getitem__"):
         raise TypeError(
-            f"Cannot split {type(inputs).__name__}{f' at {path}' if path else ''} between processes: it takes a list, "
-            "tuple, tensor, datasets.Dataset, other sequence, or a dict of them."
+            f"Cannot split {type(inputs).__name__}{f' at {path}' if path else ''} between processes: expected a "
+            "list, tuple, tensor, datasets.Dataset, other sequence, or a dict of them."
         )
     return {path: len(inputs)}
 

@@ -62,15 +62,15 @@ def backend_for(device_type: str, backend: str | None) -> str:
     if backend is not None and ":" in backend:
         if device_type not in {part.split(":", 1)[0] for part in backend.split(",")}:
             raise ValueError(
-                f"backend={backend!r} says nothing for device {device_type!r}. Add {device_type}:{default}."
+                f"backend={backend!r} names no backend for device {device_type!r}. Add {device_type}:{default}."
             )
         return backend
     chosen = backend or default
     capable = dist.Backend.backend_capability.get(chosen)
     if chosen != default and capable is not None and device_type not in capable:
         raise ValueError(
-            f"backend={chosen!r} works on {', '.join(capable)}, but the device here is {device_type!r}. "
-            f"Use backend={default!r}, or leave it out."
+            f"backend={chosen!r} works on {', '.join(capable)}, but this process uses device {device_type!r}. "
+            f"Use backend={default!r}, or omit it."
         )
     return chosen if device_type == "cpu" or chosen == "gloo" else f"cpu:gloo,{device_type}:{chosen}"
 
@@ -107,7 +107,7 @@ def explaining_interfaces() -> Iterator[None]:
         if "gloo" not in str(error) or "Unable to" not in str(error):
             raise
         raise RuntimeError(
-            f"gloo, which is needed beside NCCL too, finds no address of this node ({socket.gethostname()}, "
+            f"gloo, which is needed next to NCCL, too, finds no address of this node ({socket.gethostname()}, "
             f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')!r}): set GLOO_SOCKET_IFNAME to the interface "
             f"that the other nodes reach ('ip -brief address' lists them), on every node. gloo says: {error}"
         ) from error
@@ -176,7 +176,7 @@ def require_group(what: str) -> dist.ProcessGroup:
     group = live_group()
     if group is None:
         raise RuntimeError(
-            f"{what} needs the process group, which is gone: it was destroyed after this state was made. "
+            f"{what} needs the process group, which was destroyed after this state was created. "
             "Communicate before destroy_process_group, or start a new group."
         )
     return group

@@ -199,7 +199,7 @@ class SharedFacts:
             if self._cpu and self._facts is None:
                 raise ValueError(
                     f"cpu=True, but the live process group works only on {', '.join(backends)}. "
-                    "Start it with backend='gloo' (or a composite one), or leave cpu out."
+                    "Start it with backend='gloo' (or a composite one), or omit cpu."
                 )
             device_type = next(iter(backends))
         return _device_of(group, device_type) or device_for(device_type, info.local_process_index)
@@ -230,7 +230,7 @@ class SharedFacts:
         if cpu and facts.device.type != "cpu":
             raise ValueError(
                 f"cpu=True contradicts the live state, whose device is {facts.device}. "
-                "Pass cpu=True where the first state is made."
+                "Pass cpu=True where the first state is created."
             )
         for name, value in arguments.items():
             if value is None:
@@ -241,7 +241,7 @@ class SharedFacts:
             elif value != live:
                 raise ValueError(
                     f"{name}={value!r} contradicts the live state, which has {name}={live!r}. "
-                    "Pass it where the first state is made, or leave it out."
+                    "Pass it where the first state is created, or omit it."
                 )
 
     def _live_argument(self, name: str, value: Any, facts: ProcessFacts) -> Any:
@@ -370,10 +370,10 @@ def check_group_arguments(arguments: dict[str, Any]) -> None:
     known = [name for name in inspect.signature(init_process_group).parameters if not name.startswith("_")]
     unknown = [name for name in arguments if name not in known]
     if unknown:
-        raise TypeError(f"Unknown argument(s) {', '.join(unknown)}: init_process_group takes {', '.join(known)}.")
+        raise TypeError(f"Unknown argument(s) {', '.join(unknown)}: init_process_group accepts {', '.join(known)}.")
     InitProcessGroupKwargs(timeout=arguments.get("timeout"))
     if ("rank" in arguments) != ("world_size" in arguments):
-        raise ValueError("rank and world_size must be given together. Give both, or neither (the launcher knows them).")
+        raise ValueError("rank and world_size must be set together. Pass both, or neither (the launcher sets them).")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -229,9 +229,9 @@ class StoreMessages(Channel):
 
         try:
             if poll(is_there_or_never, self.timeout_s() + _GRACE_S, self._pause_s) is None:
-                raise RuntimeError(f"{what} failed: process 0 said nothing for {self.timeout_s():g} s.")
+                raise RuntimeError(f"{what} failed: process 0 did not respond within {self.timeout_s():g} s.")
             if not self.wait_for(key, _GRACE_S):
-                raise RuntimeError(f"{what} failed: a process has ended, and process 0 does not say which.")
+                raise RuntimeError(f"{what} failed: a process has ended, but process 0 does not report which.")
             return self.take(key)[0]
         finally:
             self.finish_use()
@@ -308,8 +308,8 @@ class _Blocks(Channel):
             if not self.wait_for(key, limit_s, promptly=False):
                 scope, path = key.rsplit("/", 1)
                 raise TimeoutError(
-                    f"The first process of {scope!r} has not left block {path} after {limit_s:g} s. Raise timeout=, or "
-                    "see what it is doing."
+                    f"The first process of {scope!r} has not left block {path} after {limit_s:g} s. Increase "
+                    "timeout=, or check what it is doing."
                 )
             content, keys = self.take(key)
             if self._store.add(f"{key}/readers", 1) == num_waiting:
@@ -323,7 +323,7 @@ class _Blocks(Channel):
             ) from error
         failure, results = pickle.loads(content)
         if failure is not None:
-            raise RuntimeError(f"Cannot go on: {failure}")
+            raise RuntimeError(f"Cannot continue: {failure}")
         return list(results)
 
 
@@ -348,7 +348,7 @@ def one_first(
     """
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if limit_s is not None and limit_s <= 0:
-        raise ValueError(f"timeout must be positive, got {timeout!r}. Leave it out to wait as long as it takes.")
+        raise ValueError(f"timeout must be positive, got {timeout!r}. Omit it to wait without a limit.")
     blocks = _Blocks.of(group, "first")
     path = blocks.enter()
     try:
@@ -361,7 +361,10 @@ def one_first(
         try:
             yield results
         except BaseException as error:
-            outcome = f"process {process_index} raised {type(error).__name__} in the block it runs first: {error}", []
+            outcome = (
+                f"process {process_index} raised {type(error).__name__} in the block that it runs first: {error}",
+                [],
+            )
             raise
         finally:
             blocks.num_waited_for -= bool(num_waiting)
@@ -450,8 +453,8 @@ def store_barrier(what: str) -> None:
     present = barrier.present()
     if barrier.withdraw():  # else this process would be here already when all come the next time
         raise RuntimeError(
-            f"{what} was called on {_processes(present)} of {group.size()} alone: the others did not come in "
-            f"{timeout_s:g} s. Call it on every process; each has a part in it."
+            f"{what} was called on {_processes(present)} of {group.size()} only: the others did not reach it in "
+            f"{timeout_s:g} s. Call it on every process; all must take part."
         )
 
 
@@ -485,7 +488,9 @@ class CollectiveOrderChecker:
             raise RuntimeError(f"{error} {self._way_out}") from None
         if different:
             listed = "; ".join(f"process {rank} {action}" for rank, action in enumerate(different))
-            raise RuntimeError(f"Processes use different parts of the model at one time: {listed}. {self._way_out}")
+            raise RuntimeError(
+                f"Processes use different parts of the model at the same time: {listed}. {self._way_out}"
+            )
 
     def compare_at_line(self, action: str) -> None:
         """Compare an action at the line of users' code that has called the library or torch; each line once."""
@@ -504,7 +509,7 @@ class CollectiveOrderChecker:
                 return different
             present = meeting.present()
             absent = ", ".join(f"{each}" for each in range(num_ranks()) if each not in present)
-            text = f"Process {rank} {action} now, and process {absent} does not"
+            text = f"Process {rank} {action} now, but process {absent} does not"
             if patience_s == self._timeout_s:
                 break
             if present[0] == rank:
@@ -565,7 +570,7 @@ def missing_ranks(run: str) -> str:
         where = f"{os.environ.get('MASTER_ADDR', 'the host of process 0')}:{os.environ.get('MASTER_PORT', '')}"
         return (
             f"nor does the store at {where.rstrip(':')}, which process 0 or its torchrun agent holds: process 0 has "
-            "ended, or its host cannot be reached from here."
+            "ended, or its host is unreachable."
         )
     if failed := {rank: text for rank, text in sorted(heard.items()) if text}:
         return "because " + "; ".join(f"process {rank} failed with {text}" for rank, text in failed.items())
@@ -573,8 +578,8 @@ def missing_ranks(run: str) -> str:
     if not missing:
         return "but all of them answer: they wait for each other, or the timeout is too short."
     return (
-        f"and {_processes(missing)} did not answer within {ANSWERS_WITHIN_S:g} s: ended, not to be reached, or busy "
-        "elsewhere."
+        f"and {_processes(missing)} did not answer within {ANSWERS_WITHIN_S:g} s: they ended, are unreachable, or "
+        "are busy."
     )
 
 

@@ -186,8 +186,8 @@ class _Shutdown:
         while (missing := self._missing()) and time.monotonic() - started < limit_s:
             if not has_logged and time.monotonic() - started > _SILENT_S:
                 _log.warning(
-                    "Process 0 stays for the others, which have not come to %s yet; at most %g s more. (Ctrl-C ends "
-                    "it.)",
+                    "Process 0 waits for the others, which have not reached %s yet; at most %g s more. (Ctrl-C ends "
+                    "the wait.)",
                     " and ".join(missing),
                     limit_s - _SILENT_S,
                 )

@@ -131,7 +131,7 @@ class _Channel:
             dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"The processes could not agree on triggers: one has ended, or has not come to its check. ({error})"
+                f"The processes could not agree on triggers: one has ended, or has not reached its check. ({error})"
             ) from error
         if not buffer.item():
             return {}
@@ -367,7 +367,7 @@ class Rounds:
         if seen is None:
             come = self._num_processes - self._missing(number, self._store.add(key, 0))
             raise TimeoutError(
-                f"{come} of {self._num_processes} processes have come to the previous {self._what} after "
+                f"{come} of {self._num_processes} processes have reached the previous {self._what} after "
                 f"{timeout_s:g} s. Every process must check equally often."
             )
         self._complete = max(self._complete, number)

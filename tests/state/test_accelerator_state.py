@@ -213,7 +213,7 @@ def use_on_ranks() -> tuple[Any, ...]:
     found = (state.process_index, state.distributed_type, len(share), state.use_distributed)
     state.wait_for_everyone()
     state.destroy_process_group()
-    with pytest.raises(RuntimeError, match="wait_for_everyone needs the process group, which is gone"):
+    with pytest.raises(RuntimeError, match="wait_for_everyone needs the process group, which was destroyed"):
         AcceleratorState().wait_for_everyone()
     return found
 

@@ -119,7 +119,7 @@ def test_lightnings_launcher_defers_the_group() -> None:
         ({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not"),
         ({**TORCHRUN, "RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 does not fit WORLD_SIZE=4"),
-        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a whole number"),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not an integer"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 do not fit process 3 of 4"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_RANK=1 and LOCAL_WORLD_SIZE=8 do not fit"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but RANK is not"),

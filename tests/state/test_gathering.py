@@ -145,7 +145,7 @@ def disagree() -> list[str]:
     ]
     told = []
     for attempt in attempts:
-        with pytest.raises(ValueError, match="do not communicate the same things") as caught:
+        with pytest.raises(ValueError, match="do not communicate the same data") as caught:
             attempt()
         told.append(str(caught.value))
     with pytest.raises(ValueError, match=r"from_process=2 is out of range: there are 2 process"):
@@ -191,11 +191,11 @@ def raise_everywhere() -> None:
         reduce(torch.ones(1), "min")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"data is torch\.complex64, which has no largest value"):
         reduce(torch.ones(1, dtype=torch.complex64), "max")
-    with pytest.raises(TypeError, match=r"gather_object takes a list, got dict. Write gather_object\(\[thing\]\)"):
+    with pytest.raises(TypeError, match=r"gather_object expects a list, got dict. Write gather_object\(\[thing\]\)"):
         gather_object({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fills a list in place, got tuple"):
         broadcast_object_list((1,))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="takes tensors, or a list with one thing per sample, got dict"):
+    with pytest.raises(TypeError, match="expects tensors, or a list with one item per sample, got dict"):
         gather_for_metrics({"x": "text"})
     if PartialState().num_processes > 1:
         from torch.distributed.device_mesh import init_device_mesh

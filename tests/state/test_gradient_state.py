@@ -71,7 +71,7 @@ def test_the_environment_sets_the_default_number_of_steps(monkeypatch: pytest.Mo
     assert GradientState(GradientAccumulationPlugin(num_steps=2)).num_steps == 2
     GradientState._reset_state()
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "none")
-    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='none' must be a whole number"):
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='none' must be an integer"):
         GradientState()
 
 

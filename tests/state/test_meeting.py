@@ -32,7 +32,7 @@ def test_who_comes_alone_is_told_in_time() -> None:
     results = run_on_ranks(3, _meet, [2, 1, 1], group_timeout_s=3)
     assert results[1:] == [[""], [""]]
     assert results[0][0] == ""
-    assert "saving was called on process 0 of 3 alone: the others did not come in 3 s" in results[0][1]
+    assert "saving was called on process 0 of 3 only: the others did not reach it in 3 s" in results[0][1]
 
 
 def _meet_alone_first() -> list[str]:
@@ -45,5 +45,5 @@ def _meet_alone_first() -> list[str]:
 
 def test_who_came_alone_is_not_there_already_the_next_time() -> None:
     first, second = run_on_ranks(2, _meet_alone_first, group_timeout_s=2)
-    assert "on process 0 of 2 alone" in first.pop(0)
+    assert "on process 0 of 2 only" in first.pop(0)
     assert first == second == [""] * 3

@@ -64,8 +64,8 @@ def fail_first(kind: str) -> str:
 def test_an_exception_in_the_main_process_reaches_the_others(kind: str) -> None:
     told = run_on_ranks(3, fail_first, kind, timeout_s=20)
     assert told[0] == "FileNotFoundError: no such dataset"
-    expected = "process 0 raised FileNotFoundError in the block it runs first: no such dataset"
-    assert told[1] == told[2] == f"RuntimeError: Cannot go on: {expected}"
+    expected = "process 0 raised FileNotFoundError in the block that it runs first: no such dataset"
+    assert told[1] == told[2] == f"RuntimeError: Cannot continue: {expected}"
 
 
 def communicate_first(call: str) -> str:
@@ -93,7 +93,7 @@ def test_what_needs_all_processes_is_refused_while_they_wait(call: str) -> None:
         f"{call} needs all processes, and the others wait for this one to leave its main_process_first() or "
         "local_main_process_first() block. Call it before or after the block."
     )
-    assert second == f"Cannot go on: process 0 raised RuntimeError in the block it runs first: {first}"
+    assert second == f"Cannot continue: process 0 raised RuntimeError in the block that it runs first: {first}"
 
 
 def exit_first() -> str:

@@ -110,11 +110,11 @@ def test_all_instances_share_one_state_made_by_the_first() -> None:
 
 
 def test_unknown_and_wrong_arguments_raise() -> None:
-    with pytest.raises(TypeError, match=r"Unknown argument.s. colour: init_process_group takes backend, init_method"):
+    with pytest.raises(TypeError, match=r"Unknown argument.s. colour: init_process_group accepts backend, init_method"):
         PartialState(colour="red")
     with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, got 5"):
         PartialState(timeout=5)
-    with pytest.raises(ValueError, match="rank and world_size must be given together"):
+    with pytest.raises(ValueError, match="rank and world_size must be set together"):
         PartialState(rank=0)
     assert PartialState().num_processes == 1
 
@@ -159,9 +159,9 @@ def test_a_live_group_is_not_what_the_first_instance_asked_for() -> None:
 def test_a_backend_for_another_device_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"backend='nccl' works on cuda, but the device here is 'cpu'.*'gloo'"):
+    with pytest.raises(ValueError, match=r"backend='nccl' works on cuda, but this process uses device 'cpu'.*'gloo'"):
         PartialState(cpu=True, backend="nccl")
-    with pytest.raises(ValueError, match=r"backend='cuda:nccl' says nothing for device 'cpu'. Add cpu:gloo"):
+    with pytest.raises(ValueError, match=r"backend='cuda:nccl' names no backend for device 'cpu'. Add cpu:gloo"):
         PartialState(cpu=True, backend="cuda:nccl")
     assert PartialState(cpu=True).backend == "gloo"  # alone and without MASTER_PORT: needs no port
 
@@ -228,10 +228,10 @@ def adopt_a_later_group(port: int) -> None:
     state.destroy_process_group()
     state.destroy_process_group()  # nothing left to do
     assert (state.process_index, state.num_processes) == (rank, size)  # as last known
-    with pytest.raises(RuntimeError, match="wait_for_everyone needs the process group, which is gone"):
+    with pytest.raises(RuntimeError, match="wait_for_everyone needs the process group, which was destroyed"):
         state.wait_for_everyone()
     with (
-        pytest.raises(RuntimeError, match="main_process_first needs the process group, which is gone"),
+        pytest.raises(RuntimeError, match="main_process_first needs the process group, which was destroyed"),
         state.main_process_first(),
     ):
         pass
@@ -334,7 +334,7 @@ def run_decorated() -> list[Any]:
         state.on_local_process(name)
     with pytest.raises(TypeError, match="process_index must be an int, got '0'"):
         state.on_process(process_index="0")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="takes a function, got 'name'"):
+    with pytest.raises(TypeError, match="expects a function, got 'name'"):
         state.on_main_process("name")  # type: ignore[arg-type]
     return [function(prefix="rank") for function in decorated]
 

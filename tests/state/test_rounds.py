@@ -112,7 +112,7 @@ def test_who_does_not_come_is_counted() -> None:
     second.come()
     assert first.num_missing() == 1
     first.come()
-    with pytest.raises(TimeoutError, match=r"2 of 3 processes have come to the previous check after 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"2 of 3 processes have reached the previous check after 0.05 s"):
         first.messages(1)
-    with pytest.raises(TimeoutError, match=r"2 of 3 processes have come"):
+    with pytest.raises(TimeoutError, match=r"2 of 3 processes have reached"):
         first.come()  # two rounds ahead of the third, whose coming could not be told from this one

@@ -85,7 +85,7 @@ def test_rank_zero_waits_for_a_rank_that_is_very_late() -> None:
     source = START + LATE["before the block"] + ENDS["destroy"]
     lines = run_script(source, "7", launcher="by_hand", nproc=2, timeout_s=60).lines
     assert "done 1" in lines
-    assert any("Process 0 stays for the others, which have not come to main_process_first yet" in one for one in lines)
+    assert any("Process 0 waits for the others, which have not reached main_process_first yet" in one for one in lines)
 
 
 @pytest.mark.exhaustive

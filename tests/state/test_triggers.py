@@ -241,7 +241,7 @@ def check_in_vain(blocking: bool) -> str:
 
 @pytest.mark.parametrize(
     ("blocking", "message"),
-    [(True, "could not agree on triggers"), (False, "1 of 2 processes have come to the previous")],
+    [(True, "could not agree on triggers"), (False, "1 of 2 processes have reached the previous")],
 )
 def test_a_missing_process_is_an_error_and_not_a_hang(blocking: bool, message: str) -> None:
     with pytest.raises(AssertionError, match=f"told: .*{message}"):
@@ -252,9 +252,9 @@ def find_the_group_gone() -> None:
     state = PartialState()
     torch.distributed.barrier()
     state.destroy_process_group()
-    with pytest.raises(RuntimeError, match="check_trigger needs the process group, which is gone"):
+    with pytest.raises(RuntimeError, match="check_trigger needs the process group, which was destroyed"):
         check_trigger()
-    with pytest.raises(RuntimeError, match="set_trigger needs the process group, which is gone"):
+    with pytest.raises(RuntimeError, match="set_trigger needs the process group, which was destroyed"):
         set_trigger()
 
 
