@@ -168,7 +168,7 @@ class ElasticTraining(Callback):
     def _deal(self, trainer: Trainer, loader: Any) -> Any:
         """Return the training loader with batches of ours."""
         if self.division is None:
-            raise RuntimeError("ElasticTraining deals samples once it was set up by the Trainer.")
+            raise RuntimeError("ElasticTraining distributes samples only after the Trainer has set it up.")
         order = EpochOrder(len(map_style(loader)), is_shuffled(loader), self.seed)
         self._batches = GlobalBatches(order, self.division, self._rank, loader.drop_last)
         limit = trainer.limit_train_batches
@@ -226,8 +226,9 @@ class ElasticTraining(Callback):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             raise ValueError(
-                "The checkpoint was saved without ElasticTraining: which samples its epoch has used is not known. "
-                "Resume without ElasticTraining and with as many processes, or load its weights alone, before fit()."
+                "The checkpoint was saved without ElasticTraining: the samples used in its epoch are unknown. "
+                "Resume without ElasticTraining on the same number of processes, or load only its weights, before "
+                "fit()."
             )
         self._resumed = state
         forgot = count_anew(
@@ -240,7 +241,7 @@ class ElasticTraining(Callback):
         if forgot:
             rank_zero_info(
                 f"The checkpoint was saved within the accumulation window after step {state['global_step']}; its "
-                "micro-batches are done again."
+                "micro-batches are repeated."
             )
 
     # ------------------------------------------------------------------ training
@@ -250,13 +251,13 @@ class ElasticTraining(Callback):
         batches = self._batches
         if batches is None or len(loop._combined_loader.flattened) != 1:
             raise ValueError(
-                f"ElasticTraining deals the samples of one training loader, and there are "
-                f"{len(loop._combined_loader.flattened)}. Make one dataset of them."
+                f"ElasticTraining distributes the samples of one training loader, but there are "
+                f"{len(loop._combined_loader.flattened)}. Combine them into one dataset."
             )
         if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError(
-                "ElasticTraining cannot follow training_step(dataloader_iter), which fetches its batches by itself. "
-                "Let it take (batch, batch_idx)."
+                "ElasticTraining cannot follow training_step(dataloader_iter), which fetches its own batches. Use "
+                "training_step(batch, batch_idx)."
             )
         warnings.filterwarnings("ignore", r".*your dataloader is not resumable")  # this one is
         if self._resumed:
@@ -273,12 +274,12 @@ class ElasticTraining(Callback):
     def _check_alike(self, batches: GlobalBatches) -> None:
         now = self._fixed(batches)
         changed = [
-            f"{name} was {self._resumed[name]}, is {now[name]}" for name in now if now[name] != self._resumed[name]
+            f"{name} was {self._resumed[name]}, is now {now[name]}" for name in now if now[name] != self._resumed[name]
         ]
         if changed:
             raise ValueError(
-                f"The checkpoint's epochs have another order of samples: {'; '.join(changed)}. Give what it was, or "
-                "begin anew with another folder of checkpoints."
+                f"The checkpoint was saved with a different sample order: {'; '.join(changed)}. Use the original "
+                "values, or start from scratch with another checkpoint folder."
             )
 
     def _count_in_steps(self, trainer: Trainer, batches: GlobalBatches) -> None:
@@ -305,16 +306,16 @@ def _check_count(name: str, value: object) -> None:
 def _check_accumulation(trainer: Trainer, pl_module: LightningModule) -> None:
     if not pl_module.automatic_optimization:
         raise ValueError(
-            "ElasticTraining needs automatic optimization: in manual optimization nobody but training_step knows which "
-            "micro-batches make up a step."
+            "ElasticTraining needs automatic optimization: in manual optimization only training_step knows which "
+            "micro-batches form a step."
         )
     if trainer.accumulate_grad_batches != 1 or any(
         isinstance(callback, GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
     ):
         raise ValueError(
-            f"ElasticTraining sets accumulate_grad_batches, from global_batch_size and max_batch_size. Leave "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler out."
+            "ElasticTraining sets accumulate_grad_batches from global_batch_size and max_batch_size. Remove "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler."
         )
 
 
@@ -355,9 +356,9 @@ class Division:
         if rest:
             fitting = [str(n) for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
             raise ValueError(
-                f"global_batch_size={global_batch_size} cannot be dealt equally to {num_processes} processes. Start "
-                f"{_listed(fitting)} processes, or train with a global batch that all numbers of processes divide that "
-                "may be left."
+                f"global_batch_size={global_batch_size} cannot be split equally over {num_processes} processes. "
+                f"Start {_listed(fitting)} processes, or use a global batch size that is divisible by every number "
+                "of processes that may remain."
             )
         limit = share if max_batch_size is None else max_batch_size
         steps = next(steps for steps in range(1, share + 1) if share % steps == 0 and share // steps <= limit)
@@ -413,9 +414,8 @@ class GlobalBatches:
         self._skipped: tuple[int, int] | None = None
         if self.num_steps == 0:
             raise ValueError(
-                f"The training data has {order.num_samples} samples, not one global batch of "
-                f"{division.global_batch_size}"
-                + (" (drop_last=True leaves an incomplete one out)." if drop_last else ".")
+                f"The training data has {order.num_samples} samples, fewer than one global batch of "
+                f"{division.global_batch_size}" + (" (drop_last=True drops an incomplete one)." if drop_last else ".")
             )
 
     @property
@@ -495,19 +495,17 @@ def map_style(loader: Any) -> Any:
     Raises:
         ValueError: If they cannot, or hold a state of their own.
     """
-    hint = (
-        "Give a DataLoader over a dataset with __len__ and __getitem__, with shuffle= and without a sampler of its own."
-    )
+    hint = "Use a DataLoader over a dataset with __len__ and __getitem__, with shuffle= and without a custom sampler."
     if (
         not isinstance(loader, DataLoader)
         or not hasattr(loader.dataset, "__len__")
         or not _is_plain(loader.batch_sampler, BatchSampler)
     ):
-        raise ValueError(f"ElasticTraining cannot deal the samples of {_described(loader)}. {hint}")
+        raise ValueError(f"ElasticTraining cannot distribute the samples of {_described(loader)}. {hint}")
     if isinstance(loader.dataset, _Stateful):
         raise ValueError(
-            f"{type(loader.dataset).__name__} has a state_dict: checkpoints hold that of process 0 alone, and it "
-            "cannot be dealt to another number of processes. Let what __getitem__ returns depend on the index alone."
+            f"{type(loader.dataset).__name__} has a state_dict: checkpoints hold only that of process 0, which "
+            "cannot be split over another number of processes. __getitem__ must depend only on the index."
         )
     return loader.dataset
 
@@ -526,8 +524,8 @@ def is_shuffled(loader: Any) -> bool:
     if type(sampler) is DistributedSampler and sampler.dataset is dataset:
         return sampler.shuffle
     raise ValueError(
-        f"ElasticTraining draws the order of samples itself, and would not use {type(sampler).__name__}. Leave the "
-        "sampler out and give shuffle=."
+        f"ElasticTraining determines the order of samples, and would not use {type(sampler).__name__}. Remove the "
+        "sampler and set shuffle=."
     )
 
 
@@ -617,9 +615,9 @@ def skip_used_batches(trainer: Trainer) -> None:
     fetcher = loop._data_fetcher
     if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, _Stateful) for loader in loaders):
         rank_zero_warn(
-            f"The first {num_used} batches of this epoch have been used before the stop, and are used again: they "
-            "cannot be skipped with training_step(dataloader_iter), nor where some loaders have a state_dict. Give all "
-            "loaders a state_dict and load_state_dict."
+            f"The first {num_used} batches of this epoch were used before the stop, and are used again: they cannot "
+            "be skipped with training_step(dataloader_iter), or if only some loaders have a state_dict. Implement "
+            "state_dict and load_state_dict on all loaders."
         )
         return
     for loader in loaders:
@@ -631,7 +629,7 @@ def skip_used_batches(trainer: Trainer) -> None:
         except StopIteration:
             raise RuntimeError(
                 f"The checkpoint was saved after batch {num_used} of its epoch, but the data ends after {number}. "
-                "Resume with the same data and batch size, or from the checkpoint of an epoch's end."
+                "Resume with the same data and batch size, or from a checkpoint of the end of an epoch."
             ) from None
     fetcher.fetched -= num_used  # the loop adds them once more
     rank_zero_info(f"Skipped the {num_used} batches of this epoch that were used before the stop.")

@@ -102,7 +102,7 @@ class ExactEvaluation(Callback):
             RuntimeError: Outside of validation and test steps.
         """
         if not self._in_batch:
-            raise RuntimeError("num_samples is known in validation and test steps, while the Trainer runs them.")
+            raise RuntimeError("num_samples is known only in validation and test steps that the Trainer runs.")
         return self._num_samples
 
     @property
@@ -129,8 +129,8 @@ class ExactEvaluation(Callback):
         for path, tensor in tensors_of(data).items():
             if tensor.ndim == 0 or len(tensor) != rows:
                 raise ValueError(
-                    f"{path} has shape {list(tensor.shape)}, but this process's batch has {rows} sample(s). Give one "
-                    "row for each sample, or reduce values with accelight.state.reduce."
+                    f"{path} has shape {list(tensor.shape)}, but this process's batch has {rows} sample(s). Return "
+                    "one row per sample, or reduce values with accelight.state.reduce."
                 )
         return gather_interleaved(data, num_samples)
 
@@ -157,9 +157,9 @@ class ExactEvaluation(Callback):
             return _update_dataloader(loader, sampler) if sampler is not loader.sampler else loader
         if not self.assume_disjoint:
             raise ValueError(
-                f"ExactEvaluation cannot tell which of its samples {_described(loader)} gives to which of "
-                f"{trainer.world_size} processes. Use a map-style dataset and leave the sampler to the Trainer, or use "
-                "torch's DistributedSampler; or, if each sample lies on exactly one process, "
+                f"ExactEvaluation cannot determine how {_described(loader)} distributes samples over "
+                f"{trainer.world_size} processes. Use a map-style dataset and let the Trainer add the sampler, or "
+                "use torch's DistributedSampler; or, if each sample is on exactly one process, use "
                 "ExactEvaluation(assume_disjoint=True)."
             )
         if hasattr(loader, "__len__"):
@@ -171,8 +171,8 @@ class ExactEvaluation(Callback):
         counts = gather(torch.tensor([num_batches])).tolist()
         if len(set(counts)) > 1:
             raise ValueError(
-                f"The processes' evaluation loaders have {counts} batches. Sharded models need every process in every "
-                "forward pass: give all of them equally many."
+                f"The processes' evaluation loaders have {counts} batches. Sharded models need every process in "
+                "every forward pass: use the same number of batches on all processes."
             )
 
     # ------------------------------------------------------------------ one evaluation
@@ -181,8 +181,8 @@ class ExactEvaluation(Callback):
         loop: Any = trainer._active_loop
         if is_param_in_hook_signature(getattr(pl_module, step), "dataloader_iter", explicit=True):
             raise ValueError(
-                f"ExactEvaluation cannot follow {step}(dataloader_iter), which fetches its batches by itself. "
-                "Let it take (batch, batch_idx)."
+                f"ExactEvaluation cannot follow {step}(dataloader_iter), which fetches its own batches. Use "
+                f"{step}(batch, batch_idx)."
             )
         if trainer.world_size > 1 and loop.num_dataloaders > 1 and not loop._is_sequential:
             raise ValueError(
@@ -312,8 +312,9 @@ class ExactEvaluation(Callback):
     def _check_metric(pl_module: LightningModule, metric: Metric, name: str) -> None:
         if all(metric is not module for module in pl_module.modules()):
             raise ValueError(
-                f"self.log({name!r}): the {type(metric).__name__} is not an attribute of the module or a submodule, so "
-                "that steps that must not count would count in it. Make it one (torch.nn.ModuleList for several)."
+                f"self.log({name!r}): the {type(metric).__name__} is not an attribute of the module or a submodule, "
+                "so steps that must not count would count in it. Store it as an attribute (use torch.nn.ModuleList "
+                "for several)."
             )
         check_exact(metric, name)
 
@@ -325,8 +326,9 @@ class ExactEvaluation(Callback):
         reduction = reduction_named(arguments["reduce_fx"])
         if arguments["on_step"] and arguments["sync_dist"] and trainer.world_size > 1:
             raise ValueError(
-                f"self.log({name!r}, on_step=True, sync_dist=True) averages over processes whatever number of samples "
-                "each has in a step. Leave sync_dist out: the epoch's value is over all processes in any case."
+                f"self.log({name!r}, on_step=True, sync_dist=True) averages over processes regardless of how many "
+                "samples each has in a step. Remove sync_dist: the value of the epoch covers all processes in any "
+                "case."
             )
         if arguments["on_epoch"] is False or reduction is None or value.numel() != 1:
             return arguments  # no value of the epoch, or an error of Lightning's own
@@ -358,9 +360,9 @@ class ExactEvaluation(Callback):
         first = everyone[: len(mine)]
         if not torch.allclose(everyone.double(), first.double().repeat(len(everyone) // len(first)), equal_nan=True):
             raise ValueError(
-                f"self.log({name!r}) got {everyone.tolist()} on the processes, outside of a step: how many samples "
-                "stand behind each is not known. Log it in the step, or use a metric of torchmetrics, or gather what "
-                "it is computed from (ExactEvaluation.of(trainer).gather)."
+                f"self.log({name!r}) got {everyone.tolist()} on the processes, outside a step: the number of samples "
+                "behind each value is unknown. Log it in the step, use a metric of torchmetrics, or gather the "
+                "values that it is computed from (ExactEvaluation.of(trainer).gather)."
             )
         return first.reshape(torch.as_tensor(value).shape)
 
@@ -505,8 +507,8 @@ def check_exact(metric: Metric, name: str) -> None:
         kind = type(one).__name__
         if not one.sync_on_compute:
             raise ValueError(
-                f"self.log({name!r}): {kind}(sync_on_compute=False) computes from the samples of one process alone. "
-                "Leave sync_on_compute out."
+                f"self.log({name!r}): {kind}(sync_on_compute=False) computes from the samples of one process only. "
+                "Remove sync_on_compute."
             )
         averaged = [
             state
@@ -515,8 +517,8 @@ def check_exact(metric: Metric, name: str) -> None:
         ]
         if averaged:
             raise ValueError(
-                f"self.log({name!r}): {kind} averages {averaged} over processes, whatever number of samples each has. "
-                "Use a metric whose states are summed or concatenated (dist_reduce_fx='sum' or 'cat')."
+                f"self.log({name!r}): {kind} averages {averaged} over processes, regardless of how many samples each "
+                "has. Use a metric whose states are summed or concatenated (dist_reduce_fx='sum' or 'cat')."
             )
 
 
@@ -590,8 +592,8 @@ def _sync_any_number(
         if form is None:
             if len(set(counts)) > 1:
                 raise ValueError(
-                    f"{type(self).__name__}.{name} holds {counts} things on the processes that are no tensors: "
-                    "torchmetrics gathers equally many only. Use a batch size that divides the number of samples."
+                    f"{type(self).__name__}.{name} holds {counts} non-tensor values on the processes: torchmetrics "
+                    "gathers only equal numbers. Use a batch size that divides the number of samples."
                 )
             continue
         filling = [torch.zeros((0,) * form[0], dtype=form[1], device=self.device)] * (max(counts) - len(elements))
@@ -677,12 +679,12 @@ def real_samples_of(loader: Any, world_size: int) -> RealSamples | None:
     num_samples = len(dealt.dataset)  # type: ignore[arg-type]
     if dealt.drop_last and num_samples % world_size:
         raise ValueError(
-            f"DistributedSampler(drop_last=True) leaves out {num_samples % world_size} of {num_samples} samples on "
-            f"{world_size} processes: the result cannot equal that of one process. Leave drop_last out."
+            f"DistributedSampler(drop_last=True) drops {num_samples % world_size} of {num_samples} samples on "
+            f"{world_size} processes: the result cannot equal that of one process. Remove drop_last."
         )
     if loader.batch_sampler.drop_last and len(dealt) % batch_size:
         raise ValueError(
-            f"DataLoader(drop_last=True) leaves out the last {len(dealt) % batch_size} of {len(dealt)} samples of each "
-            "process: the result cannot equal that of one process. Leave drop_last out of evaluation loaders."
+            f"DataLoader(drop_last=True) drops the last {len(dealt) % batch_size} of {len(dealt)} samples of each "
+            "process: the result cannot equal that of one process. Remove drop_last from evaluation loaders."
         )
     return sampler

@@ -125,8 +125,8 @@ class GradNormMonitor(Callback):
             norm = _norm_of(trainer)
             if norm is None or (isinstance(norm, Tensor) and norm is self._known):
                 raise RuntimeError(
-                    f"{type(trainer.strategy).__name__} has computed no gradient norm in this step. Leave DeepSpeed's "
-                    "computation of the norm switched on; clip with self.clip_gradients or strategy.clip_grad_norm."
+                    f"{type(trainer.strategy).__name__} computed no gradient norm in this step. Keep DeepSpeed's "
+                    "norm computation enabled; clip with self.clip_gradients or strategy.clip_grad_norm."
                 )
             self._measured[self._awaited], self._awaited, self._known = torch.as_tensor(norm), None, norm
         if self._measured:
@@ -161,7 +161,7 @@ def _belonging(label: str, pattern: str) -> Belongs:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"groups[{label!r}]: {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(f"groups[{label!r}]: {pattern!r} is not a regular expression: {error}.") from error
     return functools.partial(_occurs, pattern)  # not a closure: a Trainer may have to pickle its callbacks
 
 
@@ -202,7 +202,7 @@ def _deepspeed_gradients(trainer: Trainer) -> Iterator[NamedGradient]:
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise NotImplementedError(
             "GradNormMonitor(groups=...) under DeepSpeed with fp16 needs ZeRO: the gradients of stage 0 are scaled. "
-            "Use stage 1 to 3, or bf16, or leave groups out."
+            "Use stage 1 to 3, or bf16, or omit groups."
         )
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     for name, parameter in trainer.lightning_module.named_parameters():
@@ -300,7 +300,7 @@ def norms_by_label(
     for label, belongs in labels.items():
         if belongs is not None and not any(map(belongs, names)):
             found = ", ".join(names) or "nothing"
-            raise ValueError(f"No gradient belongs to {label!r}. There are gradients of {found}.")
+            raise ValueError(f"No gradient belongs to {label!r}. The gradients belong to {found}.")
     if not names:
         return dict.fromkeys(labels, torch.tensor(0.0))
     powers = [_powers(members, groups, labels, norm_type) for groups, members in by_groups.items()]

@@ -136,7 +136,7 @@ class MergeShardedCheckpoint(Callback):
         if self.which == "best" and self._best(trainer) is None:
             raise ValueError(
                 "MergeShardedCheckpoint(which='best') needs a ModelCheckpoint(monitor=...) among the Trainer's "
-                "callbacks, to know which checkpoint is the best. Add one, or use which='last'."
+                "callbacks to determine the best checkpoint. Add one, or use which='last'."
             )
         self._last_saved, self._num_saved = None, 0
         strategy = trainer.strategy
@@ -287,7 +287,7 @@ class MergeShardedCheckpoint(Callback):
         if chosen is None and trainer.ckpt_path is not None:  # resumed where training had ended already
             chosen = Path(trainer.ckpt_path)
         if chosen is None:
-            rank_zero_warn("MergeShardedCheckpoint: no checkpoint was saved, nothing is merged.")
+            rank_zero_warn("MergeShardedCheckpoint: no checkpoint was saved, so nothing is merged.")
             return
         self._submit(MergeJob(chosen, self.output_dir, temporary=chosen.name.endswith(_OWN_CHECKPOINT)))
 
@@ -355,7 +355,7 @@ def _file_system_path(checkpoint: str | os.PathLike[str]) -> Path:
 
 
 def _no_strategy(filepath: Any) -> None:
-    raise RuntimeError("MergeShardedCheckpoint follows a strategy during fit alone.")
+    raise RuntimeError("MergeShardedCheckpoint has a strategy only during fit.")
 
 
 def _saves_later(trainer: Trainer) -> bool:
@@ -471,7 +471,7 @@ class MergeQueue:
                 break
             time.sleep(_POLL_S)
         if not job.is_complete():
-            raise RuntimeError("it was never written completely")
+            raise RuntimeError("it was never complete")
         is_new = not job.output.exists()
         try:
             if job.write_companions is not None:
@@ -511,7 +511,7 @@ class MergeQueue:
         environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONSAFEPATH="1")
         with self._lock:
             if self._cancelled.is_set():
-                raise RuntimeError("it was given up: training was interrupted")
+                raise RuntimeError("it was canceled: training was interrupted")
             self._process = process = subprocess.Popen(
                 [sys.executable, "-m", *module_and_arguments],
                 stdin=subprocess.DEVNULL,
@@ -530,7 +530,7 @@ class MergeQueue:
             self._process = None
         if process.returncode:
             text = said.strip().removeprefix("accelight: error: ")
-            raise RuntimeError(text or f"its process ended with status {process.returncode} and said nothing")
+            raise RuntimeError(text or f"its process ended with status {process.returncode} and no message")
 
 
 def _done(job: MergeJob) -> bool:
@@ -562,7 +562,7 @@ def describe(job: MergeJob) -> str:
 
 _MOST_NAMES = 4
 _INSTEAD = (
-    "MergeShardedCheckpoint(pretrained_files=False) writes the weights alone, for load_state_dict of a model that is "
+    "MergeShardedCheckpoint(pretrained_files=False) writes only the weights, for load_state_dict of a model that is "
     "built in the same way"
 )
 
@@ -585,7 +585,7 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
     what = f"{files.prefix or 'the module'} ({own_class(model).__name__})"
     if _has_peft_around(files.prefix, module):
         raise ValueError(
-            f"{what} is trained through PEFT, whose own parameters from_pretrained would not load with it. {_INSTEAD}; "
+            f"{what} is trained through PEFT, whose own parameters from_pretrained would not load. {_INSTEAD}; "
             "its save_pretrained then writes the adapter."
         )
     built = _built_anew(model, what)
@@ -604,7 +604,7 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
         missing, unknown = [], [name for name in unknown if "base_layer" in name.split(".")]
     if missing or unknown:
         raise ValueError(
-            f"from_pretrained could not load what {what} is trained as: built from its configuration, it has no "
+            f"from_pretrained could not load {what} as it is trained: built from its configuration, it has no "
             f"{_listed(unknown) or 'further parameters'}, and "
             f"{f'would initialise {_listed(missing)} anew' if missing else 'all others'}. Were layers replaced or "
             f"added (adapters such as LoRA), or removed? {_INSTEAD}."
@@ -622,9 +622,9 @@ def check_complete(files: PretrainedFiles, module: nn.Module) -> None:
     frozen = [name for name, one in named if name.startswith(prefix) and not one.requires_grad]
     if frozen:
         raise ValueError(
-            f"exclude_frozen_parameters=True leaves {_listed(frozen)} out of checkpoints, and so of what is merged: "
-            f"from_pretrained would initialise them anew. Leave exclude_frozen_parameters out; or {_INSTEAD}, with "
-            "strict=False."
+            f"exclude_frozen_parameters=True leaves {_listed(frozen)} out of checkpoints, and so of the merged "
+            "weights: from_pretrained would initialize them from scratch. Remove exclude_frozen_parameters; or "
+            f"{_INSTEAD}, with strict=False."
         )
 
 
@@ -646,7 +646,7 @@ def _built_anew(model: Any, what: str) -> nn.Module | None:
             return own_class(model)(copy.deepcopy(model.config))
     except Exception as error:  # noqa: BLE001 (a class of one's own may do anything; then nothing is checked)
         rank_zero_warn(
-            f"Whether from_pretrained can load {what} could not be checked before training: built from its "
+            f"Could not check before training whether from_pretrained can load {what}: built from its "
             f"configuration on the meta device, it raises {type(error).__name__}: {error}"
         )
         return None

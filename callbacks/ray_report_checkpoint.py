@@ -68,7 +68,9 @@ class RayReportCheckpoint(Checkpoint):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an int >= 0, got {value!r}.")
         if not (every_n_epochs or every_n_train_steps):
-            raise ValueError("every_n_epochs and every_n_train_steps are both 0: nothing would be saved. Set one.")
+            raise ValueError(
+                "every_n_epochs and every_n_train_steps are both 0: nothing would be saved. Set one of them."
+            )
         self.every_n_epochs = every_n_epochs
         self.every_n_train_steps = every_n_train_steps
         self.last_reported: str | None = None
@@ -87,9 +89,9 @@ class RayReportCheckpoint(Checkpoint):
         others: Any = trainer  # a connector gives it its callbacks, which type checkers do not see
         if not storage.is_local and any(isinstance(one, MergeShardedCheckpoint) for one in others.callbacks):
             raise RuntimeError(
-                f"RunConfig(storage_path=...) is of kind {storage.kind!r}, and MergeShardedCheckpoint merges what lies "
-                "on a file system that all processes see. Leave it out, and merge a copy of the checkpoint: "
-                "`accelight merge-weights`."
+                f"RunConfig(storage_path=...) is of kind {storage.kind!r}, but MergeShardedCheckpoint merges only on "
+                "a file system that all processes share. Remove it, and merge a copy of the checkpoint: `accelight "
+                "merge-weights`."
             )
         self._storage = storage
 
@@ -130,7 +132,7 @@ class RayReportCheckpoint(Checkpoint):
         """Save and report; all workers must call it."""
         storage = self._storage
         if storage is None:
-            raise RuntimeError("RayReportCheckpoint saves while the Trainer fits.")
+            raise RuntimeError("RayReportCheckpoint saves only while the Trainer fits.")
         metrics: dict[str, Any] = {name: value.item() for name, value in trainer.callback_metrics.items()}
         metrics.update(epoch=trainer.current_epoch, step=trainer.global_step)
         wanted = f"checkpoint_epoch={trainer.current_epoch}-step={trainer.global_step}"

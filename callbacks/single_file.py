@@ -26,12 +26,12 @@ def unpack(file: Path, folder: Path) -> None:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(
-            f"{file} cannot be read without running what it says ({type(error).__name__}: {error}). "
-            "Keep objects of your own out of it (hyperparameters, on_save_checkpoint)."
+            f"{file} cannot be read without running code from it ({type(error).__name__}: {error}). "
+            "Do not store your own objects in it (hyperparameters, on_save_checkpoint)."
         ) from error
     weights = checkpoint.get(_KEY) if isinstance(checkpoint, dict) else None
     if not weights:
-        raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is no checkpoint of Lightning.")
+        raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is not a Lightning checkpoint.")
     ties = _ties(weights)
     kept = {name: tensor for name, tensor in weights.items() if name not in ties}
     save({_KEY: kept}, storage_writer=FileSystemWriter(folder), no_dist=True)

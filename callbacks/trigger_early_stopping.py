@@ -145,7 +145,7 @@ class TriggerEarlyStopping(Callback):
         if stage == "fit":
             self._forget()
             if self._requeue_on and slurm_job() is None:
-                _log.info("requeue_on_signals: this is no job of SLURM's, so that a signal only stops training.")
+                _log.info("requeue_on_signals: this is not a SLURM job, so a signal only stops training.")
             # Before those that save, which record the stop then; after all others, so that a signal's checkpoint
             # has what they did after the batch. A new list: Lightning is iterating over the old one.
             owner: Any = trainer  # a connector gives it its callbacks, which type checkers do not see
@@ -219,7 +219,7 @@ class TriggerEarlyStopping(Callback):
             if pl_module.automatic_optimization:
                 return  # training_step returned None: Lightning has skipped the batch
             raise RuntimeError(
-                "stop_on_nonfinite_loss=True needs the loss, but training_step returned none. Return the loss, or a "
+                "stop_on_nonfinite_loss=True needs the loss, but training_step returned no loss. Return the loss, or a "
                 "dict with it under 'loss'."
             )
         nonfinite = ~torch.isfinite(loss.detach()).all()
@@ -292,7 +292,7 @@ class TriggerEarlyStopping(Callback):
         for logger in trainer.loggers:  # SLURM ends the processes soon
             logger.finalize("finished")
         requeue(job)
-        self._tell(f"SLURM job {job} is back in the queue.")
+        self._tell(f"SLURM job {job} is requeued.")
 
     def _tell(self, message: str) -> None:
         if self.verbose:
@@ -347,8 +347,8 @@ class SignalNotes:
         """
         if self.signals and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                "stop_on_signals needs Trainer.fit in the main thread: Python sets signal handlers nowhere else. "
-                "Call fit there, or set_trigger() in a handler of your own."
+                "stop_on_signals needs Trainer.fit in the main thread: Python allows signal handlers only there. "
+                "Call fit there, or call set_trigger() in your own handler."
             )
         for number in self.signals:
             if signal.getsignal(number) != self._note:
@@ -391,7 +391,7 @@ def _parse(value: int | str, argument: str) -> signal.Signals:
         number = signal.Signals[value] if isinstance(value, str) else signal.Signals(value)
     except (KeyError, ValueError):
         known = ", ".join(sorted(number.name for number in signal.Signals if number.name not in _NEVER))
-        raise ValueError(f"{argument}: there is no signal {value!r} here. Use some of {known}.") from None
+        raise ValueError(f"{argument}: there is no signal {value!r} on this system. Choose from {known}.") from None
     if number.name in _NEVER:
         raise ValueError(f"{argument}: {number.name} cannot be caught. Use SIGTERM or SIGUSR1.")
     return number
@@ -431,19 +431,19 @@ def requeue(job: str) -> None:
 
 def _refusal(job: str) -> str | None:
     """Ask SLURM; return why it does not take the job back."""
-    by_hand = f"`scontrol requeue {job}`, where that is allowed, starts it again"
+    by_hand = f"`scontrol requeue {job}`, if allowed, starts it again"
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except FileNotFoundError:
-        return f"there is no `scontrol` on this node. {by_hand} from another."
+        return f"there is no `scontrol` on this node. {by_hand} from another node."
     except subprocess.TimeoutExpired:
         return f"SLURM did not answer within {_TIMEOUT_S:g} s. {by_hand} when it does."
     if done.returncode == 0:
         return None
     said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-    return f"it says {said!r}. Submit with `#SBATCH --requeue`; {by_hand}."
+    return f"it reports {said!r}. Submit with `#SBATCH --requeue`; {by_hand}."
 
 
 # ------------------------------------------------------------------------------------------------
@@ -474,8 +474,8 @@ class EpochEnd:
         loop: Any = trainer.fit_loop
         if isinstance(loop._data_fetcher, _DataLoaderIterDataFetcher):
             raise NotImplementedError(
-                "end_epoch_when_exhausted=True is not possible with training_step(dataloader_iter): the last batch is "
-                "known too late. Use training_step(batch)."
+                "end_epoch_when_exhausted=True is not possible with training_step(dataloader_iter): the last batch "
+                "is detected too late. Use training_step(batch)."
             )
         if loop._combined_loader is self._agreed_loader:
             return
@@ -512,7 +512,7 @@ class EpochEnd:
         found = check_triggers(names=[_EXHAUSTED, _EMPTY])
         if found[_EMPTY]:
             raise RuntimeError(
-                f"The training data of process {', '.join(map(str, triggered_by(_EMPTY)))} had no batch in this epoch. "
-                "Each process needs at least one: give it data, or start fewer processes."
+                f"The training data of process {', '.join(map(str, triggered_by(_EMPTY)))} had no batch in this "
+                "epoch. Each process needs at least one: provide more data, or start fewer processes."
             )
         return found

@@ -255,17 +255,20 @@ class _Fetching(Module):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"accumulate_grad_batches": 2}, "sets accumulate_grad_batches.* Leave accumulate_grad_batches=2"),
-        ({"callbacks": [GradientAccumulationScheduler({2: 2})]}, "GradientAccumulationScheduler out"),
+        ({"accumulate_grad_batches": 2}, "sets accumulate_grad_batches.* Remove accumulate_grad_batches=2"),
+        ({"callbacks": [GradientAccumulationScheduler({2: 2})]}, "and GradientAccumulationScheduler"),
         ({"module": _Manual()}, "needs automatic optimization"),
         ({"module": _Fetching()}, r"cannot follow training_step\(dataloader_iter\)"),
-        ({"data": DataLoader(_Iterable())}, "cannot deal the samples of a DataLoader over _Iterable"),
-        ({"data": [torch.zeros(1)]}, "cannot deal the samples of a Tensor"),
+        ({"data": DataLoader(_Iterable())}, "cannot distribute the samples of a DataLoader over _Iterable"),
+        ({"data": [torch.zeros(1)]}, "cannot distribute the samples of a Tensor"),
         ({"data": loader(shuffle=None, sampler=SubsetRandomSampler([1, 2]))}, "would not use SubsetRandomSampler"),
         ({"data": loader(shuffle=None, sampler=RandomSampler(Samples(), True))}, "would not use RandomSampler"),
-        ({"data": DataLoader(_Stateful())}, "_Stateful has a state_dict: checkpoints hold that of process 0 alone"),
-        ({"data": [loader(), loader()]}, "one training loader, and there are 2"),
-        ({"data": loader(drop_last=True), "elastic": {"global_batch_size": 27}}, "26 samples, not one global batch"),
+        ({"data": DataLoader(_Stateful())}, "_Stateful has a state_dict: checkpoints hold only that of process 0"),
+        ({"data": [loader(), loader()]}, "one training loader, but there are 2"),
+        (
+            {"data": loader(drop_last=True), "elastic": {"global_batch_size": 27}},
+            "26 samples, fewer than one global batch",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -286,9 +289,9 @@ def test_wrong_arguments_of_elastic_training_are_refused(arguments: dict[str, An
 
 
 def test_a_number_of_processes_that_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"12 cannot be dealt equally to 5 processes. Start 1, 2, 3, 4, 6 or 12"):
+    with pytest.raises(ValueError, match=r"12 cannot be split equally over 5 processes. Start 1, 2, 3, 4, 6 or 12"):
         Division.of(12, 5)
-    with pytest.raises(AssertionError, match="12 cannot be dealt equally to 5 processes"):
+    with pytest.raises(AssertionError, match="12 cannot be split equally over 5 processes"):
         run_on_ranks(5, train, "ddp")
 
 
@@ -312,9 +315,7 @@ def test_a_checkpoint_without_the_callback_is_refused(tmp_path: Path) -> None:
     trainer = quiet_trainer("auto", 1, max_steps=1, callbacks=[_Nothing()])
     trainer.fit(_Unwatched(), loader())
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(
-        ValueError, match="saved without ElasticTraining: which samples its epoch has used is not known"
-    ):
+    with pytest.raises(ValueError, match="saved without ElasticTraining: the samples used in its epoch are unknown"):
         _fit(elastic={"resume_from": tmp_path})
 
 

@@ -256,7 +256,7 @@ def gather_in_fit(strategy: str, folder: str) -> dict[str, Any]:
     trainer = quiet_trainer(strategy, world_size, max_epochs=2, callbacks=[ExactEvaluation()])
     trainer.fit(model, DataLoader(samples(4), 2), loaders)
     assert not isinstance(loaders[1].sampler, RealSamples)  # the user's own loader stays as it was
-    with pytest.raises(RuntimeError, match="num_samples is known in validation and test steps"):
+    with pytest.raises(RuntimeError, match="num_samples is known only in validation and test steps"):
         _ = ExactEvaluation.of(trainer).num_samples
     return {
         "seen": model.seen,
@@ -347,12 +347,12 @@ class OwnSampler(DistributedSampler[Any]):
 
 
 _FAULTS = {
-    "on_step": r"self.log\('x', on_step=True, sync_dist=True\) averages over processes whatever number",
+    "on_step": r"self.log\('x', on_step=True, sync_dist=True\) averages over processes regardless of how many",
     "outside": r"self.log\('x'\): the MulticlassAccuracy is not an attribute of the module",
     "local": r"MulticlassAccuracy\(sync_on_compute=False\) computes from the samples of one process",
     "averaged": r"self.log\('x'\): Averaged averages \['value'\] over processes",
-    "names": "do not communicate the same things",
-    "epoch_end": r"self.log\('x'\) got \[0.0, 1.0\] on the processes, outside of a step",
+    "names": "do not communicate the same data",
+    "epoch_end": r"self.log\('x'\) got \[0.0, 1.0\] on the processes, outside a step",
 }
 
 
@@ -369,10 +369,10 @@ def raise_everything() -> None:
     with pytest.raises(ValueError, match=r"cannot follow validation_step\(dataloader_iter\)"):
         validate(Fetching(), DataLoader(data))
     loaders: list[tuple[str, Any]] = [
-        ("cannot tell which of its samples a DataLoader over Stream", DataLoader(Stream())),
-        ("cannot tell .* OwnSampler, BatchSampler gives", DataLoader(data, sampler=OwnSampler(data))),
-        ("leaves out the last 1 of 3 samples of each process", DataLoader(data, 2, drop_last=True)),
-        ("leaves out 1 of 5 samples", DataLoader(data, sampler=DistributedSampler(data, drop_last=True))),
+        ("cannot determine how a DataLoader over Stream", DataLoader(Stream())),
+        ("cannot determine how .* OwnSampler, BatchSampler distributes", DataLoader(data, sampler=OwnSampler(data))),
+        ("drops the last 1 of 3 samples of each process", DataLoader(data, 2, drop_last=True)),
+        ("drops 1 of 5 samples", DataLoader(data, sampler=DistributedSampler(data, drop_last=True))),
         ("mixes several loaders", CombinedLoader([DataLoader(data), DataLoader(data)], "max_size")),
     ]
     for message, loader in loaders:

@@ -346,7 +346,7 @@ def test_every_third_step_and_what_a_checkpoint_keeps(tmp_path: Any) -> None:
 
 
 def ask_for_a_group_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"No gradient belongs to 'decoder'\. There are gradients of model\.embed"):
+    with pytest.raises(ValueError, match=r"No gradient belongs to 'decoder'\. The gradients belong to model\.embed"):
         monitored(AccelFSDPStrategy(**ENGINES["fsdp2"]), Case(), GradNormMonitor({"decoder": "decoder"}))
 
 
@@ -359,7 +359,7 @@ def test_a_group_without_parameters_is_an_error() -> None:
     [
         ({"every_n_steps": 0}, "every_n_steps must be an int >= 1, got 0"),
         ({"norm_type": 0}, "norm_type must be > 0, got 0"),
-        ({"groups": {"a": "("}}, r"groups\['a'\]: '\(' is no regular expression"),
+        ({"groups": {"a": "("}}, r"groups\['a'\]: '\(' is not a regular expression"),
     ],
 )
 def test_arguments_out_of_range(arguments: Any, message: str) -> None:

@@ -212,7 +212,7 @@ def test_manual_optimization() -> None:
     for returns in (lambda loss: loss, lambda loss: {"loss": loss}):
         stopping = TriggerEarlyStopping(stop_on_nonfinite_loss=True, lag=False)
         assert alone([stopping], Manual(returns)).global_step == 3
-    with pytest.raises(RuntimeError, match=r"needs the loss, but training_step returned none\. Return the loss"):
+    with pytest.raises(RuntimeError, match=r"needs the loss, but training_step returned no loss\. Return the loss"):
         alone([TriggerEarlyStopping(stop_on_nonfinite_loss=True)], Manual(lambda loss: None))
 
 
@@ -472,8 +472,8 @@ def test_uneven_data_needs_batches() -> None:
         ({"check_every_n_steps": 0}, ValueError, "must be an int >= 1, got 0"),
         ({"check_every_n_steps": 1.5}, ValueError, "must be an int >= 1, got 1.5"),
         ({"stop_on_signals": "SIGTERM"}, TypeError, "must be a list of signals, got 'SIGTERM'"),
-        ({"stop_on_signals": ["TERM"]}, ValueError, "no signal 'TERM' here. Use some of .*SIGTERM"),
-        ({"stop_on_signals": [99]}, ValueError, "no signal 99 here"),
+        ({"stop_on_signals": ["TERM"]}, ValueError, "no signal 'TERM' on this system. Choose from .*SIGTERM"),
+        ({"stop_on_signals": [99]}, ValueError, "no signal 99 on this system"),
         ({"stop_on_signals": [signal.SIGKILL]}, ValueError, "SIGKILL cannot be caught. Use SIGTERM or SIGUSR1"),
     ],
 )
