@@ -291,7 +291,7 @@ def _memory_estimate(model: nn.Module) -> str:
         for parameter in model.parameters()
     )
     return (
-        "reshard_during_accumulation=False: the unsharded parameters and gradients take up to "
+        "reshard_during_accumulation=False: the unsharded parameters and gradients use up to "
         f"{num_bytes / 1e9:.2f} GB on each process while gradients accumulate."
     )
 
@@ -300,7 +300,7 @@ def _one_unit(model: nn.Module, version: int) -> str:
     numel = sum(parameter.numel() for parameter in model.parameters())
     return (
         f"FSDP{version} shards {type(model).__name__} as one unit: all its {numel:,} parameters are gathered at once. "
-        "To gather layer by layer, give auto_wrap_policy, such as {Layer} or 'transformer_based_wrap'."
+        "To gather layer by layer, set auto_wrap_policy, such as {Layer} or 'transformer_based_wrap'."
     )
 
 
@@ -334,15 +334,15 @@ def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh)
         called = type(optimizer).__name__
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"{called} needs scalar products over all parameters, and sees this rank's shards alone with FSDP. Use "
-                "another optimizer, or train with Trainer(strategy='ddp')."
+                f"{called} needs scalar products over all parameters, but with FSDP it sees only the shards of this "
+                "rank. Use another optimizer, or train with Trainer(strategy='ddp')."
             )
         if version == 1:
             if problem := try_on_pieces(optimizer).problem:
                 raise ValueError(
-                    f"{called} cannot train with FSDP1, which gives optimizers pieces of flattened parameters: "
-                    f"{problem}. Use fsdp_version=2, whose parameters keep their shapes, if {called} knows DTensors; "
-                    "an optimizer that works element by element (AdamW, SGD); or Trainer(strategy='ddp')."
+                    f"{called} cannot train with FSDP1, which gives optimizers parts of flattened parameters: "
+                    f"{problem}. Use fsdp_version=2, whose parameters keep their shapes, if {called} supports "
+                    "DTensors; an element-wise optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
                 )
         elif problem := try_on_dtensors(optimizer, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]).problem:
             others = "fsdp_version=1, which needs no DTensors; " if try_on_pieces(optimizer).problem is None else ""
@@ -377,9 +377,9 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
             else f"no optimizer holds the flat parameters of {', '.join(left_out)}"
         )
         raise ValueError(
-            f"With use_orig_params=False optimizers see one flat parameter for each unit, and {what}: this may not be "
-            "what was meant. Set use_orig_params=True (the default), or give the optimizers all of self.parameters(), "
-            "each in one group, and freeze what is not trained."
+            f"With use_orig_params=False optimizers see one flat parameter for each unit, and {what}: this may be "
+            "unintended. Set use_orig_params=True (the default), or pass all of self.parameters() to the "
+            "optimizers, each in one group, and freeze parameters that are not trained."
         )
 
 

@@ -148,8 +148,8 @@ def check_not_summoned(root: nn.Module) -> None:
     """
     if any(unit.training_state == TrainingState.SUMMON_FULL_PARAMS for unit in _all_units(root)):
         raise RuntimeError(
-            "The model cannot be saved or loaded inside of summon_full_params(): what is written to full parameters "
-            "reaches the shards when the context ends. Leave it first."
+            "The model cannot be saved or loaded inside summon_full_params(): changes to full parameters reach the "
+            "shards when the context ends. Exit the context first."
         )
 
 
@@ -486,14 +486,14 @@ class ShardedWeight:
 
 def _message(name: str) -> str:
     return (
-        f"{name} was used while it is sharded: by somebody who reads the weight, or calls a module inside of its unit "
-        "past the unit. Call the unit itself (the module that auto_wrap_policy wraps), or leave the module to the "
-        "root's unit. Instead of a penalty on weights, give the optimizer weight_decay."
+        f"{name} was used while it is sharded: user code read the weight, or called a module inside a unit without "
+        "calling the unit. Call the unit itself (the module that auto_wrap_policy wraps), or keep the module in the "
+        "root's unit. Instead of a penalty on weights, set the optimizer's weight_decay."
     )
 
 
 ONE_BACKWARD = (
-    "FSDP1 prepares one backward for each step: return the sum of all losses, and call backward() of it once; or use "
+    "FSDP1 prepares one backward per step: return the sum of all losses, and call its backward() once; or use "
     "fsdp_version=2."
 )
 
@@ -507,18 +507,18 @@ def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> Run
     """
     in_wrong_state = isinstance(error, ValueError) and "expected to be in states" in str(error)
     if in_wrong_state or (isinstance(error, AssertionError) and "Expects `BACKWARD_PRE`" in str(error)):
-        return RuntimeError(f"A backward began at a tensor that training_step() did not return. {ONE_BACKWARD}")
+        return RuntimeError(f"A backward started at a tensor that training_step() did not return. {ONE_BACKWARD}")
     if type(error) is not RuntimeError:
         return None
     if "you can only change requires_grad flags of leaf variables" in str(error):
         return RuntimeError(
-            "requires_grad was changed inside of a step, where FSDP1 shows views of flat parameters. Freeze in a hook, "
-            "such as on_train_batch_start(); for the gradient of an input, which leaves weights alone, use "
+            "requires_grad was changed inside a step, where FSDP1 shows views of flat parameters. Freeze in a hook, "
+            "such as on_train_batch_start(); for the gradient of an input, without gradients of weights, use "
             "torch.autograd.grad(loss, input); or use fsdp_version=2."
         )
     if "being modified inplace" in str(error) or "has been modified inplace" in str(error):
         return RuntimeError(
-            "A weight was changed in place inside of a forward, where FSDP1 shows views of a flat parameter. Change it "
+            "A weight was changed in place inside a forward, where FSDP1 shows views of a flat parameter. Change it "
             "through weight.data, in training_step(), or in a hook; or use fsdp_version=2."
         )
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -607,7 +607,7 @@ def _refuse_freezing(module: nn.Module, flat_param: Tensor, requires_grad: bool 
     if requires_grad == flat_param.requires_grad:  # it is so already
         return module
     raise RuntimeError(
-        f"requires_grad_({requires_grad}) of this {type(module).__name__} would do nothing: with use_orig_params=False "
-        "its parameters are part of its unit's flat one. Set use_orig_params=True (the default), or freeze a unit as a "
-        "whole."
+        f"requires_grad_({requires_grad}) of this {type(module).__name__} would have no effect: with "
+        "use_orig_params=False its parameters are part of its unit's flat parameter. Set use_orig_params=True (the "
+        "default), or freeze a unit as a whole."
     )

@@ -205,13 +205,14 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             strategy = _KEPT_AFTER_FORWARD.get(strategy, strategy)
         if (strategy in _HYBRID) != hybrid_mesh:
             raise ValueError(
-                f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not fit. Hybrid "
-                "strategies need device_mesh=(replicate, shard), and such a mesh needs HYBRID_SHARD(_ZERO2)."
+                f"sharding_strategy={strategy.name} and a mesh of shape {tuple(self.mesh.shape)} do not match. "
+                "Hybrid strategies need device_mesh=(replicate, shard), and such a mesh needs HYBRID_SHARD(_ZERO2)."
             )
         if hybrid_mesh and self.mesh.size(1) == 1 < self.mesh.size(0):  # torch 2.13 would not reduce at all
             raise ValueError(
-                f"device_mesh={tuple(self.mesh.shape)} shards over one process, and FSDP1 would not reduce gradients "
-                "over its copies. Leave device_mesh out and use sharding_strategy='NO_SHARD', or fsdp_version=2."
+                f"device_mesh={tuple(self.mesh.shape)} shards over one process, where FSDP1 would not reduce "
+                "gradients across replicas. Omit device_mesh and use sharding_strategy='NO_SHARD', or "
+                "fsdp_version=2."
             )
         return strategy
 
@@ -387,8 +388,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         sharded = {id(gradient) for gradient in gradients_of(parameters)}
         if sharded and not gradients and not self.settings.use_orig_params:
             raise RuntimeError(
-                "No gradients were given to be clipped: with use_orig_params=False, the parameters() of a part of a "
-                "unit are none. Set use_orig_params=True (the default), or clip all of self.parameters()."
+                "There are no gradients to clip: with use_orig_params=False, a part of a unit has no parameters(). "
+                "Set use_orig_params=True (the default), or clip all of self.parameters()."
             )
         parts: dict[Sharding, list[torch.Tensor]] = {
             self._sharding: [one for one in gradients if id(one) in sharded],
@@ -470,9 +471,9 @@ def _registered_once(model: nn.Module, units: set[nn.Module]) -> Iterator[dict[n
             elif not units.isdisjoint(child.modules()):
                 if _has_parameters_outside(child, units):
                     raise ValueError(
-                        f"{prefix}{name} is another name of {names[child]}, which has units of FSDP1 in it and other "
-                        "parameters: torch would shard the units once for each name. Make the second name a property, "
-                        "or use fsdp_version=2."
+                        f"{prefix}{name} is another name of {names[child]}, which contains both FSDP1 units and "
+                        "other parameters: torch would shard the units once per name. Make the second name a "
+                        "property, or use fsdp_version=2."
                     )
                 aliases.append((parent, name, child))
 
@@ -676,8 +677,9 @@ def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
     """
     if any(len(hook_state(unit)) != 2 for unit in expected):
         raise RuntimeError(
-            "A backward of one's own ran between training_step() and its backward (in on_before_backward(), say): with "
-            "FSDP1 it ends what the step's forward has prepared. Run it in another hook, or use fsdp_version=2."
+            "User code ran another backward between training_step() and its backward, for example in "
+            "on_before_backward(): with FSDP1 it discards the preparation of the step's forward. Run it in another "
+            "hook, or use fsdp_version=2."
         )
     for unit in units_of(root):
         _follow_gradients(unit._handle)
@@ -889,8 +891,8 @@ class UsedParameterTracker:
             return
         names = ", ".join(name for index, name in enumerate(flat_param._fqns) if index not in of_unit)
         raise RuntimeError(
-            f"{names} got no gradient in this step, and lie in one flat parameter with some that did: the optimizer's "
-            "momentum and decay would change them, which one process does not. Set use_orig_params=True."
+            f"{names} got no gradient in this step, but share a flat parameter with others that did: the optimizer's "
+            "momentum and decay would change them, unlike on one process. Set use_orig_params=True."
         )
 
     def _owner(self, number: int, index: int) -> Any:

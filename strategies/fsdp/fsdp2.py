@@ -74,8 +74,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         if impossible:
             names = {module: clean_name(name) for name, module in model.named_modules()}
             rank_zero_info(
-                "FSDP2 gathers these with what is around them instead of on their own, since their classes cannot take "
-                f"FSDP2's as another base: {', '.join(f'{names[one]} ({type(one).__name__})' for one in impossible)}."
+                "FSDP2 gathers these modules with their parent's unit instead of on their own, because FSDP2 cannot "
+                f"subclass their classes: {', '.join(f'{names[one]} ({type(one).__name__})' for one in impossible)}."
             )
         return [unit for unit in units if unit not in impossible]
 
@@ -93,8 +93,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         for module in [*plan.parts, *([] if plan.parts else [root])]:
             if not can_be_unit(module):
                 raise ValueError(
-                    f"FSDP2 cannot shard this {type(module).__name__}: its class cannot take FSDP2's as another base. "
-                    "Put it into a plain nn.Module as an attribute, and train that, or use FSDP1."
+                    f"FSDP2 cannot shard this {type(module).__name__}: FSDP2 cannot subclass its class. Wrap it in a "
+                    "plain nn.Module as an attribute, and train that, or use FSDP1."
                 )
         for unit in [*plan.units, *plan.parts]:
             if not isinstance(unit, FSDPModule):
@@ -585,8 +585,8 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         return model
     if recall_form(model, FSDP2Engine.version) is not None:
         raise RuntimeError(
-            f"{type(model).__name__} was sharded by AccelFSDPStrategy, whose Trainer calls it through a root of its "
-            "own. Use it under that strategy, or build a new model."
+            f"{type(model).__name__} was sharded by AccelFSDPStrategy, whose Trainer calls it through a separate "
+            "root. Use it under that strategy, or build a new model."
         )
     if not dist.is_initialized():
         raise RuntimeError("There is no process group: call torch.distributed.init_process_group() first.")

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 # With FSDP2, the environment does not fill these: Accelerate's launcher exports every variable, asked for or not.
 OBSOLETE_IN_FSDP2 = {
-    "backward_prefetch": "FSDP2 always gathers the next unit ahead in backward",
+    "backward_prefetch": "FSDP2 always prefetches the next unit in backward",
     "use_orig_params": "FSDP2 always keeps the original parameters",
     "param_init_fn": "with FSDP2 the strategy materializes modules on the meta device",
 }
@@ -164,16 +164,16 @@ class PluginFields:
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             env.warn_once(
                 "sync_module_states",
-                "sync_module_states=False is overruled by cpu_ram_efficient_loading=True: only rank 0 has weights "
-                "to begin with, and the other ranks need them.",
+                "sync_module_states=False is overridden by cpu_ram_efficient_loading=True: only rank 0 has initial "
+                "weights, and the other ranks need them.",
             )
             self.sync_module_states = True
         if self._version == 1 and self.param_init_fn is None and (given or self.cpu_ram_efficient_loading):
             self.param_init_fn = materialize
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ValueError(
-                "activation_checkpointing_offload=True moves inputs of recomputed units, and nothing is recomputed. "
-                "Set activation_checkpointing=True (or FSDP_ACTIVATION_CHECKPOINTING=true) too, or leave it out."
+                "activation_checkpointing_offload=True moves inputs of recomputed units, but nothing is recomputed. "
+                "Set activation_checkpointing=True (or FSDP_ACTIVATION_CHECKPOINTING=true) too, or omit it."
             )
 
     def _resolve_backward_prefetch(self, unset: Mapping[str, str]) -> None:
@@ -483,8 +483,9 @@ class FullyShardedDataParallelPlugin(PluginFields):
         if policy is size_based_auto_wrap_policy:
             env.warn_once(
                 "auto_wrap_policy",
-                "auto_wrap_policy='size_based_wrap' with min_num_params=0 wraps nothing, so that all parameters are "
-                "gathered at once. Set min_num_params (or FSDP_MIN_NUM_PARAMS) to the smallest unit's parameters.",
+                "auto_wrap_policy='size_based_wrap' with min_num_params=0 wraps nothing, so all parameters are "
+                "gathered at once. Set min_num_params (or FSDP_MIN_NUM_PARAMS) to the parameter count of the "
+                "smallest unit.",
             )
             return WrapSettings()
         return WrapSettings() if policy is None else WrapSettings(kind="callable", policy=policy)
@@ -511,7 +512,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
         plain = self._policy_class()()
         for name in ("keep_low_precision_grads", "_module_classes_to_ignore"):
             if getattr(value, name, None) not in (None, getattr(plain, name, None)):
-                raise ValueError(f"mixed_precision_policy: {name} is not supported, leave it at its default.")
+                raise ValueError(f"mixed_precision_policy: {name} is not supported; keep its default.")
 
     def _policy_class(self) -> type[MixedPrecision | MixedPrecisionPolicy]:
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -529,7 +530,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
                 arguments[key] = env.as_bool(label, value)
             elif key == "buffer_dtype":
                 env.warn_once(
-                    "mixed_precision_policy", f"{label} has no effect with fsdp_version=2: buffers stay as they are."
+                    "mixed_precision_policy", f"{label} has no effect with fsdp_version=2: buffers are unchanged."
                 )
             else:
                 raise env.wrong_value("a key of mixed_precision_policy", key, dtypes + flags)

@@ -209,8 +209,8 @@ def check_scaler(plugin: object) -> None:
     if found != _SCALER_DEFAULTS:
         raise ValueError(
             f"{type(plugin).__name__} has a scaler with (init_scale, growth_factor, backoff_factor, growth_interval) "
-            f"= {found}; FSDP scales by one of its own with {_SCALER_DEFAULTS}. Leave the scaler out, and set these in "
-            "on_train_start: trainer.strategy.precision_plugin.scaler.set_growth_interval(...), for example."
+            f"= {found}; FSDP uses its own scaler with {_SCALER_DEFAULTS}. Omit the scaler, and set these values in "
+            "on_train_start, for example with trainer.strategy.precision_plugin.scaler.set_growth_interval(...)."
         )
 
 

@@ -55,7 +55,7 @@ class WrapSettings:
 
     def __post_init__(self) -> None:
         if (self.kind == "callable") != (self.policy is not None):
-            raise ValueError(f"kind={self.kind!r} and policy={self.policy!r} do not fit: 'callable' needs a policy.")
+            raise ValueError(f"kind={self.kind!r} and policy={self.policy!r} do not match: 'callable' needs a policy.")
         if self.min_num_params < 0:
             raise ValueError(f"min_num_params must be >= 0, got {self.min_num_params}.")
 
@@ -173,7 +173,7 @@ class FSDP1Settings(EngineSettings):
         super().__post_init__()
         if self.compile_options is not None and not self.use_orig_params:
             raise ValueError(
-                "compile with fsdp_version=1 needs use_orig_params=True: torch does not compile over flat parameters. "
+                "compile with fsdp_version=1 needs use_orig_params=True: torch cannot compile with flat parameters. "
                 "Set it, or use fsdp_version=2."
             )
 
@@ -308,8 +308,8 @@ def strategy_for_fsdp1(
         strategies = [_strategy_from_environment(unset)]
     if len(set(strategies)) > 1:
         raise ValueError(
-            f"sharding_strategy={sharding_strategy!r} and reshard_after_forward={reshard_after_forward!r} differ; "
-            "with fsdp_version=1 they mean the same. Give one of them."
+            f"sharding_strategy={sharding_strategy!r} and reshard_after_forward={reshard_after_forward!r} differ, "
+            "but with fsdp_version=1 they set the same option. Set only one of them."
         )
     return strategies[0]
 
@@ -356,11 +356,11 @@ def reshard_for_fsdp2(sharding_strategy: object, reshard_after_forward: object, 
     if reshard not in (None, translated):
         raise ValueError(
             f"sharding_strategy={sharding_strategy!r} and reshard_after_forward={reshard_after_forward!r} contradict "
-            "each other. With fsdp_version=2 give reshard_after_forward alone."
+            "each other. With fsdp_version=2 set only reshard_after_forward."
         )
     warn_once(
         "sharding_strategy",
-        f"sharding_strategy={sharding_strategy!r} is obsolete with fsdp_version=2: taken as "
+        f"sharding_strategy={sharding_strategy!r} is obsolete with fsdp_version=2: interpreted as "
         f"reshard_after_forward={translated}.{hint}",
     )
     return translated
@@ -378,8 +378,8 @@ def replicated(strategy: ShardingStrategy, dp_replicate: int) -> ShardingStrateg
         return strategy
     if strategy is ShardingStrategy.NO_SHARD:
         raise ValueError(
-            f"sharding_strategy=NO_SHARD and {dp_replicate} model copies (device_mesh) do not fit: every rank has a "
-            "whole copy already. Use 'HYBRID_SHARD', or no device_mesh."
+            f"sharding_strategy=NO_SHARD and {dp_replicate} model copies (device_mesh) do not match: every rank "
+            "already has a full copy. Use 'HYBRID_SHARD', or no device_mesh."
         )
     frees = strategy is ShardingStrategy.FULL_SHARD
     return ShardingStrategy.HYBRID_SHARD if frees else ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -416,7 +416,7 @@ def _translated(strategy: ShardingStrategy) -> tuple[bool, str]:
             "sharding_strategy=NO_SHARD is not possible with fsdp_version=2, which always shards. "
             "Use plain data parallelism (Lightning's 'ddp'), or fsdp_version=1."
         )
-    hint = " For its model copies give the strategy device_mesh=(replicate, shard)." if "HYBRID" in name else ""
+    hint = " For its model copies, pass device_mesh=(replicate, shard) to the strategy." if "HYBRID" in name else ""
     return name in ("FULL_SHARD", "HYBRID_SHARD"), hint
 
 
@@ -449,9 +449,7 @@ def warn_of_no_effect(name: str, given: Any, kind: TorchStateDictType) -> None:
     """Warn once if ``given`` says what a form other than the full one cannot do: its shards stay as they are."""
     harmless = (fitting_configs(kind)[name], type(given)(offload_to_cpu=False))  # the latter is how it is
     if kind.name != "FULL_STATE_DICT" and given not in harmless:
-        warn_once(
-            name, f"{name}={given} has no effect with state_dict_type={kind.name.lower()}: shards stay as they are."
-        )
+        warn_once(name, f"{name}={given} has no effect with state_dict_type={kind.name.lower()}: shards are unchanged.")
 
 
 def full_state(config: Any) -> FullState:
@@ -557,8 +555,8 @@ def resolve_ignored(model: nn.Module, ignored_modules: tuple[nn.Module, ...] | s
             if module not in inside:
                 where = "the whole model" if module is model else f"not a part of {type(model).__name__}"
                 raise ValueError(
-                    f"ignored_modules holds a {type(module).__name__} that is {where}. Give submodules of the model "
-                    "that is trained, or a regular expression for their names."
+                    f"ignored_modules holds a {type(module).__name__} that is {where}. Pass submodules of the "
+                    "trained model, or a regular expression for their names."
                 )
     return {submodule for module in roots for submodule in module.modules()}
 
@@ -578,7 +576,7 @@ def layer_classes(model: nn.Module, names: Iterable[str] | None) -> tuple[type[n
     if not names:
         raise ValueError(
             "auto_wrap_policy='transformer_based_wrap' needs class names: transformer_cls_names_to_wrap is empty or "
-            "unset, and no part of the model has _no_split_modules. Set transformer_cls_names_to_wrap (or "
+            "unset, and no submodule of the model has _no_split_modules. Set transformer_cls_names_to_wrap (or "
             f"FSDP_TRANSFORMER_CLS_TO_WRAP) to the repeated layer's class: {_candidates(model)}."
         )
     for name in names:
@@ -638,8 +636,8 @@ def as_policy(field: str, policy: Any) -> Any:
         signature.bind(module=None, recurse=True, nonwrapped_numel=0)
     except TypeError as error:
         raise TypeError(
-            f"{field} is called as policy(module=..., recurse=..., nonwrapped_numel=...), which {policy!r} "
-            f"does not take: {error}. For a function of the module alone use torch.distributed.fsdp.wrap.CustomPolicy."
+            f"{field} is called as policy(module=..., recurse=..., nonwrapped_numel=...), which {policy!r} does not "
+            f"accept: {error}. For a function of only the module, use torch.distributed.fsdp.wrap.CustomPolicy."
         ) from error
     return policy
 
@@ -698,8 +696,8 @@ def _chosen_by_object(policy: _Policy, model: nn.Module, ignored: set[nn.Module]
     for module, overrides in chosen.items():
         if overrides:
             raise ValueError(
-                f"auto_wrap_policy {policy!r} asks for {sorted(overrides)} of its own for a {type(module).__name__}. "
-                "All units share one setup here: let the policy return True or False."
+                f"auto_wrap_policy {policy!r} returns {sorted(overrides)} for a {type(module).__name__}. "
+                "All units share one setup: the policy must return True or False."
             )
     return set(chosen)
 

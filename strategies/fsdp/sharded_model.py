@@ -62,10 +62,11 @@ def explained_mixture(error: BaseException) -> RuntimeError | None:
         return None
     return RuntimeError(
         "Sharded weights (DTensors) met plain tensors in a step. As a rule, a weight of a module that is gathered "
-        "on its own was used past the module's forward: something inside of it, or another method, was called, or "
-        "somebody read the weight (a fused loss that reads the output head's, a penalty). Call the module, or "
-        "leave it to the root's unit: give auto_wrap_policy a policy object such as ModuleWrapPolicy({Block}), "
-        "which wraps nothing else. For a penalty, use weight_decay or parameter.full_tensor()."
+        "on its own was used without the module's forward: a module inside it, or another method, was called, or "
+        "user code read the weight (a fused loss that reads the weight of the output head, a penalty). Call the "
+        "module, or keep it in the root's unit: set auto_wrap_policy to a policy object such as "
+        "ModuleWrapPolicy({Block}), which wraps nothing else. For a penalty, use weight_decay or "
+        "parameter.full_tensor()."
     )
 
 
@@ -151,7 +152,9 @@ class NamedTensor:
         if not isinstance(self.tensor, DTensor):
             return (0,) * self.tensor.ndim, self.shape
         if any(type(placement) not in (Shard, Replicate) for placement in self.tensor.placements):
-            raise ValueError(f"{self.name!r} has placements {self.tensor.placements}; only Shard and Replicate fit.")
+            raise ValueError(
+                f"{self.name!r} has placements {self.tensor.placements}; only Shard and Replicate are supported."
+            )
         sizes, offsets = compute_local_shape_and_global_offset(
             self.tensor.shape, self.tensor.device_mesh, self.tensor.placements
         )
@@ -324,15 +327,15 @@ def fsdp2_switch_optimizer_parameters(
         elif sharded.shape != parameter.shape:
             problems.append(f"{described} is mapped to a parameter of shape {tuple(sharded.shape)}")
         elif sharded in taken:
-            problems.append(f"{described} is mapped to the same sharded parameter as another one")
+            problems.append(f"{described} is mapped to the same sharded parameter as another parameter")
         else:
             replaced[parameter] = sharded
             taken.add(sharded)
     if problems:
         raise KeyError(
-            f"{type(optimizer).__name__} cannot be switched to the sharded parameters: {'; '.join(problems)}. "
-            "Make the optimizer over parameters of the model that is sharded, or make it after sharding (under the "
-            "Trainer: in configure_optimizers()). FSDP1 keeps parameters with use_orig_params=True only."
+            f"{type(optimizer).__name__} cannot be switched to the sharded parameters: {'; '.join(problems)}. Build "
+            "the optimizer over parameters of the sharded model, or build it after sharding (under the Trainer: in "
+            "configure_optimizers()). FSDP1 keeps parameters only with use_orig_params=True."
         )
     carried = {
         sharded: _carry(optimizer.state[parameter], parameter, sharded)
@@ -376,7 +379,7 @@ def _carry(state: Mapping[str, Any], parameter: nn.Parameter, sharded: nn.Parame
         elif value.is_meta or value.shape != parameter.shape or isinstance(value, DTensor):
             raise RuntimeError(
                 f"The optimizer's state {key!r} (shape {tuple(value.shape)}, on {value.device}) of a parameter of "
-                f"shape {tuple(parameter.shape)} cannot be cut into shards. Make the optimizer after sharding."
+                f"shape {tuple(parameter.shape)} cannot be sharded. Build the optimizer after sharding."
             )
         elif isinstance(sharded, DTensor):
             mesh, placements = sharded.device_mesh, sharded.placements
@@ -534,9 +537,9 @@ class References:
             names = ", ".join(repr(self._names[id(parameter)]) for parameter in held[:3])
             raise RuntimeError(
                 f"{', '.join(holders)} holds original parameters ({names}{', ...' if len(held) > 3 else ''}), which "
-                "FSDP2 has replaced by sharded ones: what is read from them or done to them there does not reach the "
-                "parameters that train. Let it hold the module, and read the parameter where it is used; or keep the "
-                "parameters in an attribute, list or dict of a module, which is switched to the sharded ones."
+                "FSDP2 has replaced with sharded ones: reading or changing the originals does not affect the "
+                "trained parameters. Store the module instead, and read its parameter where it is used; or keep the "
+                "parameters in an attribute, list or dict of a module, which the strategy updates."
             )
 
 
@@ -701,12 +704,12 @@ def _problems(name: str, parameter: nn.Parameter, *, keeps_parameters: bool, is_
         if behaves or not keeps_parameters:
             yield (
                 f"{name}: the class {cls.__name__} is lost when the parameter is sharded. Use nn.Parameter, and mark "
-                "it with an attribute (parameter.kind = ...), which stays."
+                "it with an attribute (parameter.kind = ...), which is kept."
             )
     if parameter._post_accumulate_grad_hooks:
         yield (
-            f"{name}: register_post_accumulate_grad_hook() would run on no gradient that an optimizer uses. Use "
-            "register_hook() for the local gradient, or on_before_optimizer_step() of the module for the reduced one."
+            f"{name}: register_post_accumulate_grad_hook() would never run on a gradient that an optimizer uses. Use "
+            "register_hook() for the local gradient, or the module's on_before_optimizer_step() for the reduced one."
         )
     if parameter._backward_hooks and is_flattened:
         yield (

@@ -147,10 +147,11 @@ class UnshardOnCall:
 def other_parameters(module: nn.Module) -> RuntimeError:
     """Return the error of a call with other parameters in the places of the sharded ones."""
     return RuntimeError(
-        f"{type(module).__name__} was called with other parameters than those that are sharded "
+        f"{type(module).__name__} was called with parameters other than the sharded ones "
         "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the module "
-        "itself, or a copy of it that was made in __init__() and kept out of the model (in a list), with the values of "
-        "'strategy.full_state_dict()'; or leave the module to the root's unit and call it in training_step()."
+        "itself, or a copy of it that was created in __init__() and is kept outside the model (in a list), with the "
+        "values of 'strategy.full_state_dict()'; or keep the module in the root's unit and call it in "
+        "training_step()."
     )
 
 
@@ -230,7 +231,7 @@ def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | 
 
 
 WAY_OUT = (
-    "FSDP gathers and reduces a unit on all processes together. Let each process call the same units (add 0 * "
+    "FSDP gathers and reduces a unit on all processes together. Call the same units on each process (add 0 * "
     "unit(x).sum() to its loss), or set find_unused_parameters=True, which makes one unit of the whole model."
 )
 _END = 0
@@ -296,9 +297,9 @@ class CollectiveOrder:
 
     def _describe(self, step: int) -> str:
         if step == _END:
-            return "is through with its step"
+            return "ends its step"
         unit, reduces = divmod(step - 1, 2)
-        return f"{'reduces' if reduces else 'gathers'} {self._names[unit] or 'the unit of the root'!r}"
+        return f"{'reduces' if reduces else 'gathers'} {self._names[unit] or 'the root unit'!r}"
 
 
 # ------------------------------------------------------------------------------------------------

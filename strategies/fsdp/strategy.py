@@ -107,7 +107,9 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             RuntimeError: Before the processes are connected.
         """
         if self._engine is None:
-            raise RuntimeError("The engine exists once the Trainer has connected the processes: in setup() and later.")
+            raise RuntimeError(
+                "The engine exists only after the Trainer has connected the processes: in setup() and later."
+            )
         return self._engine
 
     @property
@@ -118,7 +120,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             RuntimeError: Before the model is sharded.
         """
         if self._form is None:
-            raise RuntimeError("There is no sharded model yet: it exists from the strategy's setup on.")
+            raise RuntimeError("There is no sharded model yet: it exists only after the strategy's setup.")
         return self._form
 
     @property
@@ -139,7 +141,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         else:
             raise TypeError(
                 f"AccelFSDPStrategy cannot work with {type(precision_plugin).__name__}, only with "
-                f"{', '.join(cls.__name__ for cls in _SAY_A_FLAG)}. Use Trainer(precision=...), and leave it out of "
+                f"{', '.join(cls.__name__ for cls in _SAY_A_FLAG)}. Use Trainer(precision=...), and remove it from "
                 "plugins=[...]."
             )
 
@@ -178,7 +180,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         super().on_exception(exception)
         self._checkpointer.close(exception)
         if isinstance(exception, torch.OutOfMemoryError) and not self._reshard_during_accumulation:
-            _log.error("Out of memory with reshard_during_accumulation=False: set it to True to hold shards alone.")
+            _log.error("Out of memory with reshard_during_accumulation=False: set it to True to keep only shards.")
 
     @contextmanager
     @override
@@ -238,7 +240,9 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         norm = self.engine.clip_grad_norm(self.form.root, self._parameters_of(optimizer), max_norm, norm_type)
         self.last_grad_norm = norm
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"The gradients' norm of order {norm_type} is {norm.item()}: they cannot be clipped.")
+            raise RuntimeError(
+                f"The gradient norm of order {norm_type} is {norm.item()}: the gradients cannot be clipped."
+            )
         return norm
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
@@ -374,8 +378,8 @@ _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torc
 _REFUSED_CALLBACKS = {
     "ModelPruning": PRUNING,
     "WeightAveraging": (
-        "copies the model before it is sharded, and would average the copy with shards. Average in a callback of your "
-        "own: parameters that are copied in on_train_start are sharded as those that train, and can be averaged and "
+        "copies the model before it is sharded, and would average the copy with shards. Average in your own "
+        "callback: copies made in on_train_start are sharded like the trained parameters, and can be averaged and "
         "swapped in any hook. Or use Trainer(strategy='ddp')."
     ),
 }
@@ -512,7 +516,7 @@ class AccelFSDPStrategy(TrainerHooks):
         if fsdp_plugin is not None and fields:
             raise ValueError(
                 f"AccelFSDPStrategy got fsdp_plugin and also {', '.join(sorted(fields))}. "
-                "Set these on the plugin, or leave the plugin out."
+                "Set these on the plugin, or omit the plugin."
             )
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(**fields)
@@ -604,7 +608,7 @@ class AccelFSDPStrategy(TrainerHooks):
     def setup(self, trainer: Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self.accelerator is None or self.model is None or self.lightning_module is None:
-            raise RuntimeError("AccelFSDPStrategy.setup() is called by the Trainer, with a module connected.")
+            raise RuntimeError("AccelFSDPStrategy.setup() must be called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
         self._termination.follow(trainer)
         if fitting:
@@ -672,7 +676,7 @@ class AccelFSDPStrategy(TrainerHooks):
             if not self._reshard_during_accumulation and not kept:
                 rank_zero_info(
                     "reshard_during_accumulation=False has no effect in this fit: hooks of the module or its callbacks "
-                    "run between micro-batches, and what they change in weights has to be gathered."
+                    "run between micro-batches, and the weights that they change must be gathered."
                 )
         if self.precision_plugin.scaler is not None and self.lightning_module is not None:
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
@@ -683,8 +687,8 @@ def _recomputed(plugin: FullyShardedDataParallelPlugin, policy: Any) -> WrapSett
         return None
     if plugin.activation_checkpointing:
         raise ValueError(
-            "activation_checkpointing=True recomputes the units, activation_checkpointing_policy other modules. Give "
-            "one of them."
+            "activation_checkpointing=True recomputes the units, and activation_checkpointing_policy recomputes "
+            "other modules. Set only one of them."
         )
     return WrapSettings(kind="callable", policy=as_policy("activation_checkpointing_policy", policy))
 

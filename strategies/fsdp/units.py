@@ -111,8 +111,8 @@ def without_split_ties(
     if len(kept) < len(units):
         names = {module: name for name, module in model.named_modules()}
         rank_zero_warn(
-            "These share parameters with modules outside of them, and are gathered with what is around them instead of "
-            f"on their own: {', '.join(names[unit] for unit in units if unit not in kept)}."
+            "These modules share parameters with modules outside them, and are gathered with their parent's unit "
+            f"instead of on their own: {', '.join(names[unit] for unit in units if unit not in kept)}."
         )
     return kept
 
@@ -227,7 +227,7 @@ def _mark(module: nn.Module, **options: Any) -> nn.Module:
     if options:
         raise TypeError(
             f"wrap({type(module).__name__}(...), {', '.join(sorted(options))}=...): under AccelFSDPStrategy wrap() "
-            "chooses units, and takes no options. Give these to the strategy."
+            "only selects units, and accepts no options. Pass these to the strategy."
         )
     module.__dict__[_ATTRIBUTE] = True
     return module
@@ -280,8 +280,8 @@ def checkpoint_modules(
 
     if not modules:
         raise ValueError(
-            f"activation_checkpointing_policy chooses no module of {type(model).__name__}. Give classes of modules "
-            "that are in it, or a policy that is true of some."
+            f"activation_checkpointing_policy selects no module of {type(model).__name__}. Pass classes of modules "
+            "in the model, or a policy that returns True for some of them."
         )
     wrappers = _wrap(model, modules, wrapper)
     return [wrappers.get(unit, unit) for unit in units]
@@ -292,10 +292,10 @@ def explained_recomputation(error: BaseException) -> RuntimeError | None:
     if not isinstance(error, CheckpointError):
         return None
     return RuntimeError(
-        "What activation checkpointing recomputes is not what the forward computed. As a rule, parameters were "
-        "frozen or thawed between training_step() and its backward (in on_before_zero_grad or on_before_backward); "
-        "or the forward is not the same twice. Freeze before training_step(), or do without "
-        f"activation_checkpointing. torch says: {str(error).partition('.')[0]}."
+        "Activation checkpointing recomputed something other than the forward. Usually, parameters were frozen or "
+        "unfrozen between training_step() and its backward (in on_before_zero_grad or on_before_backward), or the "
+        "forward is not deterministic. Freeze before training_step(), or disable activation_checkpointing. torch "
+        f"says: {str(error).partition('.')[0]}."
     )
 
 
@@ -393,7 +393,7 @@ def _traceable(unit: nn.Module) -> nn.Module:
 def _require_units(units: list[nn.Module], doing: str) -> None:
     if not units:
         raise ValueError(
-            f"{doing} unit by unit, but the wrap policy makes no unit. "
+            f"{doing} unit by unit, but the wrap policy creates no unit. "
             "Set auto_wrap_policy='transformer_based_wrap' (or 'size_based_wrap')."
         )
 
@@ -455,8 +455,8 @@ def _renormalised(model: nn.Module, unsharded: Collection[nn.Module]) -> Iterato
         if module not in unsharded or module.weight.requires_grad:
             yield (
                 f"{clean_name(name)}: {type(module).__name__}(max_norm={module.max_norm:g}) changes its weight in "
-                "forward, which reaches no other process, and is lost. Leave max_norm out and scale what it returns: "
-                "x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)."
+                "forward; the change reaches no other process and is lost. Omit max_norm and scale the output: x * "
+                "(max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)."
             )
 
 
@@ -479,7 +479,7 @@ def _complex(
             if parameter.is_complex() and (version == 1 or not is_reduced_alone):
                 yield (
                     f"{names[parameter]}: {parameter.dtype} parameters cannot be {reason}. Hold "
-                    "torch.view_as_real(parameter) as the parameter, and compute with torch.view_as_complex of it."
+                    "torch.view_as_real(parameter) as the parameter, and compute with torch.view_as_complex(parameter)."
                 )
 
 
@@ -500,7 +500,7 @@ def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: Preci
                 continue
             yield (
                 f"{clean_name(f'{name}.{own}')}: 4-bit weights stored as {stored} {problem}. Quantise with "
-                f"bnb_4bit_quant_storage={wanted}, or give the module in ignored_modules."
+                f"bnb_4bit_quant_storage={wanted}, or add the module to ignored_modules."
             )
 
 
@@ -552,18 +552,18 @@ def one_dtype_in_each_unit(model: nn.Module, settings: EngineSettings) -> None:
             continue
         if not packed.isdisjoint(floating):
             raise ValueError(
-                f"FSDP1 flattens the parameters of a unit into one tensor, and one of them has 4-bit weights beside "
-                f"others in {' and '.join(sorted(map(str, dtypes)))}: "
-                f"{_named(model, floating)}. Give what is trained units of its own, or use fsdp_version=2."
+                "FSDP1 flattens the parameters of a unit into one tensor, but one unit has 4-bit weights next to "
+                f"others in {' and '.join(sorted(map(str, dtypes)))}: {_named(model, floating)}. Put trained "
+                "parameters in separate units, or use fsdp_version=2."
             )
         changed += [parameter for parameter in floating if parameter.dtype != torch.float32]
         for parameter in floating:
             _upcast(parameter)
     if changed:
         rank_zero_warn(
-            "FSDP1 flattens the parameters of a unit into one tensor of one dtype. These are frozen, and fp32 from now "
-            f"on, since their units hold fp32 as well: {_named(model, changed)}. Give frozen layers units of their "
-            "own, or use fsdp_version=2, to keep them as small as they were."
+            "FSDP1 flattens the parameters of a unit into one tensor of one dtype. These parameters are frozen, and "
+            f"are converted to fp32, because their units also hold fp32: {_named(model, changed)}. Put frozen layers "
+            "in separate units, or use fsdp_version=2, to keep their dtype."
         )
 
 

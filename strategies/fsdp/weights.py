@@ -135,7 +135,7 @@ def _check_metrics(model: nn.Module) -> None:
         for value in module._defaults.values()
         if not isinstance(value, list) and value.is_meta
     ]
-    problem = f"the metrics {sorted(set(empty))} are on the meta device: make them in __init__()"
+    problem = f"the metrics {sorted(set(empty))} are on the meta device: create them in __init__()"
     raise_together("Preparing the model", [problem] if empty else [])
 
 
@@ -295,7 +295,7 @@ def _compare(sources: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[
         first, *others = [name for name in names if name in sources] or [""]
         for other in others:
             if not _same(sources[first], sources[other]):
-                problems[f"{first!r} and {other!r} are tied in the model, and differ in the state dict"] = None
+                problems[f"{first!r} and {other!r} are tied in the model, but differ in the state dict"] = None
     problems.update(
         {f"{name!r} is on the meta device in the state dict": None for name in sources if sources[name].is_meta}
     )
@@ -334,7 +334,7 @@ def _find_buffers(sources: dict[str, Tensor], buffers: Mapping[str, Tensor], rep
         if buffer is None or buffer.is_meta:
             problems[
                 f"the buffer {need.names[0]!r} is not persistent, on the meta device, and has no values on rank 0: "
-                "give a module that has them as buffers_from"
+                "pass a module that has them as buffers_from"
             ] = None
         elif tuple(buffer.shape) != need.shape:
             problems[f"{need.names[0]!r} is {tuple(buffer.shape)} in buffers_from, {need.shape} in the model"] = None
@@ -670,7 +670,7 @@ def _check_buffers(tensors: Sequence[NamedTensor], buffers: Mapping[str, Tensor]
         buffer = buffers.get(named.name)
         if buffer is None or buffer.is_meta or tuple(buffer.shape) != named.shape:
             problems.append(
-                f"the buffer {named.name!r} {named.shape} is not persistent and on the meta device: no file holds it. "
-                "Give buffers_from a module that has it with values, on every process"
+                f"the buffer {named.name!r} {named.shape} is not persistent and on the meta device: no file holds "
+                "it. On every process, pass a module that has its values as buffers_from"
             )
     return problems

@@ -90,7 +90,7 @@ class AsyncSaver:
         if self._stager is None:
             self._stager = SharedStager()
         if not isinstance(self._stager, SharedStager):
-            raise RuntimeError("What is in memory of this process alone cannot be written by another one.")
+            raise RuntimeError("Another process cannot write state that only this process holds in memory.")
         return self._stager
 
     @property
@@ -101,7 +101,7 @@ class AsyncSaver:
             RuntimeError: Before `connect`.
         """
         if self._groups is None:
-            raise RuntimeError("connect() comes first.")
+            raise RuntimeError("Call connect() first.")
         return self._groups[1]
 
     def start(self, what: str, save: Callable[[dist.ProcessGroup], None], messages: StoreMessages) -> None:
@@ -124,7 +124,7 @@ class AsyncSaver:
 
     def _check_idle(self) -> None:
         if self._current is not None:
-            raise RuntimeError(f"{self._current.what} is still under way: wait() before the next.")
+            raise RuntimeError(f"{self._current.what} is still in progress: call wait() before the next one.")
 
     def afterwards(self, action: Callable[[], None]) -> None:
         """Run ``action`` when the present save is complete, at once if there is none, and not at all if it fails."""
@@ -237,8 +237,8 @@ def make_async_saver(async_save: object, timeout: timedelta) -> AsyncSaver | Non
     """
     if not isinstance(async_save, bool) and async_save != _PROCESS:
         raise ValueError(
-            f"async_save must be False (training waits), True (a thread writes) or 'process' (another process writes, "
-            f"which a killed training does not end), got {async_save!r}."
+            "async_save must be False (training waits), True (a thread writes) or 'process' (another process "
+            f"writes, which survives a kill of the training process), got {async_save!r}."
         )
     if async_save == _PROCESS and not hasattr(socket, "send_fds"):
         raise ValueError("async_save='process' needs a system with Unix sockets: Linux or macOS. Use async_save=True.")
@@ -262,7 +262,7 @@ def check_kind(saves: AsyncSaver | None, state_dict_type: str) -> None:
     """
     if saves is not None and saves.process is not None and state_dict_type != "sharded_state_dict":
         raise ValueError(
-            f"async_save='process' writes sharded checkpoints, and state_dict_type is {state_dict_type!r}. Give "
+            f"async_save='process' writes only sharded checkpoints, but state_dict_type is {state_dict_type!r}. Use "
             "state_dict_type='sharded_state_dict', or async_save=True."
         )
 
@@ -283,7 +283,7 @@ def check_places(saves: AsyncSaver | None, callbacks: Iterable[Any]) -> None:
         folder = str(getattr(callback, "dirpath", None) or "")
         if is_remote(folder):
             raise ValueError(
-                f"async_save='process' writes to a file system that all processes see, and {type(callback).__name__} "
-                f"saves to {folder}. Give it a folder, or save in one file (state_dict_type='full_state_dict', "
+                f"async_save='process' requires a file system that all processes share, but {type(callback).__name__} "
+                f"saves to {folder}. Use a shared folder, or save in one file (state_dict_type='full_state_dict', "
                 "async_save=True)."
             )

@@ -141,8 +141,8 @@ class Checkpointer:
     def _state_dict_module(self) -> nn.Module:
         if is_inside():
             raise RuntimeError(
-                "The model cannot be saved or loaded while one of its steps runs: parameters are gathered. Do it in a "
-                "hook, such as on_train_batch_end() or on_validation_end()."
+                "The model cannot be saved or loaded while one of its steps runs: its parameters are gathered. Save "
+                "or load in a hook, such as on_train_batch_end() or on_validation_end()."
             )
         module = self._strategy.engine.state_dict_module(self._strategy.form.root)
         self._strategy.engine.reshard(self._strategy.form.root)
@@ -210,7 +210,7 @@ class Checkpointer:
     def _full_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         own_io = type(self._strategy.checkpoint_io) is TorchCheckpointIO
         if own_io and storage_options is not None and not is_remote(path):
-            raise TypeError("storage_options is for another CheckpointIO than Lightning's own. Leave it out.")
+            raise TypeError("storage_options requires a CheckpointIO other than Lightning's own. Remove it.")
         staged = stage(checkpoint)
 
         def write(where: Path | str) -> None:
@@ -227,9 +227,7 @@ class Checkpointer:
 
     def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         if storage_options is not None:
-            raise TypeError(
-                "storage_options is for a CheckpointIO, which sharded checkpoints do not use. Leave it out."
-            )
+            raise TypeError("storage_options is for a CheckpointIO, which sharded checkpoints do not use. Remove it.")
         folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
@@ -242,7 +240,7 @@ class Checkpointer:
         if saves is not None and saves.process is not None and stage == saves.stage:
             if writes_own_folders():
                 raise ValueError(
-                    f"saving {folder}: async_save='process' writes into one folder that all processes see. Use "
+                    f"saving {folder}: async_save='process' writes into one folder that all processes share. Use "
                     "async_save=True."
                 )
             stager = saves.shared_stager
@@ -294,7 +292,7 @@ class Checkpointer:
         """
         module = self._strategy.lightning_module
         if module is None:
-            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+            raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._path = store_messages().broadcast_from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
@@ -429,9 +427,9 @@ def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoint = read_metadata(path, weights_only)
         if not is_regular(file):
             raise ValueError(
-                f"{file.name} is not there, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
-                "local_state_dict comes back on the same number of processes only. Save a sharded_state_dict to resume "
-                "on another."
+                f"{file.name} does not exist, only {listed(sorted(one.name for one in path.glob('rank_*')))}: a "
+                "local_state_dict can be restored only on the same number of processes. Save a sharded_state_dict "
+                "to resume on a different number."
             )
         if bytes_are_checked():
             check_bytes(file)
@@ -487,7 +485,7 @@ def _compare(stored: dict[str, Any], present: dict[str, Any]) -> None:
     ]
     if other:
         raise ValueError(
-            f"the units are others: {listed(other)}. A local_state_dict needs the same wrapping; a sharded_state_dict "
+            f"the units differ: {listed(other)}. A local_state_dict needs the same wrapping; a sharded_state_dict "
             "does not."
         )
 
@@ -537,5 +535,5 @@ def traces_of(sharded: Collection[nn.Module]) -> ShardingArtifacts:
         own_class=own_class,
         holds_shards=sharded.__contains__,
         reason="FSDP has sharded",
-        way_out=" Or keep it out of the shards: AccelFSDPStrategy(ignored_modules=...).",
+        way_out=" Or exclude it from sharding: AccelFSDPStrategy(ignored_modules=...).",
     )

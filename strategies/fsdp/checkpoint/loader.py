@@ -228,9 +228,9 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
     file = path / METADATA_FILE
     if not is_regular(file):
         raise ValueError(
-            f"{path} has no {METADATA_FILE}, which Lightning and accelight write beside the weights: something else "
-            "has saved it, and the Trainer cannot go on with it. To start from its weights, merge them (accelight "
-            "merge-weights), and give the result as pretrained_weights, or load it into the module before fit()."
+            f"{path} has no {METADATA_FILE}, which Lightning and accelight write next to the weights: other software "
+            "saved it, and the Trainer cannot resume from it. To start from its weights, merge them (accelight "
+            "merge-weights), and pass the result as pretrained_weights, or load it into the module before fit()."
         )
     with os.fdopen(open_regular(file), "rb") as stream:
         if digest is not None:
@@ -277,7 +277,7 @@ def _common_names(weights: dict[str, Any], stored: set[str], strict: bool, path:
         if strict:
             raise RuntimeError(
                 f"{report} Set `strict_loading=False` on the LightningModule to load the rest. (on_load_checkpoint() "
-                "can change the names of full checkpoints, and not of sharded ones.)"
+                "can rename entries of full checkpoints, but not of sharded ones.)"
             )
         if dist.get_rank() == 0:
             _log.warning(report)
@@ -339,7 +339,7 @@ def load_optimizers(
         return
     if len(states) != len(optimizers):
         raise ValueError(
-            f"The checkpoint holds {len(states)} optimizers, configure_optimizers returned {len(optimizers)}. "
+            f"The checkpoint holds {len(states)} optimizers, but configure_optimizers returned {len(optimizers)}. "
             "Resume with the same number."
         )
     num_steps = checkpoint.get("global_step")
@@ -482,7 +482,7 @@ class SafeReader(FileSystemReader):
         storage: dict[MetadataIndex, _StorageInfo] = {}
         for index, info in loaded.storage_data.items():
             if type(index.fqn) is not str or not isinstance(index.offset, torch.Size | None):
-                raise CheckpointError(f"{path}: a key of storage_data names no chunk of a tensor.")
+                raise CheckpointError(f"{path}: a key of storage_data does not name a chunk of a tensor.")
             storage[MetadataIndex(index.fqn, index.offset, index.index)] = info
         loaded.storage_data = storage
         if loaded.storage_meta is None:
@@ -633,8 +633,8 @@ def find_accelerate_folder(path: Path) -> AccelerateFolder | None:
         if files:
             raise ValueError(
                 f"{path} holds {files[0]}, which Accelerate writes for FULL_STATE_DICT, LOCAL_STATE_DICT and "
-                "use_dcp=False. What resumes here is SHARDED_STATE_DICT (pytorch_model_fsdp_0/): load it with "
-                "Accelerate as it was saved, and save it so."
+                "use_dcp=False. Only SHARDED_STATE_DICT (pytorch_model_fsdp_0/) can be resumed: load the checkpoint "
+                "with Accelerate as it was saved, and save it as SHARDED_STATE_DICT."
             )
         return None
     numbered = {int(match[1]): one for one in parent.iterdir() if (match := _OPTIMIZER.fullmatch(one.name))}
@@ -652,10 +652,10 @@ def missing_prefix(stored: Iterable[str], present: Iterable[str], attribute: str
 def trainer_state(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
     """Return what stands for the Trainer's part of a checkpoint, and say that there is none."""
     if dist.get_rank() == 0:
-        what = "Weights and optimizer state are" if with_optimizer and folder.optimizers else "Weights alone are"
+        what = "Weights and optimizer state are" if with_optimizer and folder.optimizers else "Only weights are"
         _log.warning(
-            "%s was saved by Accelerate. %s restored; steps and epochs, learning-rate schedules, callbacks and random "
-            "states are not in it: the Trainer begins with step 0.",
+            "%s was saved by Accelerate. %s restored; steps and epochs, learning-rate schedules, callbacks and "
+            "random states are not in it: the Trainer starts at step 0.",
             folder.model.parent,
             what,
         )

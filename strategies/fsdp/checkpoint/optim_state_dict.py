@@ -97,7 +97,9 @@ def _in_plain_order(
     if not any(isinstance(parameter, FlatParameter) for parameter in parameters):
         return list(names)
     if sum(counts) != len(names):
-        raise RuntimeError(f"FSDP's flat parameters hold {sum(counts)} parameters, the optimizer's state {len(names)}.")
+        raise RuntimeError(
+            f"FSDP's flat parameters hold {sum(counts)} parameters, but the optimizer's state has {len(names)}."
+        )
     runs: list[list[str]] = []
     last, rest = math.inf, iter(names)
     for parameter, count in zip(parameters, counts, strict=True):
@@ -275,8 +277,8 @@ def _complete(
             without_step.append(name)
         elif missing:
             raise ValueError(
-                f"The checkpoint has no {', '.join(missing)} of the optimizer's state for {name!r}. Was another "
-                "optimizer, or one with other options, used? Use the same, or load the weights alone."
+                f"The checkpoint has no {', '.join(missing)} of the optimizer's state for {name!r}. Did the saving "
+                "run use another optimizer, or other options? Use the same ones, or load only the weights."
             )
     if without_step:
         step = _common_step(states, num_steps)
@@ -284,9 +286,12 @@ def _complete(
             states[name][_STEP] = torch.tensor(step)
     if dist.get_rank() == 0:
         if wanted and anew and len(anew) < len(names):
-            _log.warning("No optimizer state in the checkpoint for %s: it starts anew.", ", ".join(anew))
+            _log.warning("The checkpoint has no optimizer state for %s: it starts from scratch.", ", ".join(anew))
         if without_step:
-            _log.warning("No step in the optimizer state of %s: that of the others is taken.", ", ".join(without_step))
+            _log.warning(
+                "The optimizer state of %s has no step: the step of the other parameters is used.",
+                ", ".join(without_step),
+            )
 
 
 def _state_keys(optimizer: Optimizer) -> set[str]:
@@ -313,7 +318,7 @@ def _common_step(states: Mapping[str, Mapping[str, Any]], num_steps: int | None)
     """
     known = [float(values[_STEP]) for values in states.values() if _STEP in values]
     if not known and num_steps is None:
-        raise ValueError("The checkpoint says for no parameter how often it was stepped, and has no global_step.")
+        raise ValueError("The checkpoint has neither a step count for any parameter nor a global_step.")
     return max(known, default=float(num_steps or 0))
 
 
@@ -418,8 +423,8 @@ class Layout:
         for index, parameter in enumerate(parameters):
             if parameter not in self.names:
                 raise KeyError(
-                    f"The optimizer's parameter {index} (shape {tuple(parameter.shape)}) is no parameter of the model "
-                    "that is trained: nothing can be saved or restored of it."
+                    f"The optimizer's parameter {index} (shape {tuple(parameter.shape)}) is not a parameter of the "
+                    "trained model: its state cannot be saved or restored."
                 )
         return [self.names[parameter] for parameter in parameters]
 
@@ -573,8 +578,8 @@ def _merged(ranks: Sequence[Sequence[Descriptions]]) -> list[Descriptions]:
 
 def _misfit(name: str, shape: Sequence[int]) -> str:
     return (
-        f"The optimizer's state of {name!r} has a part with the shape {tuple(shape)}: FSDP1 keeps state of a "
-        "parameter's own shape alone. Use fsdp_version=2 for this optimizer."
+        f"The optimizer's state of {name!r} has a part with the shape {tuple(shape)}: FSDP1 supports only state with "
+        "the shape of its parameter. Use fsdp_version=2 for this optimizer."
     )
 
 

@@ -272,7 +272,9 @@ def merge_plans(number: int, plans: Sequence[SavePlan]) -> MergedPlan:
             like, size = data.properties, data.size
             entry = entries.setdefault(name, TensorStorageMetadata(like, size, []))
             if isinstance(entry, BytesStorageMetadata) or (entry.size, entry.properties.dtype) != (size, like.dtype):
-                problems.append(f"{name!r} is {like.dtype} {tuple(size)} on process {rank}, and another before")
+                problems.append(
+                    f"{name!r} is {like.dtype} {tuple(size)} on process {rank}, unlike on earlier processes"
+                )
                 continue
             own.append(dataclasses.replace(item.index, index=len(entry.chunks)))
             entry.chunks.append(data.chunk)
@@ -282,7 +284,7 @@ def merge_plans(number: int, plans: Sequence[SavePlan]) -> MergedPlan:
             problems += _problems(name, entry.size, [(one.offsets, one.sizes) for one in entry.chunks])
     if problems:
         more = f" (and {len(problems) - _MOST_NAMED} more)" if len(problems) > _MOST_NAMED else ""
-        raise ValueError(f"the processes' parts are not one whole: {'; '.join(problems[:_MOST_NAMED])}{more}")
+        raise ValueError(f"the parts of all processes do not fit together: {'; '.join(problems[:_MOST_NAMED])}{more}")
     return MergedPlan(number, Metadata(entries, paths), indices)
 
 
@@ -290,12 +292,12 @@ def _problems(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> list[str
     """Return what keeps boxes from filling a tensor, each element once."""
     for offsets, sizes in boxes:
         if any(at < 0 or at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):
-            return [f"{name!r} has the shape {tuple(shape)}, and a part at {tuple(offsets)} with {tuple(sizes)}"]
+            return [f"{name!r} has the shape {tuple(shape)}, but a part at {tuple(offsets)} of shape {tuple(sizes)}"]
     volume = sum(prod(sizes) for _, sizes in boxes)
     if volume != prod(shape):
-        return [f"{name!r} has {prod(shape)} elements, and parts of {volume}"]
+        return [f"{name!r} has {prod(shape)} elements, but its parts have {volume}"]
     if len(boxes) > 1 and (both := _overlapping(boxes)):
-        return [f"{name!r} has parts that overlap, at {tuple(both[0])} and at {tuple(both[1])}"]
+        return [f"{name!r} has overlapping parts, at {tuple(both[0])} and at {tuple(both[1])}"]
     return []
 
 
@@ -356,7 +358,9 @@ class WriteLocations:
             ValueError: If there are more of one than of the other.
         """
         if len(indices) != len(self.rows):
-            raise ValueError(f"A process was to write {len(indices)} pieces, and reports {len(self.rows)}.")
+            raise ValueError(
+                f"A process reports the wrong number of pieces: expected {len(indices)}, got {len(self.rows)}."
+            )
         return [
             Written(index, size, _StorageInfo(self.files[file], offset, length), digest)
             for index, (size, file, offset, length, digest) in zip(indices, self.rows, strict=True)

@@ -402,7 +402,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
         place, num_bytes, dtype, offset, shape, strides = pid
         if self._memory is None:
-            raise RuntimeError("tensors in shared memory, and no shared memory came with them.")
+            raise RuntimeError("the state has tensors in shared memory, but no shared memory was received.")
         if place not in self._storages:
             values = torch.frombuffer(self._memory, dtype=torch.uint8, offset=place, count=num_bytes)
             self._storages[place] = values.untyped_storage()
@@ -507,8 +507,7 @@ class SavingProcess:
     def _start(self) -> socket.socket:
         if not sys.executable:
             raise RuntimeError(
-                "async_save='process' starts another Python, and sys.executable does not say which. Use "
-                "async_save=True."
+                "async_save='process' starts another Python process, but sys.executable is empty. Use async_save=True."
             )
         ours, theirs = socket.socketpair()
         self._output, self._received = unnamed_file(), b""
@@ -547,7 +546,7 @@ class SavingProcess:
 
 def _described(status: int) -> str:
     how = f"status {status}" if status >= 0 else signal.Signals(-status).name
-    return f"the process that writes for it has ended ({how})."
+    return f"its writer process ended ({how})."
 
 
 def _last_output(output: int) -> str:
@@ -697,5 +696,5 @@ def _records_of_others(folder: NewFolder, part: Part, timeout_s: float) -> list[
 
     if poll(all_are_there, timeout_s, _SLOWEST_S) is None:
         absent = [rank for rank in range(1, part.num_ranks) if rank not in found]
-        raise TimeoutError(f"the processes that write for ranks {absent} did not finish in {timeout_s:g} s.")
+        raise TimeoutError(f"the writer processes of ranks {absent} did not finish in {timeout_s:g} s.")
     return [found[rank] for rank in sorted(found)]

@@ -161,7 +161,7 @@ def pin(address: int, num_bytes: int) -> None:
     error = int(_cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
     if error:
         raise RuntimeError(
-            f"async_save copies the state to pinned host memory, and CUDA could not pin {num_bytes} bytes "
+            f"async_save copies the state to pinned host memory, but CUDA could not pin {num_bytes} bytes "
             f"(cudaError {error}). Free host memory, or use async_save=False."
         )
 
@@ -269,7 +269,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 def _too_little(num_bytes: int, found: str) -> str:
     return (
-        f"async_save='process' copies what this process saves, {human_bytes(num_bytes)}, to shared memory: {found}. "
+        f"async_save='process' copies the state of this process, {human_bytes(num_bytes)}, to shared memory: {found}. "
         "Free host memory, or use async_save=False."
     )
 

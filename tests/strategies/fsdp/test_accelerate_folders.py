@@ -129,9 +129,9 @@ def test_what_does_not_resume_is_told(tmp_path: Path) -> None:
     run_on_ranks(2, save_with_accelerate, str(tmp_path / "by rank"), 2, False)
     for message in run_on_ranks(2, _tell, str(tmp_path / "by rank")):
         assert "holds pytorch_model_fsdp_0_rank0.bin, which Accelerate writes for" in message
-        assert "use_dcp=False. What resumes here is SHARDED_STATE_DICT" in message
+        assert "use_dcp=False. Only SHARDED_STATE_DICT" in message
     run_on_ranks(2, save_with_accelerate, str(tmp_path / "sharded"), 2)
     os.rename(tmp_path / "sharded/pytorch_model_fsdp_0", tmp_path / "other")
     for message in run_on_ranks(2, _tell, str(tmp_path / "other")):
-        assert "other has no meta.pt, which Lightning and accelight write beside the weights" in message
+        assert "other has no meta.pt, which Lightning and accelight write next to the weights" in message
         assert "accelight merge-weights" in message

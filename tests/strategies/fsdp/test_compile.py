@@ -114,7 +114,7 @@ def _refused(options: dict[str, Any]) -> str:
     ("options", "match"),
     [
         ({"fsdp_version": 1, "use_orig_params": False, **WRAP}, "needs use_orig_params=True"),
-        ({"fsdp_version": 2}, "compile compiles unit by unit, but the wrap policy makes no unit"),
+        ({"fsdp_version": 2}, "compile compiles unit by unit, but the wrap policy creates no unit"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(options: dict[str, Any], match: str) -> None:

@@ -100,7 +100,7 @@ def test_torchs_clipping_of_ignored_modules(kind: str) -> None:
 
 
 def test_clipping_a_part_of_a_flat_unit_is_refused() -> None:
-    assert_refused(Fit(ClipsHead), "fsdp1_flat", "No gradients were given to be clipped", "use_orig_params=True")
+    assert_refused(Fit(ClipsHead), "fsdp1_flat", "There are no gradients to clip", "use_orig_params=True")
 
 
 class Fails(UserModule):
@@ -284,10 +284,10 @@ def test_optimizers_that_are_right(kind: str, name: str) -> None:
     [
         ("fsdp2", "LBFGS", "scalar products"),
         ("fsdp1", "LBFGS", "scalar products"),
-        ("fsdp1", "Adafactor", "in a full parameter than in a flat piece"),
+        ("fsdp1", "Adafactor", "in a full parameter and in a flat part"),
         ("fsdp2", "Adafactor", "its step fails on DTensors"),
         ("fsdp2", "Rprop", "Use fsdp_version=1"),
-        ("fsdp1", "NormedSGD", "in a full parameter than in a flat piece"),
+        ("fsdp1", "NormedSGD", "in a full parameter and in a flat part"),
     ],
 )
 def test_optimizers_that_are_refused(kind: str, name: str, words: str) -> None:

@@ -482,7 +482,7 @@ def test_sync_module_states(version: int) -> None:
     fields = {"fsdp_version": version, "sync_module_states": True}
     first, second = run_on_ranks(2, _first_layer, fields, "per_rank")
     assert torch.equal(torch.cat([first, second]) if version == 1 else second, _expected_layer(0))
-    with pytest.raises(AssertionError, match=r"The processes begin with different values of 'first\.weight'"):
+    with pytest.raises(AssertionError, match=r"The processes start with different values of 'first\.weight'"):
         run_on_ranks(2, _first_layer, {**fields, "sync_module_states": False}, "per_rank")
 
 

@@ -103,7 +103,7 @@ def test_parts_of_units_are_frozen_and_thawed(kind: str, module: type[UserModule
 
 
 def test_freezing_a_part_of_a_flat_unit_is_refused() -> None:
-    assert_refused(Fit(PARTS[0]), "fsdp1_flat", "requires_grad_(False) of this Linear would do nothing")
+    assert_refused(Fit(PARTS[0]), "fsdp1_flat", "requires_grad_(False) of this Linear would have no effect")
 
 
 @pytest.mark.core("fsdp2-policy0", "fsdp1-policy1")

@@ -176,7 +176,7 @@ def _refuse(kind: str) -> tuple[str, bool]:
         ("missing", r"process 0: missing in the state dict: layers.0.linear.weight"),
         ("unexpected", r"unexpected in the state dict: stray"),
         ("shape", r"'layers.0.linear.weight' is \(5, 3\) in the state dict, \(5, 4\) in the model"),
-        ("tied", r"'embed.weight' and 'head.weight' are tied in the model, and differ"),
+        ("tied", r"'embed.weight' and 'head.weight' are tied in the model, but differ"),
         ("not a tensor", r"not tensors in the state dict: stray"),
         ("none", r"missing in the state dict: embed.weight"),
         ("buffer", r"the buffer 'layers.0.table' is not persistent.*buffers_from"),

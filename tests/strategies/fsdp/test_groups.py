@@ -48,7 +48,7 @@ def test_tied_modules_that_the_policy_takes_apart_share_one_group(engine: str) -
 def test_units_that_split_a_tie_are_left_to_what_is_around_them() -> None:
     model = Decoder(KINDS["tied"])
     units: list[Any] = [model.embed, model.blocks[0].linear, model.blocks[0], model.head]
-    with pytest.warns(UserWarning, match=r"gathered with what is around .* own: embed, head\.$"):
+    with pytest.warns(UserWarning, match=r"gathered with their parent's unit .* own: embed, head\.$"):
         assert groups.without_split_ties(model, units) == [model.blocks[0].linear, model.blocks[0]]
     assert groups.without_split_ties(model, units, {model.head, model.embed}) == units  # nobody shards the tie
     around = nn.ModuleList([model])

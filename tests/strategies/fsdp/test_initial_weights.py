@@ -181,7 +181,7 @@ def _meta_metric() -> MeanMetric:
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        ("metric", r"process 1: the metrics \['model.metric'\] are on the meta device: make them in __init__"),
+        ("metric", r"process 1: the metrics \['model.metric'\] are on the meta device: create them in __init__"),
         ("missing", r"missing in the file: model.blocks.0.linear.weight"),
         ("no_file", r"no such file"),
     ],

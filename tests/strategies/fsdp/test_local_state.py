@@ -67,8 +67,12 @@ def test_training_goes_on_from_flat_shards(variant: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("world_size", "options", "match"),
     [
-        (3, {}, "rank_00000_of_00002.pt, rank_00001_of_00002.pt: a local_state_dict comes back on the same number"),
-        (2, {"auto_wrap_policy": "no_wrap"}, "the units are others: "),
+        (
+            3,
+            {},
+            "rank_00000_of_00002.pt, rank_00001_of_00002.pt: a local_state_dict can be restored only on the same",
+        ),
+        (2, {"auto_wrap_policy": "no_wrap"}, "the units differ: "),
         (2, {"fsdp_version": 2, "state_dict_type": "sharded_state_dict"}, "Load it with fsdp_version=1"),
     ],
     ids=["processes", "units", "engine"],

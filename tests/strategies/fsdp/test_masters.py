@@ -116,7 +116,7 @@ def test_a_unit_of_fsdp1_has_one_dtype(use_orig_params: bool) -> None:
     assert set(found["dtypes"].values()) == {FP32}
     assert found["changed"] == TRAINED
     [told] = set(found["told"])
-    assert "fp32 from now on" in told
+    assert "are converted to fp32" in told
     assert "model.1.base.0.weight, model.1.base.0.bias, model.2.base.0.weight and 1 more" in told
 
 
@@ -142,7 +142,7 @@ def test_4bit_weights_are_not_touched(version: int, fields: dict[str, Any], prec
 
 def test_4bit_weights_beside_trained_ones_in_a_unit_of_fsdp1_are_refused() -> None:
     fields = {"auto_wrap_policy": ModuleWrapPolicy({Adapted}), "use_orig_params": True}
-    with pytest.raises(AssertionError, match=r"FSDP1 flattens .* 4-bit weights beside others in torch.bfloat16 and "):
+    with pytest.raises(AssertionError, match=r"FSDP1 flattens .* 4-bit weights next to others in torch.bfloat16 and "):
         run_on_ranks(2, _train, 1, "4bit", "bf16-mixed", fields, 2)
 
 

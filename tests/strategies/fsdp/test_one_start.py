@@ -55,7 +55,7 @@ def _refused(engine: str) -> str:
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_own_values_that_differ_are_named(engine: str) -> None:
     for message in run_on_ranks(2, _refused, engine):
-        assert re.search(r"different values of 'net.0.weight'; 'net.0.bias'.*Leave sync_module_states out", message)
+        assert re.search(r"different values of 'net.0.weight'; 'net.0.bias'.*Omit sync_module_states", message)
         assert "offset" not in message
 
 
@@ -120,8 +120,8 @@ def _layout(kind: str) -> str:
         ("shape", r"'b' is \(3,\) float32 on process 0 and \(4,\) float32 on process 1"),
         ("dtype", r"'b' is \(3,\) float32 on process 0 and \(3,\) float16 on process 1"),
         ("missing", r"'b' is \(3,\) float32 on process 0 and missing on process 1"),
-        ("order", r"'a' on process 0 comes where 'b' comes on process 1"),
-        ("meta", r"'b' is on the meta device on process 0 and not on process 1"),
+        ("order", r"'a' on process 0 is in the position of 'b' on process 1"),
+        ("meta", r"'b' is on the meta device on process 0 but not on process 1"),
     ],
 )
 def test_different_models_are_named_on_all_ranks(kind: str, problem: str) -> None:

@@ -143,8 +143,16 @@ def _refused(options: dict[str, Any], kind: str) -> str:
     [
         ({"fsdp_version": 2}, "object", "Keeper.kept holds original parameters ('net.0.weight'"),
         ({"fsdp_version": 2}, "class", "net.2.weight: the class Marked is lost"),
-        ({"fsdp_version": 2}, "post", "net.0.weight: register_post_accumulate_grad_hook() would run on no gradient"),
-        ({"fsdp_version": 1}, "post", "net.0.weight: register_post_accumulate_grad_hook() would run on no gradient"),
+        (
+            {"fsdp_version": 2},
+            "post",
+            "net.0.weight: register_post_accumulate_grad_hook() would never run on a gradient",
+        ),
+        (
+            {"fsdp_version": 1},
+            "post",
+            "net.0.weight: register_post_accumulate_grad_hook() would never run on a gradient",
+        ),
         (
             {"fsdp_version": 1, "use_orig_params": False},
             "hooks",

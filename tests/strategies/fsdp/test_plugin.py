@@ -240,7 +240,7 @@ def test_ignored_modules_is_a_list_of_its_own() -> None:
 
 WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     (ValueError, {"fsdp_version": 3}, r"^fsdp_version must be one of 1, 2; got 3"),
-    (ValueError, {"fsdp_version": "two"}, r"fsdp_version .*whole number; got 'two'"),
+    (ValueError, {"fsdp_version": "two"}, r"fsdp_version .*integer; got 'two'"),
     (TypeError, {"fsdp_version": 2.0}, r"fsdp_version .*must be an int; got 2.0 of type float"),
     (TypeError, {"fsdp_version": True}, r"fsdp_version .*must be an int; got True"),
     (ValueError, {"sharding_strategy": "ALL"}, r"sharding_strategy .*one of FULL_SHARD, .*got 'ALL'"),
@@ -301,7 +301,7 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
     *((ValueError, {"fsdp_version": version, "activation_checkpointing_offload": True},
        r"nothing is recomputed. Set activation_checkpointing=True \(or FSDP_ACTIVATION_CHECKPOINTING=true\)")
       for version in (1, 2)),
-    (ValueError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": "1e6"}, r"min_num_params .*whole number"),
+    (ValueError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": "1e6"}, r"min_num_params .*integer"),
     (ValueError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": -1}, r"min_num_params must be >= 0; got -1"),
     (TypeError, {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1e6}, r"min_num_params .*must be an int"),
     (TypeError, {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": [nn.Linear]},
@@ -477,7 +477,7 @@ def test_ram_efficient_loading_in_the_environment(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_fsdp2_translates_the_sharding_strategy(strategy: Any, reshard: bool, hint: str) -> None:
-    with pytest.warns(UserWarning, match=f"taken as reshard_after_forward={reshard}.*{hint}"):
+    with pytest.warns(UserWarning, match=f"interpreted as reshard_after_forward={reshard}.*{hint}"):
         plugin = Plugin(fsdp_version=2, sharding_strategy=strategy)
     assert (plugin.reshard_after_forward, plugin.sharding_strategy) == (reshard, None)
 
@@ -495,7 +495,10 @@ def test_fsdp2_translates_a_sharding_strategy_that_is_alone_in_the_environment(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch is obsolete .* and ignored: FSDP2 always gathers"),
+        (
+            {"backward_prefetch": "BACKWARD_PRE"},
+            "backward_prefetch is obsolete .* and ignored: FSDP2 always prefetches",
+        ),
         ({"use_orig_params": False}, "use_orig_params is obsolete .* and ignored: FSDP2 always keeps"),
         ({"param_init_fn": initialise}, "param_init_fn is obsolete .* and ignored: with FSDP2 the strategy"),
         ({"limit_all_gathers": False}, "limit_all_gathers=False has no effect with fsdp_version=2"),
@@ -534,7 +537,7 @@ def test_fields_of_another_policy_are_said_to_be_ignored(given: dict[str, Any], 
 
 def test_ram_efficient_loading_forces_the_broadcast() -> None:
     assert Plugin(cpu_ram_efficient_loading=True).sync_module_states is True
-    with pytest.warns(UserWarning, match="sync_module_states=False is overruled by cpu_ram_efficient_loading=True"):
+    with pytest.warns(UserWarning, match="sync_module_states=False is overridden by cpu_ram_efficient_loading=True"):
         plugin = Plugin(cpu_ram_efficient_loading=True, sync_module_states=False)
     assert plugin.sync_module_states is True
     assert Plugin(fsdp_version=2, cpu_ram_efficient_loading=True).sync_module_states is True

@@ -208,8 +208,8 @@ def _fail(folder: str, what: str) -> tuple[str, int]:
 
 ERRORS = {
     "in the way": r"process 1: IsADirectoryError: .*__1_0\.distcp'",
-    "killed 0": r"process 0: the process that writes for it has ended \(SIGKILL\)\.",
-    "killed 1": r"process 1: the process that writes for it has ended \(SIGKILL\)\.",
+    "killed 0": r"process 0: its writer process ended \(SIGKILL\)\.",
+    "killed 1": r"process 1: its writer process ended \(SIGKILL\)\.",
 }
 
 
@@ -287,7 +287,7 @@ def test_what_fails_before_a_save_returns_is_raised_there_on_all_ranks(tmp_path:
     assert ours == theirs
     assert re.search(r"process 1: RuntimeError: async_save='process' copies .* to shared memory: 1\.0 kB are", ours[0])
     assert ours[1].endswith("process 1: ValueError: no part")
-    assert "sys.executable does not say which. Use async_save=True." in ours[2]
+    assert "sys.executable is empty. Use async_save=True." in ours[2]
     assert "has ended (status 1). Its output ends with:\nnothing starts here" in ours[3]
     assert os.listdir(tmp_path) == ["saved"]
 
@@ -296,7 +296,7 @@ def test_whoever_does_not_leave_a_record_is_named(tmp_path: Path) -> None:
     part: Any = type("Part", (), {"num_ranks": 3})
     folder = NewFolder(tmp_path / "saved", "0")
     folder.begin()
-    with pytest.raises(TimeoutError, match=r"write for ranks \[1, 2\] did not finish in 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"the writer processes of ranks \[1, 2\] did not finish in 0\.01 s"):
         _records_of_others(folder, part, 0.01)
 
 
@@ -450,7 +450,7 @@ def _refuse(folder: str) -> None:
         {"fsdp_version": 1},
         {"fsdp_version": 1, "state_dict_type": "local_state_dict"},
     ]
-    refused = r"'process' writes sharded checkpoints, and state_dict_type is '(full|local)_state_dict'"
+    refused = r"'process' writes only sharded checkpoints, but state_dict_type is '(full|local)_state_dict'"
     for options in kinds:
         trainer = quiet_trainer(AccelFSDPStrategy(async_save="process", **options), 2, max_epochs=1)
         with pytest.raises(ValueError, match=refused):
@@ -458,7 +458,7 @@ def _refuse(folder: str) -> None:
     callbacks = [ModelCheckpoint("memory://somewhere")]
     strategy = AccelFSDPStrategy(async_save="process", fsdp_version=2)
     trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(ValueError, match=r"ModelCheckpoint saves to memory://somewhere\. Give it a folder"):
+    with pytest.raises(ValueError, match=r"ModelCheckpoint saves to memory://somewhere\. Use a shared folder"):
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
     assert trainer.global_step == 0
 

@@ -52,7 +52,7 @@ def test_different_units_are_told_on_every_rank(before: list[list[list[int]]]) -
 def test_a_rank_that_leaves_the_known_way_alone_says_so() -> None:
     follows, leaves = run_on_ranks(2, _walk, [[[0, 1, 2]], [[0, 1, 2], [0, 1]]], 1.0)
     assert follows == ["", ""]  # here nothing is gathered; in training it waits for the other, which ends
-    assert "Process 1 is through with its step now, and process 0 does not" in leaves[1]
+    assert "Process 1 ends its step now, but process 0 does not" in leaves[1]
 
 
 def _wait_or_reduce() -> tuple[str, list[int]]:
@@ -66,7 +66,7 @@ def _wait_or_reduce() -> tuple[str, list[int]]:
 
 def test_a_reduction_of_the_users_is_not_answered_with_ours() -> None:
     waits, reduces = run_on_ranks(2, _wait_or_reduce)
-    assert "Process 0 gathers 'blocks.0' now, and process 1 does not" in waits[0]
+    assert "Process 0 gathers 'blocks.0' now, but process 1 does not" in waits[0]
     assert waits[1] == reduces[1] == [6, -8]
 
 
@@ -99,11 +99,11 @@ def test_ranks_meet_after_one_made_fewer() -> None:
 
 def test_both_leave_it_differently() -> None:
     for *_, error in run_on_ranks(2, _walk, [[[0, 1, 2]], [[0, 2], [0]]], 20.0):
-        assert "process 0 gathers 'blocks.1'; process 1 is through with its step" in error
+        assert "process 0 gathers 'blocks.1'; process 1 ends its step" in error
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1"])
 def test_training_refuses_it(kind: str) -> None:
     with pytest.raises(AssertionError, match="2 of 2 ranks failed") as caught:
         run(Script((Fit(),), unused="unit_rank"), kind)
-    assert str(caught.value).count("Processes use different parts of the model at one time: process") >= 2
+    assert str(caught.value).count("Processes use different parts of the model at the same time: process") >= 2

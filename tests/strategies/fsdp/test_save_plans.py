@@ -145,29 +145,29 @@ FIRST, LAST = ((0, 0), (2, 3)), ((2, 0), (2, 3))
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
-        ([_plan(_item("w", (4, 3), FIRST)), _plan()], "'w' has 12 elements, and parts of 6"),
-        ([_plan(_item("w", (4, 3), FIRST))] * 2, r"'w' has parts that overlap, at \(0, 0\) and at \(0, 0\)"),
+        ([_plan(_item("w", (4, 3), FIRST)), _plan()], "'w' has 12 elements, but its parts have 6"),
+        ([_plan(_item("w", (4, 3), FIRST))] * 2, r"'w' has overlapping parts, at \(0, 0\) and at \(0, 0\)"),
         (
             [_plan(_item("w", (4, 3), FIRST)), _plan(_item("w", (4, 3), LAST, torch.float64))],
-            r"'w' is torch.float64 \(4, 3\) on process 1, and another before",
+            r"'w' is torch.float64 \(4, 3\) on process 1, unlike on earlier processes",
         ),
         (
             [_plan(_item("w", (4, 3), FIRST)), _plan(_item("w", (4, 2), LAST))],
-            r"'w' is torch.float32 \(4, 2\) on process 1, and another before",
+            r"'w' is torch.float32 \(4, 2\) on process 1, unlike on earlier processes",
         ),
-        ([_plan(_item("w", (4, 3), ((3, 0), (2, 3))))], r"'w' has the shape \(4, 3\), and a part at \(3, 0\) with"),
+        ([_plan(_item("w", (4, 3), ((3, 0), (2, 3))))], r"'w' has the shape \(4, 3\), but a part at \(3, 0\) of shape"),
         (
             [_plan(WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO))] * 2,
             "'b' is written twice, the second time by process 1",
         ),
         (
             [_plan(*(_item(f"w{number}", (4, 3), FIRST) for number in range(12)))],
-            r"'w9' has 12 elements, and parts of 6 \(and 2 more\)",
+            r"'w9' has 12 elements, but its parts have 6 \(and 2 more\)",
         ),
     ],
 )
 def test_parts_that_are_not_one_whole_are_refused(plans: list[SavePlan], message: str) -> None:
-    with pytest.raises(ValueError, match=f"the processes' parts are not one whole: .*{message}"):
+    with pytest.raises(ValueError, match=f"the parts of all processes do not fit together: .*{message}"):
         merge_plans(1, plans)
 
 
@@ -238,5 +238,5 @@ def test_a_folders_description_is_torchs(num_tensors: int, tmp_path: Path) -> No
 
 def test_another_number_of_places_than_of_pieces_is_refused() -> None:
     merged = merge_plans(1, [_plan(_item("w", (4, 3), ((0, 0), (4, 3))))])
-    with pytest.raises(ValueError, match="A process was to write 1 pieces, and reports 0"):
+    with pytest.raises(ValueError, match="the wrong number of pieces: expected 1, got 0"):
         WriteLocations([], []).results(merged.indices[0])

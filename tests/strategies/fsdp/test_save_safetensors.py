@@ -185,7 +185,7 @@ def test_what_goes_wrong_is_told_to_everyone_and_leaves_nothing(tmp_path: Path) 
             "failed on rank 0: ",
             "loaders prefer",
             "process 1: OSError: this disk is gone",
-            "strategy.save_safetensors was called on process 0 of 2 alone",
+            "strategy.save_safetensors was called on process 0 of 2 only",
         ],
         strict=True,
     ):

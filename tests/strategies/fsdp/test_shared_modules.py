@@ -78,7 +78,7 @@ def test_what_two_units_would_share_is_gathered_around_both(version: int) -> Non
 def test_a_shared_module_that_is_a_unit_itself_leaves_the_others_be() -> None:
     model = Sharing()
     scaler = model.encoder.scalers["x"]
-    with pytest.warns(UserWarning, match="gathered with what is around them .*: encoder, decoder"):
+    with pytest.warns(UserWarning, match="gathered with their parent's unit .*: encoder, decoder"):
         assert without_split_ties(model, [model.encoder, model.decoder]) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")

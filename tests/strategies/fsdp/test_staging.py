@@ -97,7 +97,7 @@ def _stage_too_early() -> None:
     saves.connect(torch.device("cpu"))
     staged = saves.stage(_state(1.0))
     saves.start("Saving first", lambda group: None, store_messages("a test"))
-    with pytest.raises(RuntimeError, match=r"Saving first is still under way: wait\(\) before the next"):
+    with pytest.raises(RuntimeError, match=r"Saving first is still in progress: call wait\(\) before the next"):
         saves.stage(_state(2.0))
     assert staged["weights"]["weight"].eq(1).all()
     saves.wait()

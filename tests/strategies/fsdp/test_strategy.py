@@ -407,7 +407,7 @@ def test_double_precision(version: int) -> None:
 
 def test_what_needs_the_trainer_says_so() -> None:
     strategy = AccelFSDPStrategy()
-    with pytest.raises(RuntimeError, match="once the Trainer has connected"):
+    with pytest.raises(RuntimeError, match="only after the Trainer has connected"):
         _ = strategy.device_mesh
     with pytest.raises(RuntimeError, match="no sharded model yet"):
         _ = strategy.form
@@ -442,7 +442,7 @@ def _fit_error(strategy_options: dict[str, Any], trainer_options: dict[str, Any]
             False,
             "Blok",
         ),
-        ({"activation_checkpointing": True}, {}, False, "the wrap policy makes no unit"),
+        ({"activation_checkpointing": True}, {}, False, "the wrap policy creates no unit"),
     ],
     ids=["accumulation", "mesh", "hybrid", "stale_fsdp2", "stale_fsdp1", "class_name", "checkpointing"],
 )
@@ -542,7 +542,9 @@ class WrapsWithOptions(TinyModule):
 
 def _wrap_with_options() -> None:
     trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2), 1, max_epochs=1)
-    with pytest.raises(TypeError, match=r"wrap\(Linear\(...\), cpu_offload=...\).*chooses units, and takes no options"):
+    with pytest.raises(
+        TypeError, match=r"wrap\(Linear\(...\), cpu_offload=...\).*only selects units, and accepts no options"
+    ):
         trainer.fit(WrapsWithOptions(Case(), Outcome()), rank_loader(1))
 
 

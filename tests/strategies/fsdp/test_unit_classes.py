@@ -78,7 +78,7 @@ def train(version: int) -> tuple[Outcome, list[str], list[str]]:
     outcome.weights = {name.removeprefix("model."): tensor.cpu().clone() for name, tensor in weights.items()}
     outcome.global_step = trainer.global_step
     units = [name for name, one in module.model.named_modules() if isinstance(one, FSDPModule)]
-    return outcome, units, [line for line in dict.fromkeys(heard.lines) if "with what is around" in line]
+    return outcome, units, [line for line in dict.fromkeys(heard.lines) if "with their parent's unit" in line]
 
 
 def test_the_class_is_one_that_torch_fails_with() -> None:

@@ -286,7 +286,7 @@ def test_policies_given_as_objects() -> None:
     assert names(Model(), by_policy(CustomPolicy(_is_block))) == ["blocks.0", "blocks.1"]
     model = Model()
     assert names(model, by_policy(ModuleWrapPolicy({Block})), {model.blocks[0]}) == ["blocks.1"]
-    with pytest.raises(ValueError, match=r"asks for \['forward_prefetch'\] of its own for a Block"):
+    with pytest.raises(ValueError, match=r"returns \['forward_prefetch'\] for a Block"):
         names(
             Model(), by_policy(CustomPolicy(lambda module: {"forward_prefetch": True} if _is_block(module) else False))
         )
