@@ -105,7 +105,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         found = run_on_rank_zero(lambda: find_newest(folder), f"Looking for a checkpoint in {folder}")
         _check_seen_by_all(found, folder)
     for name, reason in found.passed_over.items():
-        rank_zero_warn(f"newest_checkpoint() passes over {Path(folder, name)}: {reason}")
+        rank_zero_warn(f"newest_checkpoint() skips {Path(folder, name)}: {reason}")
     return None if found.path is None else str(found.path)
 
 
@@ -113,8 +113,8 @@ def _check_seen_by_all(found: NewestCheckpoint, folder: str | os.PathLike[str]) 
     problems = []
     if found.path is not None and not found.path.exists():
         problems.append(
-            f"{found.path} of process 0 is not there. {folder} must be one folder that all processes see: give a path "
-            "on a file system that the machines share."
+            f"{found.path} of process 0 does not exist on this process. {folder} must be one folder that all "
+            "processes share: use a path on a file system that the machines share."
         )
     raise_together(f"Looking for a checkpoint in {folder}", problems)
 

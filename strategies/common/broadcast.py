@@ -59,10 +59,10 @@ def check_layout(tensors: Mapping[str, Tensor]) -> list[str]:
             if here[0] != there[0]:
                 problems.setdefault(name, f"{name!r} is {here[0]} on process 0 and {there[0]} on process {rank}")
             elif here[1] and not there[1]:
-                problems.setdefault(name, f"{name!r} is on the meta device on process 0 and not on process {rank}")
+                problems.setdefault(name, f"{name!r} is on the meta device on process 0 but not on process {rank}")
         if not problems and list(layouts[0]) != list(other):
             first = next(pair for pair in zip(layouts[0], other, strict=True) if pair[0] != pair[1])
-            problems[""] = f"{first[0]!r} on process 0 comes where {first[1]!r} comes on process {rank}"
+            problems[""] = f"{first[0]!r} on process 0 is in the position of {first[1]!r} on process {rank}"
     if problems:
         raise RuntimeError(
             f"The processes have built different models: {_listed(list(problems.values()))}. Build the same model on "
@@ -104,10 +104,10 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
     different = [name for name in mine if any(other.get(name) != everyone[0][name] for other in everyone)]
     if different:
         raise RuntimeError(
-            f"The processes begin with different values of {_listed([repr(name) for name in different])}, and "
-            "sync_module_states=False keeps each process's own: a sharded parameter would be a mixture of them. Leave "
-            "sync_module_states out, so that all begin with the values of process 0, or build the same values "
-            "everywhere (seed_everything() before the model is made)."
+            f"The processes start with different values of {_listed([repr(name) for name in different])}, and "
+            "sync_module_states=False keeps them: a sharded parameter would mix the values of several processes. "
+            "Omit sync_module_states, so that all processes start with the values of process 0, or create the same "
+            "values everywhere (call seed_everything() before building the model)."
         )
 
 

@@ -256,9 +256,9 @@ def check_mark(folder: Path, name: str) -> None:
         if time.monotonic() > deadline:
             made_by = name.removeprefix(_PREFIX).partition("-")[2]
             raise RuntimeError(
-                f"{folder}, made on {made_by}, is not there on {socket.gethostname()}: each process writes its part of "
-                "a checkpoint, into one folder. Save to a file system that all nodes share (NFS, Lustre), under the "
-                "same absolute path; or save in one file, with state_dict_type='full_state_dict'."
+                f"{folder}, created on {made_by}, does not exist on {socket.gethostname()}: each process writes its "
+                "part of a checkpoint into one shared folder. Save to a file system that all nodes share (NFS, "
+                "Lustre), under the same absolute path; or save in one file, with state_dict_type='full_state_dict'."
             )
         with contextlib.suppress(OSError):
             os.listdir(folder)  # lets an NFS client ask its server again
@@ -287,8 +287,8 @@ def local_path(path: str, what: str, instead: str = "") -> Path:
     """
     if is_remote(path):
         raise ValueError(
-            f"{path}: {what} have to be on a file system that all processes see, not behind "
-            f"{get_protocol(path)}://. Give a path{f', or {instead}' if instead else ''}."
+            f"{path}: {what} must be on a file system that all processes share, not behind "
+            f"{get_protocol(path)}://. Use a path{f', or {instead}' if instead else ''}."
         )
     return Path(strip_protocol(path) if "://" in path else path)
 
@@ -322,17 +322,17 @@ def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """
     if not path.exists():
         # As Lightning begins it: scripts look for these words.
-        raise FileNotFoundError(f"Checkpoint file not found: {path}. Give what trainer.save_checkpoint() wrote.")
+        raise FileNotFoundError(f"Checkpoint file not found: {path}. Pass a path that trainer.save_checkpoint() wrote.")
     if path.is_dir():
         raise ValueError(
-            f"{path}: a folder without `.metadata` is no sharded checkpoint, and no file either. "
-            "Give ckpt_path what trainer.save_checkpoint() wrote."
+            f"{path}: a folder without `.metadata` is neither a sharded checkpoint nor a file. Pass a path that "
+            "trainer.save_checkpoint() wrote as ckpt_path."
         )
     is_regular(path)  # else an error
     if not zipfile.is_zipfile(path):
         raise ValueError(
-            f"{path} is no checkpoint: what torch.save() writes is a zip file. Give ckpt_path what "
-            "trainer.save_checkpoint() wrote; a file of torch before 1.6 becomes one by torch.save(torch.load(file))."
+            f"{path} is not a checkpoint: torch.save() writes a zip file. Pass a path that trainer.save_checkpoint() "
+            "wrote as ckpt_path; convert a file from torch before 1.6 with torch.save(torch.load(file))."
         )
     with raise_on_all_ranks(f"loading {path}"):
         if bytes_are_checked():
@@ -349,8 +349,8 @@ def check_full(checkpoint: Mapping[str, Any], path: Path | str) -> None:
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         held = sorted(checkpoint) if isinstance(checkpoint, Mapping) else type(checkpoint).__name__
         raise ValueError(
-            f"{path}: no 'state_dict' in it, only {held}. Is it a Lightning checkpoint? Weights alone belong into the "
-            "module before fit()."
+            f"{path}: no 'state_dict' in it, only {held}. Is it a Lightning checkpoint? Load a file that holds only "
+            "weights into the module before fit()."
         )
 
 

@@ -87,7 +87,7 @@ def as_int(field: str, value: object) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ValueError(f"{source(field, value)} must be a whole number; got {value!r}.") from None
+        raise ValueError(f"{source(field, value)} must be an integer; got {value!r}.") from None
 
 
 def as_member(field: str, value: object, members: type[EnumT], allowed: Iterable[str] | None = None) -> EnumT:
@@ -201,6 +201,6 @@ def require_installed(who: str, name: str, package: str, oldest: str) -> None:
     found = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
     if found is None or Version(found) < Version(oldest):
         raise ModuleNotFoundError(
-            f"{who} needs {name} {oldest} or newer, and {found or 'none'} is installed: "
+            f"{who} needs {name} {oldest} or newer, but {found or 'none'} is installed: "
             f"pip install 'accelight[{package}]'."
         )

@@ -119,10 +119,10 @@ class LoaderPlaces:
         within = not (loop.restarted_on_epoch_end or loop.resumed_on_epoch_end)
         if not saved or (not within and _begin_anew(loop)):
             return
-        instead = "from a checkpoint of on_train_epoch_end" if within else "take a loader over a map-style dataset"
+        instead = "from a checkpoint of on_train_epoch_end" if within else "use a loader over a map-style dataset"
         raise ValueError(
-            f"The checkpoint was saved {'before' if within else 'at'} the end of an epoch, and says where the "
-            f"training loaders of {saved} processes were; {now} {'resumes' if now == 1 else 'resume'}. Resume on "
+            f"The checkpoint was saved {'before' if within else 'at'} the end of an epoch, and holds the positions "
+            f"of the training loaders of {saved} processes; {now} {'resumes' if now == 1 else 'resume'}. Resume on "
             f"{saved}, or {instead}, or train with ElasticTraining, which counts samples over all processes."
         )
 
@@ -253,8 +253,8 @@ class ResumedRandomState:
             self._state = states[dist.get_rank()]
         elif dist.get_rank() == 0:
             _log.warning(
-                "The checkpoint holds the random states of %d processes, %d resume: they start from new ones. Its "
-                "counts of batches stay; ElasticTraining counts samples.",
+                "The checkpoint holds the random states of %d processes, but %d resume: they start from new states. "
+                "The batch counts of the checkpoint are kept; ElasticTraining counts samples.",
                 len(states),
                 dist.get_world_size(),
             )

@@ -145,9 +145,10 @@ def refuse_second_derivatives(unit: str | None) -> None:
     """
     if torch.is_grad_enabled():  # what autograd sets from create_graph while a backward runs
         raise RuntimeError(
-            f"A gradient through {unit or 'the model'!r} was asked for with create_graph=True (a gradient penalty). "
-            "FSDP frees what a unit gathered, so that gradients of gradients are not possible through it. Compute the "
-            "penalty without them (finite differences), leave the network to ignored_modules, or use strategy='ddp'."
+            f"A gradient through {unit or 'the model'!r} was requested with create_graph=True (a gradient penalty). "
+            "FSDP frees the gathered parameters of a unit, so it does not support gradients of gradients. Compute "
+            "the penalty without them (finite differences), add the network to ignored_modules, or use "
+            "strategy='ddp'."
         )
 
 
@@ -227,7 +228,9 @@ class TotalNorms:
         if norm is None:
             return torchs(gradients, norm_type, error_if_nonfinite, foreach)
         if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(f"The total norm of order {norm_type} is {norm.item()}: it cannot be clipped.")
+            raise RuntimeError(
+                f"The total norm of order {norm_type} is {norm.item()}: the gradients cannot be clipped."
+            )
         return norm
 
     def _scale(

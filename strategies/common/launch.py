@@ -56,10 +56,9 @@ def warn_of_other_precision(flag: str, mixed_precision: str, environment: Mappin
     same_dtype = wanted_flag is not None and flag.split("-")[0] == wanted_flag.split("-")[0]  # "bf16-true", say
     if wanted in ("no", mixed_precision) or same_dtype:
         return
-    advice = "Unset the variable" + (f", or give Trainer(precision={wanted_flag!r})." if wanted_flag else ".")
+    advice = "Unset the variable" + (f", or use Trainer(precision={wanted_flag!r})." if wanted_flag else ".")
     rank_zero_warn(
-        f"{PRECISION}={environment[PRECISION]} has no effect: under a Trainer its own precision decides, which is "
-        f"{flag!r} here. {advice}"
+        f"{PRECISION}={environment[PRECISION]} has no effect: the Trainer's own precision, {flag!r}, is used. {advice}"
     )
 
 
@@ -79,7 +78,8 @@ def warn_if_overruled(variable: str, number: float, where: str, environment: Map
         return
     if wanted not in (number, _NOT_ASKED_FOR[variable]):
         rank_zero_warn(
-            f"{variable}={text} has no effect: {where} wins. Unset the variable, or give both the same number."
+            f"{variable}={text} has no effect: {where} takes precedence. Unset the variable, or set both to the same "
+            "number."
         )
 
 
@@ -108,8 +108,8 @@ def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None, ins
         late.append(f"process_group_backend={backend!r} (it has {has!r})")
     if late:
         rank_zero_warn(
-            f"The process group was there before the Trainer, so these have no effect: {'; '.join(late)}. Give them "
-            f"where the group is started: {instead}."
+            f"The process group existed before the Trainer, so these have no effect: {'; '.join(late)}. Set them "
+            f"where the group is created: {instead}."
         )
 
 
@@ -131,8 +131,8 @@ def check_offload_backends(device_type: str, backends: dict[str, str]) -> None:
     if device_type != "cpu" and "cpu" not in backends:
         has = ",".join(f"{device}:{own}" for device, own in backends.items())
         raise ValueError(
-            f"cpu_offload=True reduces gradients in host memory, and the process group has {has!r} only. Leave "
-            f"process_group_backend out, or start the group with backend='cpu:gloo,{has}'."
+            f"cpu_offload=True reduces gradients in host memory, but the process group supports only {has!r}. Omit "
+            f"process_group_backend, or create the group with backend='cpu:gloo,{has}'."
         )
 
 

@@ -238,7 +238,7 @@ class LoopTracker:
             wanted = GradientState().num_steps  # from the environment
         if wanted is not None and wanted != given:
             if given != 1 or config is not None:
-                raise ValueError(f"{where} and {other} differ. Give one of them, or the same number.")
+                raise ValueError(f"{where} and {other} differ. Set only one of them, or set both to the same number.")
             trainer.accumulate_grad_batches = wanted
         warn_if_overruled(ACCUMULATION, trainer.accumulate_grad_batches, where)
         self._set_num_steps(trainer.accumulate_grad_batches)
@@ -287,9 +287,9 @@ class LoopTracker:
             return
         self._said_short = True
         divisor, other = (
-            (self.window_position, '"full" divides by the full number, as Lightning and Accelerate do')
+            (self.window_position, '"full" divides by the full number, like Lightning and Accelerate')
             if self._short_windows == "mean"
-            else (num_steps, '"mean" divides by what the window has')
+            else (num_steps, '"mean" divides by the number of micro-batches in the window')
         )
         rank_zero_info(
             f"An accumulation window ended after {self.window_position} of {num_steps} micro-batches; its gradients "

@@ -56,8 +56,8 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
         if traces.holds_shards(layer):
             raise ValueError(
                 f"{path} is saved in the checkpoint and holds parameters that {traces.reason} ({path}: "
-                f"{traces.own_class(layer).__name__}): it would be saved without their values. Leave it out of what is "
-                f"saved beside the weights: save_hyperparameters(ignore=[...]).{traces.way_out}"
+                f"{traces.own_class(layer).__name__}): it would be saved without their values. Exclude it from the "
+                f"data saved next to the weights: save_hyperparameters(ignore=[...]).{traces.way_out}"
             )
     before = {layer: (type(layer), dict(vars(layer))) for layer in layers}
     try:
@@ -168,7 +168,7 @@ def _modules_with_one(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 PRUNING = (
-    "replaces parameters by masked ones that are no parameters, which nobody shards, and which optimizers do not know. "
+    "replaces parameters with masked tensors, which are neither sharded nor known to optimizers. "
     "Prune the merged weights after training, or use Trainer(strategy='ddp')."
 )
 
@@ -199,14 +199,14 @@ def sparse_embeddings(model: nn.Module) -> Iterator[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             yield (
                 f"{clean_name(name)}: {type(module).__name__}(sparse=True) has sparse gradients, which cannot be "
-                "reduced into shards. Leave sparse=True out, or train with Trainer(strategy='ddp')."
+                "reduced into shards. Remove sparse=True, or train with Trainer(strategy='ddp')."
             )
 
 
 SHARDED_FORM = "_accelight_sharded_form"
 """Attribute of a module that FSDP has sharded."""
 _INSTEAD = (
-    "Build a new module; from what was trained, it goes on with fit(ckpt_path=...) and a full checkpoint, or with "
+    "Build a new module. To continue from the trained state, use fit(ckpt_path=...) with a full checkpoint, or "
     "merged weights (merge_fsdp_weights)."
 )
 
@@ -219,7 +219,7 @@ def refuse_module_of_fsdp(module: nn.Module) -> None:
     """
     if SHARDED_FORM in module.__dict__:
         raise RuntimeError(
-            f"{type(module).__name__} is already sharded with FSDP, and DeepSpeed cannot take it over. {_INSTEAD}"
+            f"{type(module).__name__} is already sharded with FSDP, and DeepSpeed cannot use it. {_INSTEAD}"
         )
 
 
@@ -231,6 +231,6 @@ def refuse_module_of_stage_3(module: nn.Module) -> None:
     """
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__} is already partitioned with DeepSpeed's stage 3, and FSDP cannot take it over. "
+            f"{type(module).__name__} is already partitioned with DeepSpeed's stage 3, and FSDP cannot use it. "
             f"{_INSTEAD}"
         )

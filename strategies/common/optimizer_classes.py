@@ -122,8 +122,8 @@ def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
             travelled = _pieces_of(first.travelled[step], cuts, part)
             if not _equal(weights, wanted, travelled, first.tolerance):
                 return Verdict(
-                    "it treats an element otherwise in a full parameter than in a flat piece of one "
-                    f"(tried on small tensors, other weights after {step + 1} step{'s' if step else ''})",
+                    "it updates an element differently in a full parameter and in a flat part of one (tried on "
+                    f"small tensors, different weights after {step + 1} step{'s' if step else ''})",
                     first.needs_closure,
                 )
     return Verdict(needs_closure=first.needs_closure)
@@ -172,7 +172,7 @@ def _run_on_dtensors(
             same = _equal(own(weights), wanted, travelled, tolerance, by_tensor=True)
         if not same:
             return Verdict(
-                "its step gives other weights for DTensors than for full tensors (tried on small tensors, after "
+                "its step gives different weights for DTensors and for full tensors (tried on small tensors, after "
                 f"{step + 1} step{'s' if step else ''})",
                 first.needs_closure,
             )
@@ -222,7 +222,7 @@ class _Run:
             del self._held
             self.__dict__.pop("_twin", None)
         if gradients is None and not any(bool(one.any()) for group in self.travelled[-1] for one in group):
-            raise _StuckError("its steps change no weights")
+            raise _StuckError("its steps do not change the weights")
 
     def _run(self, given: list[list[list[torch.Tensor]]] | None, *, sees_dtypes: bool) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -450,7 +450,7 @@ def _check_attributes(optimizer: Optimizer) -> None:
         if isinstance(value, nn.Module) or (
             isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module)
         ):
-            raise _StuckError(f"it holds a module in {name}, which no small tensors can stand for")
+            raise _StuckError(f"it holds a module in {name}, which small tensors cannot replace")
 
 
 def _groups_to_try(optimizer: Optimizer) -> list[dict[str, Any]]:

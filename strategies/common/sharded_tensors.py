@@ -249,7 +249,7 @@ class FlatShard(Tensor):
             TypeError: Always.
         """
         raise TypeError(
-            "A shard cannot be pickled by itself: this process has a part of the tensor. Save what "
+            "A single shard cannot be pickled: this process has only a part of the tensor. Save what "
             "strategy.full_state_dict() or tensor.full_tensor() returns (all processes call it), or save with "
             "torch.distributed.checkpoint."
         )
@@ -535,9 +535,9 @@ class GlobalTensors(TorchFunctionMode):
             return func(*self._map(args, self._shard), **kwargs)
         if name == "grad":
             raise RuntimeError(
-                "torch.autograd.grad() with respect to sharded parameters: the graph has the unsharded ones, which are "
-                "freed. Take gradients of activations, or of weights in the root's unit (in training_step with "
-                "automatic optimization), or train with Trainer(strategy='ddp')."
+                "torch.autograd.grad() with respect to sharded parameters: the graph has the unsharded parameters, "
+                "which are freed. Take gradients of activations, or of weights in the root's unit (in training_step "
+                "with automatic optimization), or train with Trainer(strategy='ddp')."
             )
         if name.startswith("_foreach_") and (base := _foreach_base(name)) is not None:
             return self._foreach(base, args, kwargs)
@@ -572,7 +572,8 @@ class GlobalTensors(TorchFunctionMode):
         if assigns:
             if args[1].shape != target.shape:
                 raise RuntimeError(
-                    f"p.data = value: the parameter has shape {tuple(target.shape)}, the value {tuple(args[1].shape)}."
+                    f"p.data = value: the parameter has shape {tuple(target.shape)}, but the value has "
+                    f"{tuple(args[1].shape)}."
                 )
             with torch.no_grad():
                 target.copy_(args[1])
@@ -642,9 +643,9 @@ class GlobalTensors(TorchFunctionMode):
         shard = self._shard(tensor)
         if value.shape != shard.shape or value.dtype != shard.dtype:
             raise RuntimeError(
-                f"p.data = value: the sharded parameter has shape {tuple(shard.shape)} and dtype {shard.dtype}, the "
-                f"value {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; a "
-                "parameter of another shape must be there before the model is sharded (in configure_model())."
+                f"p.data = value: the sharded parameter has shape {tuple(shard.shape)} and dtype {shard.dtype}, but "
+                f"the value has {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; "
+                "create a parameter of another shape before the model is sharded (in configure_model())."
             )
         local_part(shard).copy_(local_part(self._like(value, shard)))
 
@@ -674,8 +675,9 @@ class GlobalTensors(TorchFunctionMode):
     def _check_reduced(self, tensor: Tensor) -> None:
         if self._access.is_unreduced(tensor):
             raise RuntimeError(
-                "p.grad was used in a hook while gradients accumulate: the ranks reduce them in the last micro-batch "
-                "of an accumulation window, and p.grad has them from then on. Use it in on_before_optimizer_step()."
+                "p.grad was used in a hook while gradients accumulate: the ranks reduce them in the last "
+                "micro-batch of an accumulation window, and p.grad holds them only from then on. Use it in "
+                "on_before_optimizer_step()."
             )
 
     def _as_gradient(self, tensor: Tensor, value: Tensor | None, shard: Tensor) -> Any:
@@ -684,12 +686,12 @@ class GlobalTensors(TorchFunctionMode):
         shape = self._shard(tensor).shape
         if value.shape != shape:
             raise RuntimeError(
-                f"p.grad = value: the parameter has shape {tuple(shape)}, the value {tuple(value.shape)}."
+                f"p.grad = value: the parameter has shape {tuple(shape)}, but the value has {tuple(value.shape)}."
             )
         if not isinstance(shard, Sharded):
             raise RuntimeError(
-                "p.grad = value: no rank has a gradient of this parameter, and DeepSpeed has no place for one. Use the "
-                "parameter in the loss."
+                "p.grad = value: no rank has a gradient for this parameter, and DeepSpeed has no buffer for one. "
+                "Use the parameter in the loss."
             )
         if not isinstance(value, Sharded):
             _check_equal_on_ranks(value, "p.grad = value")
@@ -778,7 +780,7 @@ class GlobalTensors(TorchFunctionMode):
     def _opened(self, tensor: Tensor) -> _Open:
         if isinstance(tensor, FlatParameter):
             raise RuntimeError(
-                "A flat parameter of FSDP1 was used in another way than element by element (its shape, rows, norm, or "
+                "A flat parameter of FSDP1 was used in a way that is not element-wise (its shape, rows, norm, or "
                 "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."
             )
         shard = self._shard(tensor)
@@ -849,9 +851,10 @@ def _check_equal_on_ranks(value: Tensor, what: str) -> None:
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     if float(ends[0]) != -float(ends[1]):
         raise RuntimeError(
-            f"{what}: the ranks assigned different values, and each would keep its own part of another tensor (under "
-            "ddp the ranks' weights would diverge). Average it first: torch.distributed.all_reduce(value, "
-            "torch.distributed.ReduceOp.SUM), then divide by the number of ranks."
+            f"{what}: the ranks assigned different values, and each rank would keep a part of a different tensor "
+            "(under ddp the weights of the ranks would diverge). Average it first: "
+            "torch.distributed.all_reduce(value, torch.distributed.ReduceOp.SUM), then divide by the number of "
+            "ranks."
         )
 
 

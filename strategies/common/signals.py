@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
 
-BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS = "begins a training batch", "ends its training", "ends an evaluation"
+BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS = "starts a training batch", "ends its training", "ends an evaluation"
 PLACES = (BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS)
 
 
@@ -107,7 +107,7 @@ class Termination:
         if self._is_noted or trainer is None:
             return
         self._is_noted = True
-        _log.info("Process %d received SIGTERM; training ends with this batch or the next.", trainer.global_rank)
+        _log.info("Process %d received SIGTERM; training ends after this batch or the next.", trainer.global_rank)
         if trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)  # to the processes that it started
         if trainer.world_size == 1:
@@ -118,7 +118,7 @@ class Termination:
         name = signal.Signals(number).name
         if self._trainer is not None and self._trainer.global_rank == 0:
             _log.error(
-                "%s came, and nothing was saved: a sharded model cannot be saved in a signal's handler. To save at the "
+                "Received %s and saved nothing: a sharded model cannot be saved in a signal handler. To save at the "
                 "end of the step and requeue the SLURM job: TriggerEarlyStopping(requeue_on_signals=[%r]).",
                 name,
                 name,
@@ -221,8 +221,8 @@ def _refuse_different(place: str) -> NoReturn:
     raise RuntimeError(
         "Processes are at different places: "
         + "; ".join(f"process {rank} {each}" for rank, each in enumerate(everyone))
-        + ". Let all stop at the same batch: decide with a value that all have, as of self.log(..., sync_dist=True) or "
-        "trainer.strategy.reduce_boolean_decision(stop)."
+        + ". Stop all processes at the same batch: decide with a value that they share, for example from "
+        "self.log(..., sync_dist=True) or trainer.strategy.reduce_boolean_decision(stop)."
     )
 
 

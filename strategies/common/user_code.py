@@ -57,8 +57,8 @@ _NOT_ABOUT_TENSORS = frozenset(
 )
 """Methods that run before the model is sharded, on data alone, or inside steps."""
 _WAY_OUT = (
-    "What looks at a whole parameter, or at a gradient, gathers it from all processes. Do it on every process, outside "
-    "of conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
+    "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
+    "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
 )
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
@@ -352,7 +352,7 @@ def refuse_copies(modules: Iterable[nn.Module]) -> None:
 
 def _refuse_copy(name: str, _: dict[int, Any]) -> nn.Module:
     raise RuntimeError(
-        f"copy.deepcopy() of a sharded module ({name}): a copy would not be sharded as its original. Copy the module "
+        f"copy.deepcopy() of a sharded module ({name}): a copy would not be sharded like its original. Copy the module "
         "in __init__() or configure_model(), before it is sharded, as a submodule; or load "
         "strategy.full_state_dict(module) into a new one."
     )
@@ -398,7 +398,7 @@ class FullTensors:
             RuntimeError: Before the model is sharded.
         """
         if self._user_code is None:
-            raise RuntimeError("There is no sharded model yet: it exists from the strategy's setup on.")
+            raise RuntimeError("There is no sharded model yet: it exists only after the strategy's setup.")
         return self._user_code.access
 
     def full_parameters(
@@ -452,8 +452,8 @@ def full_parameters(
             shard = _shard(access, parameter)
             if shard is not None and isinstance(parameter, FlatParameter):
                 raise RuntimeError(
-                    "full_parameters() cannot show original parameters with use_orig_params=False: modules have none. "
-                    "Set use_orig_params=True (the default)."
+                    "full_parameters() cannot show original parameters with use_orig_params=False, where modules "
+                    "have none. Set use_orig_params=True (the default)."
                 )
             if shard is not None and id(parameter) not in shards:
                 shards[id(parameter)] = shard, nn.Parameter(gathered(shard), parameter.requires_grad)

@@ -228,7 +228,7 @@ def meet_errors(run: Run) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         late.fit(module, loader)
-    told = [str(one.message) for one in caught if "was there before the Trainer" in str(one.message)]
+    told = [str(one.message) for one in caught if "existed before the Trainer" in str(one.message)]
     (run.folder / f"warnings-{dist.get_rank()}").write_text("\n".join(told))
     stopping = TriggerEarlyStopping(condition=lambda trainer, *_: trainer.global_step == 4 and trainer.is_global_zero)
     merging = MergeShardedCheckpoint(run.folder / "merged", strip_prefix="model")

@@ -58,7 +58,7 @@ def test_a_job_is_requeued_by_a_signal_and_goes_on_with_the_next_batch(cluster: 
     cluster.run("scancel", "--signal=USR1", job)
     assert _end(cluster, job, cut)["Restarts"] == "1"
     printed = (cut / "printed").read_text()
-    assert printed.count(f"SLURM job {job} is back in the queue.") == 1, printed
+    assert printed.count(f"SLURM job {job} is requeued.") == 1, printed
     expected, first, second = _losses(whole, 0), _losses(cut, 0), _losses(cut, 1)
     assert list(expected) == list(range(NUM_EPOCHS * STEPS_OF_AN_EPOCH))
     assert min(second) == max(first) + 2  # Lightning logs a batch after its hooks, in which the run had ended

@@ -89,7 +89,7 @@ def test_a_disk_of_its_own_is_noticed_at_the_first_save(hosts: TwoHosts) -> None
     folder.mkdir()
     hosts.torchrun(SCRIPT, "fsdp2", f"--save={folder}/saved.ckpt", own_disk=folder)
     assert hosts.end(180) == [1, 1]
-    sentence = f"process 1: RuntimeError: {folder}/.saved.ckpt.unfinished, made on host0, is not there on host1"
+    sentence = f"process 1: RuntimeError: {folder}/.saved.ckpt.unfinished, created on host0, does not exist on host1"
     for host in (0, 1):
         assert sentence in hosts.said(host), hosts.said(host)
     assert not list(folder.iterdir())

@@ -43,10 +43,8 @@ def test_a_precision_that_the_trainer_does_not_have_is_said_to_be_ignored(kind: 
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     first, second = run_on_ranks(2, _precision, kind, {}, precision, env=env)
     [warning] = first[2]
-    assert warning.startswith(
-        "ACCELERATE_MIXED_PRECISION=bf16 has no effect: under a Trainer its own precision decides"
-    )
-    assert "'32-true' here. Unset the variable, or give Trainer(precision='bf16-mixed')." in warning
+    assert warning.startswith("ACCELERATE_MIXED_PRECISION=bf16 has no effect: the Trainer's own precision")
+    assert "'32-true', is used. Unset the variable, or use Trainer(precision='bf16-mixed')." in warning
     assert second[2] == []
     assert [found[:2] for found in (first, second)] == [("bf16", "no")] * 2
 
@@ -115,7 +113,9 @@ def test_the_variable_counts_where_nobody_else_gives_a_number(
     assert [found[:2] for found in (first, second)] == [(expected, -(-NUM_MICRO_BATCHES // expected))] * 2
     assert len(first[2]) == (winner is not None)
     for warning in first[2]:
-        assert warning.startswith(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={value} has no effect: {winner} wins. Unset")
+        assert warning.startswith(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={value} has no effect: {winner} takes precedence. Unset"
+        )
     assert second[2] == []
 
 
@@ -128,7 +128,7 @@ def test_a_deepspeed_config_wins_over_the_variable_and_not_over_the_trainer(wher
     env = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
     found = run_on_ranks(2, _numbers, "deepspeed", options, {}, env=env)[0]
     assert found[:2] == (number, -(-NUM_MICRO_BATCHES // number))
-    assert f"=3 has no effect: gradient_accumulation_steps (DeepSpeed config)={number} wins." in found[2][0]
+    assert f"=3 has no effect: gradient_accumulation_steps (DeepSpeed config)={number} takes precedence." in found[2][0]
     told = run_on_ranks(2, _refused, {**options, "gradient_accumulation": 4}, {}, env=env)[0]
     assert f"gradient_accumulation=4 and gradient_accumulation_steps (DeepSpeed config)={number} differ." in told
     told = run_on_ranks(2, _refused, options, {"accumulate_grad_batches": 4}, env=env)[0]
@@ -159,4 +159,4 @@ def test_the_variable_clips_where_the_trainer_does_not() -> None:
     assert run_on_ranks(2, _clipping, {"gradient_clip_val": 0.5}, env=env)[0] == (0.5, [])
     clipping, [warning] = run_on_ranks(2, _clipping, {"gradient_clip_val": 0.3}, env=env)[0]
     assert clipping == 0.3
-    assert "ACCELERATE_GRADIENT_CLIPPING=0.5 has no effect: Trainer(gradient_clip_val=0.3) wins." in warning
+    assert "ACCELERATE_GRADIENT_CLIPPING=0.5 has no effect: Trainer(gradient_clip_val=0.3) takes precedence." in warning

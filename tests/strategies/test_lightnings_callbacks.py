@@ -55,7 +55,7 @@ WITH_FSDP: dict[str, Callable[[], Callback]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
     "BatchSizeFinder": (BatchSizeFinder, "Batch size finder is not supported with distributed strategies"),
-    "EMAWeightAveraging": (EMAWeightAveraging, "EMAWeightAveraging .* Average in a callback of your own"),
+    "EMAWeightAveraging": (EMAWeightAveraging, "EMAWeightAveraging .* Average in your own callback"),
     "ModelPruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters"),
     "StochasticWeightAveraging": (lambda: StochasticWeightAveraging(0.01), "SWA does not currently support sharded"),
 }
@@ -66,7 +66,7 @@ REFUSED_WITH_ZERO: dict[str, tuple[Callable[[], Callback], str]] = {
         lambda: GradientAccumulationScheduler({1: 2}),
         "does not support `accumulate_grad_batches` changing between epochs",
     ),
-    "LearningRateFinder": (LearningRateFinder, r"LearningRateFinder \(Tuner.lr_find, too\) puts a schedule"),
+    "LearningRateFinder": (LearningRateFinder, r"LearningRateFinder \(Tuner.lr_find, too\) attaches a schedule"),
 }
 
 
@@ -194,5 +194,5 @@ def tune(strategy: str) -> tuple[str, str]:
 
 def test_tuners_with_zero_are_refused_by_name() -> None:
     for rate, batch_size in run_on_ranks(2, tune, "zero2"):
-        assert "Find the rate with another strategy" in rate
+        assert "Find the rate with FSDP or on one process" in rate
         assert "batch size is currently not supported with distributed strategies" in batch_size

@@ -25,7 +25,7 @@ def _fit(kind: str, options: dict[str, Any]) -> list[str]:
         warnings.simplefilter("always")
         trainer = quiet_trainer(strategy, 2, max_steps=1)
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
-    return [f"{one.message}" for one in caught if "was there before the Trainer" in f"{one.message}"]
+    return [f"{one.message}" for one in caught if "existed before the Trainer" in f"{one.message}"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
@@ -42,7 +42,7 @@ def test_arguments_that_come_too_late_are_told(kind: str) -> None:
 def test_offload_needs_a_backend_for_the_cpu() -> None:
     check_offload_backends("cuda", {"cpu": "gloo", "cuda": "nccl"})
     check_offload_backends("cpu", {"cpu": "gloo"})
-    with pytest.raises(ValueError, match="start the group with backend='cpu:gloo,cuda:nccl'"):
+    with pytest.raises(ValueError, match="create the group with backend='cpu:gloo,cuda:nccl'"):
         check_offload_backends("cuda", {"cuda": "nccl"})
 
 

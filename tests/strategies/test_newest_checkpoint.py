@@ -68,7 +68,7 @@ def test_what_is_not_whole_is_passed_over_by_name(tmp_path: Path, recwarn: pytes
     assert sorted(found.passed_over) == ["cut", "logs", "step=5.ckpt"]
     assert newest_checkpoint(folder) == str(found.path)
     told = "\n".join(str(warning.message) for warning in recwarn.list)
-    assert f"passes over {folder / 'step=5.ckpt'}: " in told
+    assert f"skips {folder / 'step=5.ckpt'}: " in told
     (folder / "step=4.ckpt").unlink()
     assert find_newest(folder).path == folder / "step=3.ckpt"
 
@@ -107,5 +107,7 @@ def _look_where_it_is_not_seen(folder: str) -> str | None:
 
 def test_a_folder_that_is_not_shared_is_an_error_on_all(tmp_path: Path) -> None:
     folder = _saved("fsdp2", tmp_path / "saved")
-    with pytest.raises(AssertionError, match=r"(?s)2 of 2 ranks failed.*process 1: .*step=3\.ckpt of process 0 is not"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)2 of 2 ranks failed.*process 1: .*step=3\.ckpt of process 0 does not"
+    ):
         run_on_ranks(2, _look_where_it_is_not_seen, str(folder))

@@ -169,7 +169,7 @@ def test_options_and_subclasses_that_are_right(kind: Any, options: dict[str, Any
 def test_classes_that_look_further_than_an_element(kind: Any) -> None:
     problem = try_on_pieces(kind(parameters(), lr=0.1)).problem
     assert problem is not None
-    assert "in a full parameter than in a flat piece" in problem
+    assert "in a full parameter and in a flat part" in problem
     assert "in a full parameter" in (try_on_pieces(Wrapping(kind(parameters(), lr=0.1))).problem or "")
 
 
@@ -251,6 +251,6 @@ def test_dtensors() -> None:
     assert first[:4] == [None] * 4
     assert first[7] is None
     assert "fails on DTensors" in first[4]
-    assert "other weights for DTensors" in first[5]
+    assert "different weights for DTensors" in first[5]
     assert "KeyError: 'there'" in first[6]
     assert "unevenly" in first[8]

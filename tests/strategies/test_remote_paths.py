@@ -64,13 +64,13 @@ def test_a_full_checkpoint_is_saved_to_a_storage_and_resumed_from_there(version:
 def refuse_folders(folder: str) -> None:
     os.chdir(folder)
     sharded = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict")
-    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints have to be on a file system"):
+    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints must be on a file system"):
         _train(sharded, 1, "storage:///x.ckpt", None)
-    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints have to be on a file system"):
+    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints must be on a file system"):
         _train(AccelDeepSpeedStrategy(zero_stage=1), 1, "storage:///x.ckpt", None)
     strategy = AccelFSDPStrategy(fsdp_version=2)
     _train(strategy, 1, None, None)
-    with pytest.raises(ValueError, match="storage:///x: weights have to be on a file system"):
+    with pytest.raises(ValueError, match="storage:///x: weights must be on a file system"):
         strategy.save_safetensors("storage:///x")
 
 
@@ -79,7 +79,7 @@ def refuse_to_merge(folder: str) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     callbacks = [MergeShardedCheckpoint(Path(folder, "merged")), ModelCheckpoint(f"storage://{folder}/saved")]
-    with pytest.raises(ValueError, match=r"storage:.*ckpt: checkpoints that MergeShardedCheckpoint merges have to be"):
+    with pytest.raises(ValueError, match=r"storage:.*ckpt: checkpoints that MergeShardedCheckpoint merges must be"):
         _train("ddp", 1, None, None, callbacks=callbacks, enable_checkpointing=True)
 
 
@@ -87,7 +87,7 @@ def refuse_to_merge(folder: str) -> None:
 def test_folders_are_refused_before_anything_is_written(refuse: Any, tmp_path: Path) -> None:
     run_on_ranks(2, refuse, str(tmp_path))
     assert [path for path in tmp_path.rglob("*") if not path.is_dir() or "storage" in path.name] == []
-    with pytest.raises(ValueError, match="s3://merged: merged weights have to be on a file system"):
+    with pytest.raises(ValueError, match="s3://merged: merged weights must be on a file system"):
         MergeShardedCheckpoint("s3://merged")
 
 

@@ -62,9 +62,9 @@ def test_another_number_of_processes_is_refused_within_an_epoch(strategy: str, t
     run_on_ranks(2, seen, strategy, "plain", path, 4)
     [found] = run_on_ranks(1, refused, strategy, "plain", path)
     assert found == (
-        "The checkpoint was saved before the end of an epoch, and says where the training loaders of 2 processes were; "
-        "1 resumes. Resume on 2, or from a checkpoint of on_train_epoch_end, or train with ElasticTraining, which "
-        "counts samples over all processes."
+        "The checkpoint was saved before the end of an epoch, and holds the positions of the training loaders of 2 "
+        "processes; 1 resumes. Resume on 2, or from a checkpoint of on_train_epoch_end, or train with "
+        "ElasticTraining, which counts samples over all processes."
     )
 
 
@@ -80,7 +80,7 @@ def test_a_stream_of_ones_own_is_refused_at_an_epochs_end_too(tmp_path: Path) ->
     run_on_ranks(2, seen, "fsdp2", "own", path, 6, "on_train_epoch_end")
     [found] = run_on_ranks(1, refused, "fsdp2", "own", path)
     assert found.startswith(
-        "The checkpoint was saved at the end of an epoch, and says where the training loaders of 2 "
+        "The checkpoint was saved at the end of an epoch, and holds the positions of the training loaders of 2 "
     )
 
 

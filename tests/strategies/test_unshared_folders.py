@@ -58,6 +58,9 @@ def _save(way: str, shared: str) -> str:
 def test_a_folder_that_a_node_does_not_see_is_an_error_naming_the_process(way: str, tmp_path: Path) -> None:
     for error in run_on_ranks(2, _save, way, str(tmp_path)):
         assert "process 1: RuntimeError: " in error
-        assert "each process writes its part of a checkpoint, into one folder. Save to a file system that all" in error
+        assert (
+            "each process writes its part of a checkpoint into one shared folder. Save to a file system that all"
+            in error
+        )
     assert not list(tmp_path.rglob("saved.ckpt"))
     assert not list((tmp_path / "after.ckpt").rglob(".accelight-shared-*"))
