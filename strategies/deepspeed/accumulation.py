@@ -43,7 +43,7 @@ from .zero_optimizer import ChangedWeights, PerParameterStep, detach_window, ste
 
 _NAME = "accelight_window"
 _BACKWARD_OF_ITS_OWN = (
-    "A backward reached weights past DeepSpeed's engine, which would lose their gradients. Return the loss of "
+    "A backward reached weights without DeepSpeed's engine, which would lose their gradients. Return the loss of "
     "training_step(), or call self.manual_backward(loss) in manual optimization; in the module's own backward() call "
     "loss.backward(). For the gradient of an input use torch.autograd.grad(loss, input)."
 )
@@ -204,9 +204,9 @@ class GradientAccumulator:
         """
         if self._is_complete:
             raise RuntimeError(
-                "A backward followed gradients that were complete, and neither stepped on nor zeroed: DeepSpeed cannot "
-                "add to those. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more batches, "
-                "use Trainer(accumulate_grad_batches=...)."
+                "A backward ran while complete gradients were neither used in a step nor zeroed: DeepSpeed cannot "
+                "add to them. Call optimizer.step() or optimizer.zero_grad() first; to accumulate over more "
+                "batches, use Trainer(accumulate_grad_batches=...)."
             )
         self._adds_to_stale |= self.is_stale
         self._check_frozen()
@@ -242,9 +242,10 @@ class GradientAccumulator:
         unfrozen = [self.names[each] for each in self._frozen if each.requires_grad]
         if unfrozen:
             raise RuntimeError(
-                f"{', '.join(unfrozen)} was frozen when fit() began, and is not any more: DeepSpeed's optimizer has no "
-                "place for it and would never train it. Begin fit() with it unfrozen and freeze it in on_train_start() "
-                "until it is to train, or unfreeze it between two calls of fit(), or use stage 0 in fp32."
+                f"{', '.join(unfrozen)} was frozen when fit() started, but no longer is: DeepSpeed's optimizer does "
+                "not hold it and would never train it. Start fit() with it unfrozen and freeze it in "
+                "on_train_start() until it should train, or unfreeze it between two calls of fit(), or use stage 0 "
+                "in fp32."
             )
 
     def _agree_before_backward(self, _: Tensor) -> None:
@@ -252,8 +253,8 @@ class GradientAccumulator:
         self._order = 0
         if not agreed.same_order:
             raise RuntimeError(
-                "Ranks used the same parameters in different orders in the backward before this one, so that DeepSpeed "
-                "has added up gradients of different ones. Let every rank use its layers in one order, or use stage 1."
+                "Ranks used the same parameters in different orders in the previous backward, so DeepSpeed added up "
+                "gradients of different parameters. Use the layers in the same order on every rank, or use stage 1."
             )
         pairs = list(zip(self._parameters, agreed.some, agreed.mixed, strict=True))
         self.used.update(each for each, some, _ in pairs if some and each in self._leaves)
@@ -343,7 +344,7 @@ class GradientAccumulator:
         if unused and self.used and not self.is_plain:
             raise RuntimeError(
                 f"{', '.join(unused)} had no gradient on any rank in this window: {type(self._zero).__name__} of "
-                "DeepSpeed would step on it all the same. Use stage 1, 2 or 3, or freeze it before fit()."
+                "DeepSpeed would step on it anyway. Use stage 1, 2 or 3, or freeze it before fit()."
             )
 
     def follow_changed_weights(self) -> None:
@@ -364,7 +365,7 @@ class GradientAccumulator:
         if self._adds_to_stale:
             raise RuntimeError(
                 "manual_backward() followed optimizer.step() without zero_grad(): torch would add to the gradients "
-                "that were stepped on, and DeepSpeed has dropped them. Call optimizer.zero_grad() after each step, or "
+                "of that step, but DeepSpeed has dropped them. Call optimizer.zero_grad() after each step, or "
                 "before the first backward of the next."
             )
         self.complete()
@@ -475,8 +476,8 @@ class EngineBackwards(TorchFunctionMode):
     ) -> None:
         if gradient is not None or create_graph or inputs is not None:
             raise RuntimeError(
-                "backward(gradient=..., create_graph=..., inputs=...) in the module's backward(): DeepSpeed's engine "
-                "takes a loss and retain_graph alone. Call loss.backward(), or train with AccelFSDPStrategy."
+                "backward(gradient=..., create_graph=..., inputs=...) in the module's backward(): DeepSpeed's "
+                "engine accepts only a loss and retain_graph. Call loss.backward(), or train with AccelFSDPStrategy."
             )
         with library_code():
             self._backward(loss, retain_graph=bool(retain_graph))
@@ -702,8 +703,8 @@ class GatheredChanges:
             self.accept()
             were, them = ("were", "them") if lost[1:] else ("was", "it")
             raise RuntimeError(
-                f"{', '.join(lost)} {were} changed in place while stage 3 had {them} partitioned, so that the change "
-                "is lost. Change weights in a hook, such as on_train_batch_start() or on_train_batch_end(), or inside "
+                f"{', '.join(lost)} {were} changed in place while stage 3 had {them} partitioned, so the change is "
+                "lost. Change weights in a hook, such as on_train_batch_start() or on_train_batch_end(), or inside "
                 "'with strategy.full_parameters(module):', on every rank."
             )
 
@@ -732,9 +733,9 @@ def _differs_from_partition(parameter: Any) -> bool:
 
 
 WAY_OUT = (
-    "Stage 3 gathers parameters where they are used, on every rank at once. Use stage 0, 1 or 2, or "
-    "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters gathered, or let each rank use the "
-    "same layers, for example by adding 0 * layer(x).sum() to its loss."
+    "Stage 3 gathers parameters where they are used, on all ranks together. Use stage 0, 1 or 2, or "
+    "AccelDeepSpeedStrategy(find_unused_parameters=True), which keeps parameters gathered, or use the same layers "
+    "on each rank, for example by adding 0 * layer(x).sum() to its loss."
 )
 
 
@@ -806,9 +807,9 @@ class CollectiveOrder:
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
         if not all(each is None or hasattr(each, "ds_id") for each in layer._parameters.values()):
             raise RuntimeError(
-                f"{self._name(layer)} was called with other parameters than those that are partitioned "
+                f"{self._name(layer)} was called with parameters other than the partitioned ones "
                 "(torch.func.functional_call, vmap, parameters replaced by hand), which stage 3 cannot gather. Use "
-                "stage 2, or call a copy of the module that was made in __init__(), with the values of "
+                "stage 2, or call a copy of the module that was created in __init__(), with the values of "
                 "'strategy.full_state_dict()'."
             )
         if not self._coordinator.is_complete_trace():

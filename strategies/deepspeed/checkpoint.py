@@ -107,7 +107,7 @@ class Checkpointer:
                 has parameters that ZeRO-3 has partitioned.
         """
         if storage_options is not None:
-            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Leave it out.")
+            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Remove it.")
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         store_barrier("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
@@ -149,7 +149,7 @@ class Checkpointer:
         """
         module = self._strategy.lightning_module
         if module is None:
-            raise RuntimeError("load_checkpoint() is called by the Trainer, with a module connected.")
+            raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
         place = local_path(self._strategy.broadcast(str(path)), _WHAT)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         weights_only = self._strategy.weights_only if weights_only is None else weights_only
@@ -231,7 +231,7 @@ def save(
     """
     taken = sorted(_OF_DEEPSPEED & set(trainer_state))
     if taken:
-        raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint has itself. Rename them.")
+        raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint already has. Rename them.")
     window = window_of(engine)
     if window is not None and window.changes is not None:
         window.changes.reach_model()
@@ -411,11 +411,12 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
         if parameter.requires_grad == (name in trained):
             continue
         if with_optimizer:
-            then, now = ("trained", "is frozen here") if name in trained else ("frozen", "is trained here")
+            then, now = ("trained", "is frozen now") if name in trained else ("frozen", "is trained now")
             raise ValueError(
-                f"{name} was {then} when {folder.parent} was saved, and {now}: DeepSpeed's optimizer has no state for "
-                "it there, or no place here. Begin fit() with the parameters frozen that were frozen then, and change "
-                "that in on_train_start(); or load the weights into the module and begin anew."
+                f"{name} was {then} when {folder.parent} was saved, and {now}: DeepSpeed's optimizer has no state "
+                "for it in the checkpoint, or does not hold it now. Start fit() with the same parameters frozen as "
+                "then, and change that in on_train_start(); or load the weights into the module and start from "
+                "scratch."
             )
         parameter.requires_grad_(name in trained)
 
@@ -439,12 +440,12 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
 
 def _check_folder(path: Path) -> None:
     if not (path / universal.TAG).is_dir():
-        kind = "is a file that torch.save() has not written" if path.is_file() else "has no 'checkpoint' in it"
+        kind = "is a file that torch.save() did not write" if path.is_file() else "has no 'checkpoint' in it"
         found = f"{path} {kind}" if path.exists() else f"Checkpoint file not found: {path}"  # as Lightning begins it
         raise FileNotFoundError(
-            f"{found}: a checkpoint is the folder that "
-            "trainer.save_checkpoint(path) writes with AccelDeepSpeedStrategy, or the file that it writes with others. "
-            "Weights alone, from elsewhere, belong into the module before fit()."
+            f"{found}: a checkpoint is the folder that trainer.save_checkpoint(path) writes with "
+            "AccelDeepSpeedStrategy, or the file that it writes with other strategies. Load weights from elsewhere "
+            "into the module before fit()."
         )
 
 
@@ -456,8 +457,8 @@ def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
     wanted = {0: "stage 0", 1: "stage 1 or 2", 2: "stage 1 or 2", 3: "stage 3"}[here]
     if kind != wanted:
         raise ValueError(
-            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {here}: DeepSpeed keeps its state "
-            f"differently there. Resume with {kind}, or merge the weights and start from them."
+            f"{folder.parent} was saved with ZeRO {kind}, and this is stage {here}: DeepSpeed stores its state "
+            f"differently in each. Resume with {kind}, or merge the weights and start from them."
         )
     if files and saved_by != dist.get_world_size() and not any_number:
         raise ValueError(
@@ -492,8 +493,8 @@ def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
     for name, parameter in frozen.items():
         if name not in saved[0]["frozen_param_shapes"]:
             raise ValueError(
-                f"{name} is frozen here and was not when {folder.parent} was saved: load_universal=True cannot restore "
-                "it. Freeze the same parameters as then, or resume with the number of ranks that saved."
+                f"{name} is frozen, but was not when {folder.parent} was saved: load_universal=True cannot restore "
+                "it. Freeze the same parameters as then, or resume with the same number of ranks."
             )
         shape = saved[0]["frozen_param_shapes"][name]
         pieces = torch.cat([each["frozen_param_fragments"][name].flatten() for each in saved])
@@ -533,9 +534,9 @@ def read_full(path: Path, *, weights_only: bool, fitting: bool) -> dict[str, Any
     check_full(checkpoint, path)
     if fitting and checkpoint.pop("optimizer_states", None):
         rank_zero_warn(
-            f"{path} has the optimizer's state of whole parameters, which DeepSpeed's optimizer does not take: "
-            "weights, schedules and the loop's position go on, and the optimizer begins anew. Checkpoints of "
-            "AccelDeepSpeedStrategy bring it back."
+            f"{path} has the optimizer's state of whole parameters, which DeepSpeed's optimizer does not accept: "
+            "weights, schedules and the position of the loop are restored, and the optimizer starts from scratch. "
+            "Checkpoints of AccelDeepSpeedStrategy restore it."
         )
     return checkpoint
 
@@ -557,8 +558,8 @@ def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> No
     partitioned = zero_optimizer.is_partitioned_optimizer(zero)
     if not partitioned and isinstance(getattr(zero, "optimizer", None), torch.optim.Optimizer):
         raise ValueError(
-            "DeepSpeed's stage 0 in half precision keeps fp32 weights of its own, which do not follow a full "
-            "checkpoint. Use stage 1, or load the weights into the module before fit()."
+            "DeepSpeed's stage 0 in half precision keeps separate fp32 weights, which a full checkpoint does not "
+            "restore. Use stage 1, or load the weights into the module before fit()."
         )
     tensors = _check_names(module, weights, strict=strict)
     for name, tensor in tensors.items():
@@ -607,7 +608,7 @@ def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bo
     if problems:
         raise RuntimeError(
             "\n".join([f"The weights do not fit {type(module).__name__}:", *problems])
-            + "\nstrict_loading=False of the LightningModule loads the names that both sides have."
+            + "\nSet strict_loading=False on the LightningModule to load the names that both have."
         )
     return tensors
 

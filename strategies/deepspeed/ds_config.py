@@ -156,8 +156,8 @@ def _decoded(text: str) -> str:
         return base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):
         raise ValueError(
-            f"{source('hf_ds_config', text)}={text!r} is no existing file, no JSON object and no base64 of one. "
-            "Give the path of a DeepSpeed config file, a dict, or its JSON."
+            f"{source('hf_ds_config', text)}={text!r} is neither an existing file, nor a JSON object, nor base64 of "
+            "one. Pass the path of a DeepSpeed config file, a dict, or its JSON."
         ) from None
 
 
@@ -232,8 +232,8 @@ class PrecisionSections:
             on = mixed_precision == name or (mixed_precision == "fp8" and name == "bf16")
             if on and config.is_true(f"{other}.enabled"):
                 raise ValueError(
-                    f"mixed_precision={mixed_precision!r} and {other}.enabled=true in the DeepSpeed config contradict. "
-                    f"Set {other}.enabled to 'auto' or false, or mixed_precision to {other!r}."
+                    f"mixed_precision={mixed_precision!r} and {other}.enabled=true in the DeepSpeed config "
+                    f"contradict each other. Set {other}.enabled to 'auto' or false, or mixed_precision to {other!r}."
                 )
         fill_precision(config, mixed_precision)
         self._filled = _sections_of(config)
@@ -387,9 +387,9 @@ def differ(one: Any, other: Any) -> bool:
 def mismatch_error(mismatches: Sequence[str]) -> ValueError:
     """Return the error that lists all mismatches."""
     return ValueError(
-        "The DeepSpeed config contradicts what is given beside it:\n"
+        "The DeepSpeed config contradicts other settings:\n"
         + "\n".join(mismatches)
-        + "\nGive each value once: set it to 'auto' in the config (or leave it out), or leave the other one out."
+        + "\nSet each value once: set it to 'auto' in the config (or omit it), or omit the other one."
     )
 
 
@@ -514,7 +514,7 @@ class _Filling:
             micro = total // others  # a remainder shows below
         if micro is None:
             self.open[micro_key] = (
-                "the dataloaders have no batch size of their own (a batch sampler, or a dataset that makes batches); "
+                "the dataloaders have no batch size (a batch sampler, or a dataset that returns batches); "
                 f"set {micro_key} to the samples in one rank's batch"
             )
             self.config.del_config_sub_tree(total_key)  # follows from the other, so it is no problem of its own
@@ -592,8 +592,8 @@ class _Filling:
     def fill_buckets(self) -> None:
         size = self.facts.hidden_size
         advice = (
-            f"the model tells no hidden size (model.config.hidden_size, or a hidden_size of its own); {_SET_IT}, "
-            "or give the model one"
+            f"the model defines no hidden size (model.config.hidden_size, or its own hidden_size); {_SET_IT}, or add "
+            "one to the model"
         )
         stage = self.config.get_value("zero_optimization.stage", 0)
         for name, value, used in (
@@ -615,12 +615,14 @@ class _Filling:
         """Raise what was found, and what is still open."""
         for key in _open_keys(self.config.config):
             if key not in _UNDERSTOOD_BY_DEEPSPEED:
-                self.open.setdefault(key, f"nothing here tells it; {_SET_IT}, or leave it out for DeepSpeed's default")
+                self.open.setdefault(key, f"no other setting defines it; {_SET_IT}, or omit it for DeepSpeed's default")
         if self.mismatches:
             raise mismatch_error(self.mismatches)
         if self.open:
             listed = "\n".join(f"- {key}: {advice}" for key, advice in self.open.items())
-            raise ValueError(f"The DeepSpeed config leaves open what nothing fills:\n{listed}")
+            raise ValueError(
+                f"The DeepSpeed config leaves these values open, and no other setting fills them:\n{listed}"
+            )
 
     def _fill_section(self, section: str, values: Mapping[str, Any], advice: str) -> None:
         node = self.config.get_value(section)
@@ -668,7 +670,7 @@ def _open_keys(node: object, prefix: str = "") -> Iterator[str]:
 # Who defines the optimizer and the schedule: the DeepSpeed config, with dummies in the code, or the code.
 
 
-_REMOVE = "remove {0!r} from the DeepSpeed config, or return a {1} from configure_optimizers in its place"
+_REMOVE = "remove {0!r} from the DeepSpeed config, or return a {1} from configure_optimizers instead"
 
 
 def check_optimizer_and_scheduler(config: HfDeepSpeedConfig, optimizer: object, scheduler: object) -> None:
@@ -693,8 +695,8 @@ def _check_optimizer(in_config: bool, optimizer: object) -> None:
     if isinstance(optimizer, DummyOptim):
         if not in_config:
             raise ValueError(
-                "configure_optimizers returns a DummyOptim, but the DeepSpeed config has no 'optimizer' that it could "
-                "stand for. Add one to the config, or return a real optimizer."
+                "configure_optimizers returns a DummyOptim, but the DeepSpeed config has no 'optimizer' for it to "
+                "represent. Add one to the config, or return a real optimizer."
             )
     elif in_config and optimizer is not None:
         raise ValueError(
@@ -717,19 +719,19 @@ def _check_scheduler(in_config: bool, optimizer: object, scheduler: object) -> N
             )
         if isinstance(optimizer, DummyOptim):
             raise ValueError(
-                f"{type(scheduler).__name__} needs a real optimizer, and DummyOptim is none. Return "
-                "DummyScheduler(optimizer, lr_scheduler_callable=...), which makes the schedule once there is the "
-                "optimizer."
+                f"{type(scheduler).__name__} needs a real optimizer, which DummyOptim is not. Return "
+                "DummyScheduler(optimizer, lr_scheduler_callable=...), which creates the schedule once the "
+                "optimizer exists."
             )
     elif in_config and scheduler.lr_scheduler_callable is not None:
         raise ValueError(
             "Both the DeepSpeed config and DummyScheduler(lr_scheduler_callable=...) define a schedule. Remove "
-            "'scheduler' from the config, or leave lr_scheduler_callable out."
+            "'scheduler' from the config, or omit lr_scheduler_callable."
         )
     elif not in_config and scheduler.lr_scheduler_callable is None:
         raise ValueError(
-            "configure_optimizers returns a DummyScheduler, but the DeepSpeed config has no 'scheduler' that it could "
-            "stand for. Add one to the config, or give DummyScheduler(lr_scheduler_callable=...)."
+            "configure_optimizers returns a DummyScheduler, but the DeepSpeed config has no 'scheduler' for it to "
+            "represent. Add one to the config, or use DummyScheduler(lr_scheduler_callable=...)."
         )
 
 

@@ -186,7 +186,7 @@ class OptimizerStateTransfer:
             if self._parts is None:
                 raise ValueError(
                     f"This {type(optimizer).__name__} has stepped in an earlier fit() with DeepSpeed, whose state "
-                    "(on NVMe, or of stage 0 in half precision) cannot be handed on. Make a new optimizer in "
+                    "(on NVMe, or of stage 0 in half precision) cannot be transferred. Create a new optimizer in "
                     "configure_optimizers()."
                 )
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
@@ -212,8 +212,8 @@ class OptimizerStateTransfer:
             window.steps.take_states(self._full(window.device))
         elif any(True for _ in self._full(window.device)):
             raise ValueError(
-                f"This {type(self._optimizer).__name__} has stepped before, and DeepSpeed's stage 0 in half precision "
-                "takes no state. Make a new optimizer in configure_optimizers(), or use stage 1."
+                f"This {type(self._optimizer).__name__} has stepped before, but DeepSpeed's stage 0 in half "
+                "precision accepts no state. Create a new optimizer in configure_optimizers(), or use stage 1."
             )
 
     def _full(self, device: torch.device) -> Iterator[tuple[nn.Parameter, State]]:
@@ -511,13 +511,14 @@ def readable_config_errors() -> Iterator[None]:
         if lacking := re.fullmatch(r"Type (\w+) is not supported on your device\.", str(error)):
             raise ValueError(
                 f"DeepSpeed does not compute in {lacking[1]} on this device. Use another Trainer(precision=...), "
-                "'bf16-mixed' or '32-true', and leave the fp16 section out of the DeepSpeed config, or another device."
+                "'bf16-mixed' or '32-true', and remove the fp16 section from the DeepSpeed config, or use another "
+                "device."
             ) from None
         if type(error).__name__ != "ValidationError" or not hasattr(error, "errors"):  # pydantic's
             raise
         known = _keys_of(error)
         lines = [_line(found, known) for found in error.errors()]
-        raise ValueError("\n".join(["DeepSpeed does not take this config:", *lines])) from None
+        raise ValueError("\n".join(["DeepSpeed rejects this config:", *lines])) from None
 
 
 def _line(found: dict[str, Any], known: list[str]) -> str:

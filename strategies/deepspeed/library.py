@@ -50,7 +50,7 @@ def choose_accelerator(device: torch.device) -> None:
     chosen = deepspeed_library().accelerator.get_accelerator()._name
     if chosen != device.type:
         raise RuntimeError(
-            f"DeepSpeed computes on {chosen!r} in this process, and the Trainer on {device.type!r}. Set "
+            f"DeepSpeed computes on {chosen!r} in this process, but the Trainer computes on {device.type!r}. Set "
             f"DS_ACCELERATOR={device.type} in the environment before deepspeed is imported, or change "
             "Trainer(accelerator=...)."
         )
@@ -115,8 +115,9 @@ def check_async_io(settings: DeepSpeedSettings) -> None:
         if AsyncIOBuilder().is_compatible(verbose=False):
             return
     raise RuntimeError(
-        f"offload_{where[0]}_device='nvme' needs DeepSpeed's asynchronous I/O, which cannot be built here: it needs a "
-        "C++ compiler and libaio with its headers (apt install libaio-dev). Install them, or offload to 'cpu'."
+        f"offload_{where[0]}_device='nvme' needs DeepSpeed's asynchronous I/O, which cannot be built on this system: "
+        "it needs a C++ compiler and libaio with its headers (apt install libaio-dev). Install them, or offload to "
+        "'cpu'."
     )
 
 
@@ -162,11 +163,11 @@ def check_build_locks(*ops: str) -> None:
         if age > _LONGEST_BUILD_S:
             raise RuntimeError(
                 f"DeepSpeed's op {op} is locked by {lock}, {age / 60:.0f} minutes old, which no process on this "
-                f"machine has open; torch would wait for it for ever. {advice}"
+                f"machine has open; torch would wait for it forever. {advice}"
             )
         warnings.warn(
-            f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open; torch waits until it "
-            f"is gone. {advice}",
+            f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open; torch waits until "
+            f"it is removed. {advice}",
             stacklevel=2,
         )
 

@@ -94,16 +94,16 @@ def _parse(module: LightningModule, returned: Any) -> Chosen:
     configs = make(schedulers, monitor) if make else _configure_schedulers_manual_opt(schedulers)
     if len(optimizers) != 1:
         raise ValueError(
-            f"configure_optimizers() returned {len(optimizers)} optimizers, and a DeepSpeed engine has one. Use one "
-            "optimizer with several parameter groups; for models trained against each other, give each an engine of "
-            "its own with strategy.prepare_model()."
+            f"configure_optimizers() returned {len(optimizers)} optimizers, but a DeepSpeed engine has only one. Use "
+            "one optimizer with several parameter groups; for models trained against each other, create one engine "
+            "per model with strategy.prepare_model()."
         )
     _validate_optimizers_attached(optimizers, configs)
     schedules = [stand_ins.schedulers.get(id(each.scheduler), each.scheduler) for each in configs]
     if len(schedules) > 1 and any(isinstance(schedule, DummyScheduler) for schedule in schedules):
         raise ValueError(
             f"configure_optimizers() returned {len(schedules)} schedules, a DummyScheduler among them. The DeepSpeed "
-            "config defines one schedule: return that DummyScheduler alone, or real schedules alone."
+            "config defines one schedule: return only that DummyScheduler, or only real schedules."
         )
     optimizer = stand_ins.optimizers.get(id(optimizers[0]), optimizers[0])
     return Chosen(optimizer, schedules[0] if schedules else None, configs)
@@ -163,9 +163,9 @@ def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     if strange:
         group, place = strange[0]
         raise ValueError(
-            f"{type(optimizer).__name__} has {len(strange)} parameters that are not of {type(module).__name__} (the "
-            f"first: group {group}, place {place}), and DeepSpeed trains the module's alone. Register what they belong "
-            "to as a submodule, or make the optimizer over self.parameters() in configure_optimizers()."
+            f"{type(optimizer).__name__} has {len(strange)} parameters that do not belong to {type(module).__name__} "
+            f"(the first: group {group}, place {place}), but DeepSpeed trains only the module's parameters. Register "
+            "their module as a submodule, or build the optimizer over self.parameters() in configure_optimizers()."
         )
 
 
@@ -190,21 +190,21 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS evaluates its closure several times in a step, and needs scalar products over all parameters: no "
-            "stage of ZeRO can do that. Use another optimizer, or train with Trainer(strategy='ddp')."
+            "ZeRO stage supports that. Use another optimizer, or train with Trainer(strategy='ddp')."
         )
     if not stage or type(optimizer).__module__.startswith("deepspeed") or is_planned():
         return
     verdict = try_on_pieces(optimizer)
     if verdict.needs_closure and verdict.problem is None:
         raise ValueError(
-            f"{name} steps with a closure alone, and DeepSpeed calls its step() without one. Use an optimizer whose "
+            f"{name} steps only with a closure, but DeepSpeed calls its step() without one. Use an optimizer whose "
             "step() needs none (AdamW, SGD), or AccelFSDPStrategy."
         )
     if verdict.problem is not None:
         raise ValueError(
-            f"{name} cannot train with ZeRO stage {stage}, which lets it step on flat pieces of parameters: "
-            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}an optimizer that treats every "
-            "element alone (AdamW, SGD), or Trainer(strategy='ddp')."
+            f"{name} cannot train with ZeRO stage {stage}, which lets it step on flat parts of parameters: "
+            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}an element-wise optimizer (AdamW, "
+            "SGD), or Trainer(strategy='ddp')."
         )
 
 
@@ -226,7 +226,7 @@ def for_offload(optimizer: Optimizer, settings: DeepSpeedSettings) -> tuple[Opti
         return _cpu_adam(optimizer), settings
     if "DeepSpeedCPU" in name:
         return optimizer, settings
-    _log.info("%s steps on offloaded state as it is: DeepSpeed has none on the CPU.", name)
+    _log.info("%s steps on offloaded state without replacement: DeepSpeed has no version of it for the CPU.", name)
     return optimizer, settings.changed({"zero_force_ds_cpu_optimizer": False})
 
 
@@ -238,8 +238,8 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
     for group in groups:
         if group.get("amsgrad") or group.get("maximize"):
             raise ValueError(
-                "DeepSpeed's Adam on the CPU has no amsgrad and no maximize. Leave them out, stop offloading, or set "
-                "'zero_force_ds_cpu_optimizer': false in the DeepSpeed config to keep torch's."
+                "DeepSpeed's Adam on the CPU supports neither amsgrad nor maximize. Remove them, stop offloading, "
+                "or set 'zero_force_ds_cpu_optimizer': false in the DeepSpeed config to keep torch's."
             )
         group.setdefault("bias_correction", True)
     made = DeepSpeedCPUAdam([*groups[0]["params"]], adamw_mode=isinstance(optimizer, AdamW))
@@ -260,7 +260,9 @@ def prefer_torch_adam(settings: DeepSpeedSettings, device: torch.device) -> Deep
     if device.type == "cuda" and not _has_fused_adam():
         from lightning_utilities.core.rank_zero import rank_zero_info
 
-        rank_zero_info("torch's Adam steps: DeepSpeed would have to compile its fused one, and there is no nvcc.")
+        rank_zero_info(
+            "torch's Adam is used: DeepSpeed would have to compile its fused Adam, but nvcc is not available."
+        )
     elif device.type != "cpu":
         return settings
     return settings.changed({"optimizer.params.torch_adam": True})
@@ -284,7 +286,7 @@ def compiled_cpu_adam() -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
     from lightning_utilities.core.rank_zero import rank_zero_info
 
-    rank_zero_info("Compiling DeepSpeed's Adam for the CPU, or loading it (the first time takes about half a minute).")
+    rank_zero_info("Compiling or loading DeepSpeed's Adam for the CPU (the first time takes about half a minute).")
     check_build_locks("cpu_adam")
     try:
         with ninja_on_path():

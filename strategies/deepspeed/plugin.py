@@ -173,7 +173,7 @@ class DeepSpeedPlugin:
         if is_auto_value(value):
             if ds_key_long not in kwargs:
                 raise ValueError(
-                    f"{ds_key_long!r} is 'auto' in the DeepSpeed config, and nothing given fills it (given: "
+                    f"{ds_key_long!r} is 'auto' in the DeepSpeed config, but no argument fills it (given: "
                     f"{', '.join(kwargs) or 'nothing'}). Set it in the config, or pass it."
                 )
             node[ds_key] = kwargs[ds_key_long]
@@ -297,7 +297,7 @@ class DeepSpeedPlugin:
     @selected.setter
     def selected(self, value: bool) -> None:
         raise NotImplementedError(
-            "A plugin is selected through AcceleratorState().select_deepspeed_plugin(name), which unselects the others."
+            "Select a plugin with AcceleratorState().select_deepspeed_plugin(name), which deselects the others."
         )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
@@ -308,7 +308,7 @@ class DeepSpeedPlugin:
         """
         if not _from_accelerator_state:
             raise ValueError(
-                "Select a plugin with AcceleratorState().select_deepspeed_plugin(name), which unselects the others."
+                "Select a plugin with AcceleratorState().select_deepspeed_plugin(name), which deselects the others."
             )
         self.set_deepspeed_weakref()
         self._selected = True
@@ -323,7 +323,9 @@ class DeepSpeedPlugin:
     @property
     def _config(self) -> HfDeepSpeedConfig:
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            raise TypeError(f"hf_ds_config must stay the HfDeepSpeedConfig that it became; got {self.hf_ds_config!r}.")
+            raise TypeError(
+                f"hf_ds_config must remain the HfDeepSpeedConfig that it was converted to; got {self.hf_ds_config!r}."
+            )
         return self.hf_ds_config
 
     def _parse(self, name: str, unset: str | None) -> None:
@@ -349,7 +351,7 @@ class DeepSpeedPlugin:
         if "zero_optimization" not in self.deepspeed_config and self.zero_stage is None:
             raise ValueError(
                 "The DeepSpeed config has no 'zero_optimization', and zero_stage is not given. Add "
-                '{"zero_optimization": {"stage": 2}} to it, or stage 0 for no sharding.'
+                '{"zero_optimization": {"stage": 2}} to it, or use stage 0 for no sharding.'
             )
         mismatches: list[str] = []
         for name, key in CONFIG_KEYS.items():
@@ -560,7 +562,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     if state.distributed_type != DistributedType.DEEPSPEED or plugin is None:
         raise ValueError(
             f"DeepSpeed is not enabled: distributed_type is {state.distributed_type}. Train with "
-            "AccelDeepSpeedStrategy, or make AcceleratorState(deepspeed_plugin=...) before asking for its plugin."
+            "AccelDeepSpeedStrategy, or create AcceleratorState(deepspeed_plugin=...) before accessing its plugin."
         )
     return plugin
 

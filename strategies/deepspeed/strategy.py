@@ -97,8 +97,8 @@ from .zero_access import ZeroAccess, refuse_change, refuse_norm
 
 
 ONE_OPTIMIZER = (
-    "The optimizer was made anew during fit(): DeepSpeed's engine trains with the one that configure_optimizers() "
-    "returned when fit() began. Call fit() once more for another optimizer, or change the options in "
+    "The optimizer was recreated during fit(): DeepSpeed's engine trains with the one that configure_optimizers() "
+    "returned when fit() started. Call fit() again for another optimizer, or change the options in "
     "optimizer.param_groups."
 )
 
@@ -136,7 +136,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             RuntimeError: Before the Trainer's setup.
         """
         if self._settings is None:
-            raise RuntimeError("The settings are complete from the strategy's setup on: inside fit(), and after it.")
+            raise RuntimeError("The settings are complete only after the strategy's setup: inside fit(), and after it.")
         return self._settings
 
     @property
@@ -148,7 +148,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             RuntimeError: Before the Trainer's setup.
         """
         if not hasattr(self.model, "is_gradient_accumulation_boundary"):
-            raise RuntimeError("DeepSpeed's engine exists from the strategy's setup on: inside fit(), and after it.")
+            raise RuntimeError("DeepSpeed's engine exists only after the strategy's setup: inside fit(), and after it.")
         return self.model
 
     @property
@@ -178,7 +178,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         else:
             raise TypeError(
                 f"AccelDeepSpeedStrategy cannot work with {type(precision_plugin).__name__}. "
-                "Use Trainer(precision=...) and leave plugins=... out."
+                "Use Trainer(precision=...) without plugins."
             )
 
     def _precision_wanted(self, precision: str) -> str:
@@ -326,14 +326,14 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
 _REFUSED_CALLBACKS = {
     "LearningRateFinder": (
-        "(Tuner.lr_find, too) puts a schedule on the optimizer, and DeepSpeed's is no torch.optim.Optimizer. Find the "
-        "rate with another strategy, FSDP or one process, and train with DeepSpeed then."
+        "(Tuner.lr_find, too) attaches a schedule to the optimizer, but DeepSpeed's is not a torch.optim.Optimizer. "
+        "Find the rate with FSDP or on one process, then train with DeepSpeed."
     ),
     "ModelPruning": PRUNING,
     "WeightAveraging": (
-        "puts averages in the place of the weights in checkpoints, and those of DeepSpeed's engine are saved by "
-        "itself: the averages would be lost. Average in a callback of your own, with a state_dict() for its "
-        "checkpoints, or use Trainer(strategy='ddp')."
+        "replaces the weights in checkpoints with averages, but DeepSpeed's engine saves its own weights: the "
+        "averages would be lost. Average in your own callback, with a state_dict() for its checkpoints, or use "
+        "Trainer(strategy='ddp')."
     ),
 }
 
@@ -510,7 +510,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.lightning_module is not None:
             self._follow_user_code(trainer, self.lightning_module)
         if self.accelerator is None or self.model is None or self.lightning_module is None:
-            raise RuntimeError("AccelDeepSpeedStrategy.setup() is called by the Trainer, with a module connected.")
+            raise RuntimeError("AccelDeepSpeedStrategy.setup() must be called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
         self._termination.follow(trainer)
         self.optimizers, self.lr_scheduler_configs = [], []
@@ -669,7 +669,7 @@ def _plugins(
     if given is not None and fields:
         raise ValueError(
             f"AccelDeepSpeedStrategy got deepspeed_plugin and also {', '.join(sorted(fields))}. "
-            "Set these on the plugin, or leave the plugin out."
+            "Set these on the plugin, or omit the plugin."
         )
     if given is None:
         given = DeepSpeedPlugin(**fields)

@@ -93,8 +93,8 @@ def _convert_here(checkpoint: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ValueError(
             "DeepSpeed converts the states of Adam and AdamW (exp_avg, exp_avg_sq) and of no other optimizer; "
-            f"{error} is missing here. Resume with as many processes as saved it, or merge the weights "
-            "(merge_fsdp_weights), load them into the module and begin with a new optimizer."
+            f"{error} is missing. Resume with the number of processes that saved it, or merge the weights "
+            "(merge_fsdp_weights), load them into the module and start with a new optimizer."
         ) from None
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # what fails on a full disk must not keep it full
@@ -153,7 +153,7 @@ def reading_safely(weights_only: bool | None = None) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise RuntimeError(
-            "The checkpoint holds objects that may run code when they are read. If you trust it, use "
+            "The checkpoint holds objects that can run code when they are read. If you trust it, use "
             f"fit(weights_only=False) or AccelDeepSpeedStrategy(weights_only=False). torch says: {error}"
         ) from error
     finally:

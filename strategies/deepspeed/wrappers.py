@@ -87,7 +87,9 @@ class DeepSpeedOptimizerWrapper(Optimizer):
             ValueError: If there is a closure, which nobody would call.
         """
         if closure is not None:
-            raise ValueError("DeepSpeed takes no closure: run backward through DeepSpeedEngineWrapper.backward.")
+            raise ValueError(
+                "DeepSpeed does not accept a closure: run backward through DeepSpeedEngineWrapper.backward."
+            )
 
     @override
     def zero_grad(self, set_to_none: bool | None = None) -> None:

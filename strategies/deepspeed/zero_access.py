@@ -73,8 +73,8 @@ class ZeroAccess:
         held: Tensor = parameter.ds_tensor
         if held.numel() < parameter.partition_numel():
             raise RuntimeError(
-                "A parameter that stage 3 keeps on NVMe was used in a hook. Use it inside of "
-                "'with strategy.full_parameters(module):', on every rank."
+                "A parameter that stage 3 keeps on NVMe was used in a hook. Use it inside 'with "
+                "strategy.full_parameters(module):', on every rank."
             )
         start, count = zero_optimizer.range_in_partition(parameter, held.numel())
         layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
@@ -129,8 +129,8 @@ class ZeroAccess:
         name = next((name for name, each in self._module.named_parameters() if each is tensor), "a parameter")
         raise RuntimeError(
             f"{name} was used in a loss while ZeRO-3 has it partitioned: its gradient would not reach it. For an L2 "
-            "penalty give the optimizer weight_decay; for any other penalty use zero_stage=2, or compute it in the "
-            "forward of the module that has the parameter. For its value alone, use parameter.detach()."
+            "penalty, set the optimizer's weight_decay; for any other penalty use zero_stage=2, or compute it in "
+            "the forward of the module that has the parameter. To read only its value, use parameter.detach()."
         )
 
     # ------------------------------------------------------------------ gradients

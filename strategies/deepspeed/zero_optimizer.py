@@ -202,7 +202,7 @@ def gradient_piece(optimizer: Any, piece: Piece) -> Tensor:
             return part.view(-1).narrow(0, piece.flat_start - begin, piece.numel)
         begin += part.numel()
     raise RuntimeError(
-        "DeepSpeed has no reduced gradient of a parameter here. Use p.grad in on_before_optimizer_step(), or "
+        "DeepSpeed has no reduced gradient for this parameter. Use p.grad in on_before_optimizer_step(), or "
         "precision and offloading that keep gradients in memory."
     )
 
@@ -250,8 +250,8 @@ class ChangedWeights:
             if both:
                 raise RuntimeError(
                     f"{', '.join(both[:3])}{' and others' if both[3:] else ''} was changed in the module, and the "
-                    "weights of optimizer.param_groups were changed, too, before either had reached the other. Change "
-                    "one of them: the module's parameters."
+                    "weights of optimizer.param_groups were changed, too, before they were synchronized. Change "
+                    "only the module's parameters."
                 )
         sync_master_weights(self._zero, except_for=changed)
         self.accept()
@@ -498,7 +498,7 @@ class PerParameterStep:
             unused = [self._names[p] for group in parameter_groups(zero) for p in group if p not in self.used]
             raise RuntimeError(
                 f"{', '.join(unused)} had no gradient in this window. With torch_autocast in fp16 or an optimizer on "
-                "NVMe, DeepSpeed would step on them all the same. Leave those settings out, use every parameter in "
+                "NVMe, DeepSpeed would step on them anyway. Remove those settings, use every parameter in "
                 "every window, or freeze these before fit()."
             )
 
@@ -682,7 +682,7 @@ def _telling_class(base: type, has_modes: bool) -> type:
 
 def _refuse_group(param_group: Any) -> None:
     raise RuntimeError(
-        "DeepSpeed's optimizer takes no parameter group after fit() has begun (add_param_group, BaseFinetuning). Give "
-        "the optimizer every parameter at once and freeze those in on_train_start() that train later, or unfreeze "
-        "them between two calls of fit(), or use stage 0 in fp32."
+        "DeepSpeed's optimizer accepts no parameter group after fit() has started (add_param_group, "
+        "BaseFinetuning). Pass every parameter to the optimizer at the start and freeze those that train later in "
+        "on_train_start(), or unfreeze them between two calls of fit(), or use stage 0 in fp32."
     )

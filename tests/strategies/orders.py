@@ -674,18 +674,18 @@ def refusals(script: Script, kind: str) -> list[str]:
             or script.unused in ("batch", "late", "never")
             or (not has_units and (script.unused == "unit" or bool({"freeze", "thaw"} & actions)))
         ),
-        "Processes use different parts of the model at one time": is_fsdp
+        "Processes use different parts of the model at the same time": is_fsdp
         and script.unused == "unit_rank"
         and has_units,
-        "a DeepSpeed engine has one": is_zero and script.manual is not None,
+        "a DeepSpeed engine has only one": is_zero and script.manual is not None,
         "was frozen when ": is_zero  # fit() began, or the checkpoint was saved
         and "freeze" in actions
         and ("thaw" in actions or any(fit.start == "fresh" for fit in script.fits)),
         "was trained when ": is_zero and "freeze" in actions,
-        "What activation checkpointing recomputes is not what the forward computed": is_fsdp
+        "Activation checkpointing recomputed something other than the forward": is_fsdp
         and script.option == "recompute"
         and any(event.action in ("freeze", "thaw") and event.hook in between for event in events),
-        "A backward of one's own ran between training_step() and its backward": kind.startswith("fsdp1")
+        "User code ran another backward between training_step() and its backward": kind.startswith("fsdp1")
         and any(event.action == "adversary" and event.hook in between for event in events),
     }
     return [words for words, holds in possible.items() if holds]

@@ -91,8 +91,8 @@ def change_strategies(first: str, second: str) -> str:
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        ("fsdp2", "zero2", "TinyModule is already sharded with FSDP, and DeepSpeed cannot take it over"),
-        ("zero3", "fsdp1", "TinyModule is already partitioned with DeepSpeed's stage 3, and FSDP cannot take it over"),
+        ("fsdp2", "zero2", "TinyModule is already sharded with FSDP, and DeepSpeed cannot use it"),
+        ("zero3", "fsdp1", "TinyModule is already partitioned with DeepSpeed's stage 3, and FSDP cannot use it"),
     ],
 )
 def test_a_module_stays_with_the_strategy_that_sharded_it(first: str, second: str, expected: str) -> None:
@@ -112,13 +112,13 @@ def test_a_checkpoint_that_is_not_there(strategy: str, tmp_path: Path) -> None:
 def test_saving_before_the_setup_is_told_as_that(strategy: str, tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy_named(strategy), 1)
     trainer.strategy.connect(TinyModule(Case(), Outcome()))
-    with pytest.raises(RuntimeError, match="from the strategy's setup on"):
+    with pytest.raises(RuntimeError, match="only after the strategy's setup"):
         trainer.save_checkpoint(tmp_path / "file.ckpt")
 
 
 def misspell() -> str:
     config = ds_config(2, reduce_bucket_sise=5, overlap_comm="maybe")
-    with pytest.raises(ValueError, match="DeepSpeed does not take this config") as caught:
+    with pytest.raises(ValueError, match="DeepSpeed rejects this config") as caught:
         quiet_trainer(AccelDeepSpeedStrategy(hf_ds_config=config), 2, max_epochs=1).fit(
             TinyModule(Case(epochs=1), Outcome()), rank_loader(2)
         )

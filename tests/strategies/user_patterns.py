@@ -795,7 +795,7 @@ class ModulesWithTwoNames(Pattern):
 
 @pattern(
     "modules with two names that hold units and other layers",
-    fsdp1=Refused("is another name of model, which has units of FSDP1 in it", "a property as the second name"),
+    fsdp1=Refused("is another name of model, which contains both FSDP1 units", "a property as the second name"),
 )
 class ModelWithTwoNames(Pattern):
     def __init__(self) -> None:
@@ -1133,7 +1133,7 @@ class HooksOfModules(Pattern):
 
 
 POST = Refused(
-    "register_post_accumulate_grad_hook\\(\\) would run on no gradient", "`on_after_backward` or `p.register_hook`"
+    "register_post_accumulate_grad_hook\\(\\) would never run on a gradient", "`on_after_backward` or `p.register_hook`"
 )
 
 
@@ -1186,7 +1186,7 @@ class VirtualAdversary(Pattern):
 
 @pattern(
     "the same by `requires_grad_(False)` and `backward()` inside of the step",
-    fsdp1=Refused("requires_grad was changed inside of a step", "`torch.autograd.grad(loss, input)`"),
+    fsdp1=Refused("requires_grad was changed inside a step", "`torch.autograd.grad(loss, input)`"),
 )
 class SignByBackward(Pattern):
     """Weights are frozen for the attack's backward, so that it leaves a gradient of the input alone."""
@@ -1201,7 +1201,7 @@ class SignByBackward(Pattern):
 
 
 BACKWARDS = "`backward()` overridden: called twice, of several losses"
-ONE_BACKWARD = Refused("FSDP1 prepares one backward for each step", "one backward, of the sum of the losses")
+ONE_BACKWARD = Refused("FSDP1 prepares one backward per step", "one backward, of the sum of the losses")
 
 
 class DoubledLoss(Pattern):
@@ -1247,7 +1247,7 @@ class BackwardOfTwoLosses(Pattern):
 
 
 OTHER_PARAMETERS = Refused(
-    "called with other parameters than those that are sharded", "a layer outside of units, or a copy made in `__init__`"
+    "called with parameters other than the sharded ones", "a layer outside of units, or a copy made in `__init__`"
 )
 PLAIN_PARAMETERS = Refused("used in a loss while ZeRO-3 has it partitioned", "stage 2")
 FUNCTIONAL = "`torch.func.functional_call` with changed weights (MAML, hypernetworks)"
@@ -1273,7 +1273,7 @@ class FunctionalCallOfRoot(FunctionalCallOfUnits):
     "`torch.func.functional_call` in `validation_step` (averages, other weights)",
     fsdp1=OTHER_PARAMETERS,
     fsdp2=OTHER_PARAMETERS,
-    zero3=Refused("called with other parameters than those that are partitioned", "stage 2, or a copy of `__init__`"),
+    zero3=Refused("called with parameters other than the partitioned ones", "stage 2, or a copy of `__init__`"),
 )
 class FunctionalCallInValidation(Pattern):
     validates = True
@@ -1284,7 +1284,7 @@ class FunctionalCallInValidation(Pattern):
         self.log("validation", functional.mse_loss(outputs, batch[1]), sync_dist=True)
 
 
-PAST_THE_ENGINE = Refused("A backward reached weights past DeepSpeed's engine", "`loss.backward()`")
+PAST_THE_ENGINE = Refused("A backward reached weights without DeepSpeed's engine", "`loss.backward()`")
 
 
 @pattern("`backward()` overridden with `torch.autograd.backward`", zero2=PAST_THE_ENGINE, zero3=PAST_THE_ENGINE)
@@ -1330,7 +1330,7 @@ class BackwardInStepOfWindow(Pattern):
         return loss
 
 
-ANEW = Refused("The optimizer was made anew during fit", "another `fit()`, or other values in `param_groups`")
+ANEW = Refused("The optimizer was recreated during fit", "another `fit()`, or other values in `param_groups`")
 
 
 @pattern("optimizers made anew in mid-training", zero2=ANEW, zero3=ANEW)

@@ -124,10 +124,10 @@ def test_batch_sizes(config: dict[str, Any], micro: int | None, expected: tuple[
 
 @pytest.mark.parametrize("config", [{}, {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}])
 def test_batch_sizes_that_nobody_knows(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="leaves open") as caught:
+    with pytest.raises(ValueError, match="leaves these values open") as caught:
         filled(config, micro_batch_size=None)
     (line,) = str(caught.value).splitlines()[1:]
-    assert line.startswith("- train_micro_batch_size_per_gpu: the dataloaders have no batch size of their own (a batch")
+    assert line.startswith("- train_micro_batch_size_per_gpu: the dataloaders have no batch size (a batch")
     assert line.endswith("set train_micro_batch_size_per_gpu to the samples in one rank's batch")
 
 
@@ -155,7 +155,7 @@ def test_everything_that_contradicts_the_trainer_is_one_error() -> None:
         "bf16": {"enabled": False},
     }
     facts: dict[str, Any] = {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0, "mixed_precision": "bf16"}
-    with pytest.raises(ValueError, match="contradicts what is given beside it") as caught:
+    with pytest.raises(ValueError, match="contradicts other settings") as caught:
         filled(config, train_batch_size=4, **facts)
     found = [line.split(":")[0] for line in str(caught.value).splitlines() if line.startswith("- ")]
     assert found == [
@@ -378,14 +378,14 @@ def test_everything_that_stays_open_is_listed_with_what_to_do() -> None:
         "data_types": {"keep_in_fp32_modules": "auto", "grad_accum_dtype": "auto"},
         "curriculum": [{"type": "auto"}],
     }
-    with pytest.raises(ValueError, match="leaves open") as caught:
+    with pytest.raises(ValueError, match="leaves these values open") as caught:
         filled(config, micro_batch_size=None, estimated_steps=float("inf"))
     lines = [line.removeprefix("- ").split(": ", 1) for line in str(caught.value).splitlines()[1:]]
     in_the_code = "return Dummy{}(...) with it from configure_optimizers, or set it in the config"
-    no_size = "the model tells no hidden size (model.config.hidden_size, or a hidden_size of its own)"
-    nothing = "nothing here tells it; set it in the config, or leave it out for DeepSpeed's default"
+    no_size = "the model defines no hidden size (model.config.hidden_size, or its own hidden_size)"
+    nothing = "no other setting defines it; set it in the config, or omit it for DeepSpeed's default"
     expected = {
-        "train_micro_batch_size_per_gpu": "the dataloaders have no batch size of their own",
+        "train_micro_batch_size_per_gpu": "the dataloaders have no batch size",
         **{f"optimizer.params.{name}": in_the_code.format("Optim") for name in ("lr", "betas", "eps", "weight_decay")},
         **{
             f"scheduler.params.{name}": in_the_code.format("Scheduler")

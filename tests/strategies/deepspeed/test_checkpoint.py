@@ -149,7 +149,7 @@ def test_universal_checkpoints_go_to_other_numbers_of_processes(tmp_path: Path) 
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[: len(losses)]), rtol=1e-5, atol=1e-6)
         assert mine[-1][1] == 7 * len(mine)
     for error in run_on_ranks(3, freeze_more, case, tmp_path):
-        assert "head.weight is frozen here and was not when" in error
+        assert "head.weight is frozen, but was not when" in error
 
 
 # ---------------------------------------------------------------------- what is refused, and 16-bit weights

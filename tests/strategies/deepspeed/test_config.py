@@ -149,12 +149,12 @@ WARMUP: dict[str, Any] = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
 CONSTANT = torch.optim.lr_scheduler.ConstantLR
 MISTAKES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], Any, str]] = {
     "both_optimizers": (_sgd, {"optimizer": ADAM}, {}, None, "Both the DeepSpeed config and configure_optimizers"),
-    "dummy_for_nothing": (DummyOptim, {}, {}, None, "no 'optimizer' that it could"),
+    "dummy_for_nothing": (DummyOptim, {}, {}, None, "no 'optimizer' for it to represent"),
     "no_optimizer": (lambda _: None, {}, {}, None, "Neither the DeepSpeed config nor"),
     "both_schedules": (
         lambda p: _scheduled(p, lambda o: CONSTANT(o)), {"scheduler": WARMUP}, {}, None, "define a schedule",
     ),
-    "schedule_for_nothing": (lambda p: _scheduled(p, DummyScheduler), {}, {}, None, "no 'scheduler' that it could"),
+    "schedule_for_nothing": (lambda p: _scheduled(p, DummyScheduler), {}, {}, None, "no 'scheduler' for it to"),
     "windows_differ": (_sgd, {"gradient_accumulation_steps": 3}, {"accumulate_grad_batches": 2}, None, "3 in the Deep"),
     "clipping_differs": (_sgd, {"gradient_clipping": 3.0}, {"gradient_clip_val": 2.0}, None, "3.0 in the Deep"),
     "clipping_by_value": (

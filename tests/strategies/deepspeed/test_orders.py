@@ -596,15 +596,15 @@ def attempt(kind: type[Module], stage: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Unfreezing, "RuntimeError: net.branch.weight, net.branch.bias was frozen when fit() began"),
-        (AddingGroup, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
-        (Growing, "RuntimeError: DeepSpeed's optimizer takes no parameter group"),
+        (Unfreezing, "RuntimeError: net.branch.weight, net.branch.bias was frozen when fit() started"),
+        (AddingGroup, "RuntimeError: DeepSpeed's optimizer accepts no parameter group"),
+        (Growing, "RuntimeError: DeepSpeed's optimizer accepts no parameter group"),
         (ForgettingToZero, "RuntimeError: manual_backward() followed optimizer.step() without zero_grad()"),
         (WholeMatrices, "ValueError: Adafactor cannot train with ZeRO stage"),
-        (Closing, "ValueError: OfClosure steps with a closure alone"),
+        (Closing, "ValueError: OfClosure steps only with a closure"),
         (DividingByNorms, "ValueError: NormedSGD cannot train with ZeRO stage"),
         (Sparse, "ValueError: DeepSpeed cannot train this Sparse:\nrows: Embedding(sparse=True) has sparse gradients"),
-        (OfAnotherModule, "ValueError: SGD has 2 parameters that are not of OfAnotherModule"),
+        (OfAnotherModule, "ValueError: SGD has 2 parameters that do not belong to OfAnotherModule"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
 )

@@ -190,7 +190,9 @@ def test_what_the_wrappers_hand_on() -> None:
     assert parameter.grad.tolist() == parameter.tolist() == [1, 1]
     assert not wrapper.step_was_skipped
     assert repr(wrapper) == "DeepSpeedOptimizerWrapper(SGD)"
-    with pytest.raises(ValueError, match="DeepSpeed takes no closure: run backward through DeepSpeedEngineWrapper"):
+    with pytest.raises(
+        ValueError, match="DeepSpeed does not accept a closure: run backward through DeepSpeedEngineWrapper"
+    ):
         wrapper.step(lambda: 1.0)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
     scheduler = DeepSpeedSchedulerWrapper(schedule, wrapper)

@@ -288,7 +288,7 @@ def test_what_fails_before_a_save_returns_is_raised_there_on_all_ranks(tmp_path:
     assert re.search(r"process 1: RuntimeError: async_save='process' copies .* to shared memory: 1\.0 kB are", ours[0])
     assert ours[1].endswith("process 1: ValueError: no part")
     assert "sys.executable is empty. Use async_save=True." in ours[2]
-    assert "has ended (status 1). Its output ends with:\nnothing starts here" in ours[3]
+    assert "ended (status 1). Its output ends with:\nnothing starts here" in ours[3]
     assert os.listdir(tmp_path) == ["saved"]
 
 
