@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .checkpoint.cli import main as run_command
 
-PLAN_HELP = "say how much memory training takes, before it is launched"
+PLAN_HELP = "show how much memory training uses, before it is launched"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

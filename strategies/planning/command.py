@@ -29,35 +29,47 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
     parser = add_parser(
         "plan",
         help=summary,
-        description="Say how much memory training takes of each process, before it is launched: the Trainer runs some "
-        "steps with the strategy itself, in one process, without weights and without that memory. The status is 1 if "
-        "nothing that was tried fits into --memory.",
+        description="Show how much memory training uses on each process, before it is launched: the Trainer runs some "
+        "steps with the real strategy in one process, without weights and without that memory. The exit status is 1 "
+        "if none of the tried variants fits in --memory.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("module", nargs="?", metavar="MODULE:CLASS", help="LightningModule: package.module:Class or path/file.py:Class")
     add("--module-args", type=_json, default={}, metavar="JSON", help="keyword arguments of the class")
     add(
-        "--hf-config", metavar="CONFIG", help="in its place a Hugging Face config: a folder, config.json, or a hub name"
+        "--hf-config",
+        metavar="CONFIG",
+        help="instead of a module, a Hugging Face config: a folder, config.json, or a hub name",
     )
     add(
         *("--batch",),
         action="append",
         metavar="SPEC",
-        help="a tensor of one process's micro-batch, NAME:SHAPE:DTYPE such as input_ids:8x2048:int64 (may be "
+        help="a tensor of one process's micro-batch, NAME:SHAPE:DTYPE such as input_ids:8x2048:int64 (can be "
         "repeated), or module:function that returns a batch (default: the module's example_input_array)",
     )
-    add("--batch-size", type=int, metavar="N", help="with --hf-config: of one process's micro-batch")
-    add("--seq-len", type=int, metavar="N", help="with --hf-config: tokens of each sample")
+    add("--batch-size", type=int, metavar="N", help="with --hf-config: samples in one process's micro-batch")
+    add("--seq-len", type=int, metavar="N", help="with --hf-config: tokens per sample")
     add("--world-size", type=int, default=1, metavar="N", help="number of processes (default: 1)")
-    add("--strategy", choices=sorted(STRATEGIES), default="fsdp2", help="what shards (default: fsdp2)")
-    add("--strategy-args", type=_json, default={}, metavar="JSON", help="its other keyword arguments")
-    add("--wrap", action="append", default=[], metavar="CLASS", help="FSDP: class of the units (may be repeated)")
+    add(
+        "--strategy",
+        choices=sorted(STRATEGIES),
+        default="fsdp2",
+        help="strategy that shards the model (default: fsdp2)",
+    )
+    add("--strategy-args", type=_json, default={}, metavar="JSON", help="other keyword arguments of the strategy")
+    add("--wrap", action="append", default=[], metavar="CLASS", help="FSDP: class of the units (can be repeated)")
     add("--activation-checkpointing", action="store_true", help="recompute the units in backward")
-    add("--precision", default="32-true", help="as for the Trainer (default: 32-true)")
-    add("--accumulate", type=int, default=1, metavar="N", help="micro-batches for each optimizer step (default: 1)")
-    add("--clip", type=float, metavar="NORM", help="largest norm of the gradients")
-    add("--memory", type=_size, metavar="SIZE", help="what each process has, e.g. 24GB: try what could fit, too")
+    add("--precision", default="32-true", help="same as the Trainer's (default: 32-true)")
+    add("--accumulate", type=int, default=1, metavar="N", help="micro-batches per optimizer step (default: 1)")
+    add("--clip", type=float, metavar="NORM", help="maximum gradient norm")
+    add(
+        "--memory",
+        type=_size,
+        metavar="SIZE",
+        help="memory of each process, e.g. 24GB: also try variants that could fit",
+    )
     add("--json", action="store_true", help="print as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=_run)
@@ -65,7 +77,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
 
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.module is None) == (arguments.hf_config is None):
-        raise ValueError("Give either MODULE:CLASS or --hf-config.")
+        raise ValueError("Pass either MODULE:CLASS or --hf-config.")
     plan_config = PlanConfig(
         module=arguments.module,
         module_args=arguments.module_args,
@@ -147,14 +159,14 @@ def _json(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object: give {{"name": value}}.')
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object: use {{"name": value}}.')
     return found
 
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number and B, KB, MB, GB, KiB, MiB or GiB.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: use a number and B, KB, MB, GB, KiB, MiB or GiB.")
     return int(float(match[1]) * _UNITS[match[2].upper()])

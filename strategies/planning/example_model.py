@@ -66,8 +66,8 @@ def _model_of(config: str) -> Any:
     if not names:
         return auto.from_config(found)
     raise ValueError(
-        f"{config} is for {', '.join(names)}, which transformers {transformers.__version__} does not have. Build it in "
-        "a LightningModule of your own, and give that."
+        f"{config} is for {', '.join(names)}, which transformers {transformers.__version__} does not have. Build it "
+        "in your own LightningModule, and pass that."
     )
 
 
@@ -105,7 +105,7 @@ def batch_of(specs: Sequence[str]) -> Any:
     if all(name is not None for name in names):
         return dict(found)
     if any(name is not None for name in names):
-        raise ValueError(f"Give all tensors of the batch names, or none; got {', '.join(specs)}.")
+        raise ValueError(f"Name all tensors of the batch, or none; got {', '.join(specs)}.")
     tensors = tuple(tensor for _, tensor in found)
     return tensors[0] if len(tensors) == 1 else tensors
 
@@ -114,8 +114,8 @@ def _parsed(spec: str) -> tuple[str | None, torch.Tensor]:
     match = _SPEC.fullmatch(spec)
     if match is None or match["dtype"] not in _DTYPES:
         raise ValueError(
-            f"{spec!r} is no tensor of a batch: it is NAME:SHAPE:DTYPE or SHAPE:DTYPE, such as input_ids:8x2048:int64, "
-            f"and DTYPE one of {', '.join(_DTYPES)}."
+            f"{spec!r} is not a tensor of a batch: expected NAME:SHAPE:DTYPE or SHAPE:DTYPE, such as "
+            f"input_ids:8x2048:int64, with DTYPE one of {', '.join(_DTYPES)}."
         )
     shape = [int(length) for length in match["shape"].split("x")]
     return match["name"], torch.zeros(shape, dtype=_DTYPES[match["dtype"]])
@@ -130,4 +130,4 @@ def batch_size_of(batch: Any) -> int:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return leaf.shape[0]
-    raise ValueError(f"The batch holds no tensor with a length: {type(batch).__name__}. Give one as training has it.")
+    raise ValueError(f"The batch holds no tensor with a length: {type(batch).__name__}. Pass a batch as in training.")

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _WHAT = {
-    "parameters": "parameters (this process's shards, and what is not sharded)",
-    "gathered": "gathered parameters, buffers of communication",
+    "parameters": "parameters (this process's shards, and unsharded ones)",
+    "gathered": "gathered parameters, communication buffers",
     "gradients": "gradients",
     "optimizer": "optimizer state, master weights",
-    "activations": "activations (what forward keeps for backward)",
-    "temporary": "temporary (what is computed at that moment)",
+    "activations": "activations (kept by forward for backward)",
+    "temporary": "temporary (intermediate results)",
 }
 
 NOT_COUNTED = (
-    "Counted are tensors, as a process on the CPU holds them. On an accelerator its context, NCCL's buffers and "
-    "fragmentation come on top, and kernels may keep other values: leave 10 to 20 % free."
+    "The plan counts tensors as a process on the CPU holds them. An accelerator also needs memory for its context, "
+    "NCCL buffers and fragmentation, and its kernels may keep other values: leave 10 to 20 % free."
 )
 
 

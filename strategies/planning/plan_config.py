@@ -110,11 +110,11 @@ class PlanConfig:
         arguments = {**STRATEGIES[self.strategy], **self.strategy_args}
         if not self.is_fsdp:
             if self.wrap:
-                raise ValueError("--wrap names FSDP's units; ZeRO has none.")
+                raise ValueError("--wrap names FSDP units; ZeRO has none.")
             if self.activation_checkpointing and self.hf_config is None:
                 raise ValueError(
-                    "Under ZeRO a module recomputes by itself (torch.utils.checkpoint): leave out "
-                    "--activation-checkpointing, and let --module-args turn it on in the module."
+                    "Under ZeRO a module must recompute on its own (torch.utils.checkpoint): omit "
+                    "--activation-checkpointing, and enable it in the module with --module-args."
                 )
             return AccelDeepSpeedStrategy(**arguments)
         if self.activation_checkpointing:
@@ -151,13 +151,13 @@ class PlanConfig:
             return named(alone)() if ":" in alone and not alone.split(":")[-2][-1].isdigit() else batch_of(self.batch)
         if self.hf_config is not None:
             if not (self.batch_size and self.sequence_length):
-                raise ValueError("--hf-config needs --batch-size and --seq-len, of one process, or --batch.")
+                raise ValueError("--hf-config needs --batch-size and --seq-len (per process), or --batch.")
             return causal_lm_batch(self.batch_size, self.sequence_length)
         example = getattr(module, "example_input_array", None)
         if example is None:
             raise ValueError(
-                "Nothing says what a batch is: give --batch input_ids:8x2048:int64 (once for each tensor), --batch "
-                "module:function, or the module an example_input_array that is a whole batch."
+                "No batch is defined: use --batch input_ids:8x2048:int64 (once per tensor), --batch "
+                "module:function, or set an example_input_array that is a whole batch on the module."
             )
         return example
 
@@ -173,12 +173,12 @@ def named(name: str) -> Callable[..., Any]:
     """
     where, _, attribute = name.rpartition(":")
     if not where:
-        raise ValueError(f"{name!r} names nothing: give package.module:Class or path/file.py:Class.")
+        raise ValueError(f"{name!r} is not a valid name: use package.module:Class or path/file.py:Class.")
     module: Any
     if where.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(where).stem, where)
         if spec is None or spec.loader is None or not Path(where).is_file():
-            raise ValueError(f"There is no file {where!r}.")
+            raise ValueError(f"The file {where!r} does not exist.")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

@@ -86,7 +86,7 @@ def plan_memory(
     if not is_sorted:  # the most is held before the last step: sort what is held when it comes to that again
         plan, is_sorted = run_in_fork(partial(run_plan, order, plan.peak_bytes), "The plan")
     if not is_sorted:
-        raise RuntimeError(f"What is held at the highest, {plan.peak_bytes} bytes, came out otherwise the second time.")
+        raise RuntimeError(f"The peak of {plan.peak_bytes} bytes was different in the second run.")
     said = {"precision": precision, "accumulate": accumulate_grad_batches}
     return replace(plan, settings=said)
 
@@ -201,7 +201,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
     with patches, pretended_group(order.world_size), HollowTensors(storages).running():
         module = order.module()
         if not isinstance(module, LightningModule):
-            raise PlanningError(f"A plan trains a LightningModule, and got {type(module).__name__}.")
+            raise PlanningError(f"A plan needs a LightningModule, got {type(module).__name__}.")
         batch = order.batch(module)
         steps = _Steps(strategy, storages, window * (_STEPS - 1), expected, patches)
         classify.append(lambda: parts_of(strategy.model, strategy.optimizers))
@@ -227,8 +227,8 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         highest = steps.end()
     if steps.building is None or steps.num_steps < window * _STEPS:
         raise PlanningError(
-            f"Training ended after {steps.num_steps} micro-batches of {window * _STEPS}: something in the module or "
-            "its callbacks ends it early, or training_step() returns None."
+            f"Training ended after {steps.num_steps} micro-batches of {window * _STEPS}: the module or one of its "
+            "callbacks ends it early, or training_step() returns None."
         )
     parts: dict[str, int] = {part: highest.parts.get(part, 0) for part in PARTS}
     plan = MemoryPlan(
@@ -253,8 +253,9 @@ def _check_optimizers(strategy: Any) -> None:
     module = strategy.lightning_module
     if module is not None and not module.automatic_optimization and len(strategy.optimizers) > 1:
         raise PlanningError(
-            f"{type(module).__name__} optimizes manually with {len(strategy.optimizers)} optimizers: which of them "
-            "steps when, and so what is held, is up to its code. Plan a module with one of them at a time."
+            f"{type(module).__name__} optimizes manually with {len(strategy.optimizers)} optimizers: only its code "
+            "determines which of them steps when, and so which memory is held. Plan a module with one optimizer at "
+            "a time."
         )
 
 
@@ -269,7 +270,7 @@ def _prepare(strategy: Any, patches: Patches) -> None:
 
     if isinstance(strategy, AccelDeepSpeedStrategy):
         if "nvme" in str(strategy.deepspeed_config):
-            raise PlanningError("What is offloaded to NVMe cannot be planned. Plan with offloading to the CPU.")
+            raise PlanningError("Offloading to NVMe cannot be planned. Plan with offloading to the CPU.")
         without_compiled_kernels(patches)
     elif not isinstance(strategy, AccelFSDPStrategy):
         raise PlanningError(
@@ -277,8 +278,8 @@ def _prepare(strategy: Any, patches: Patches) -> None:
         )
     elif strategy._compile_options is not None:
         raise PlanningError(
-            "compile decides by itself what is kept for backward, and a plan runs nothing compiled. Plan without it: "
-            "as a rule it takes less."
+            "compile decides what is kept for backward, and a plan runs no compiled code. Plan without it: compiled "
+            "code usually needs less memory."
         )
 
 
@@ -357,8 +358,8 @@ def pretended_group(world_size: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "A plan simulates several processes, and this one is in a process group already. Plan in a script of "
-            "its own, before training is launched."
+            "A plan simulates several processes, but this process already belongs to a process group. Plan in a "
+            "separate script, before training is launched."
         )
     torch.set_num_threads(1)
     dist.init_process_group(FAKE_BACKEND, rank=0, world_size=world_size, store=HashStore())
@@ -480,7 +481,7 @@ def run_in_fork(action: Callable[[], T], what: str) -> T:
         reply = ours.recv_bytes()
     except EOFError:
         process.join()
-        raise RuntimeError(f"{what} ended with status {process.exitcode} and said nothing.") from None
+        raise RuntimeError(f"{what} ended with status {process.exitcode} and no message.") from None
     finally:
         ours.close()
     process.join()
@@ -534,8 +535,8 @@ def without_compiled_kernels(patches: Patches) -> None:
 
     if get_accelerator()._name != "cpu":
         raise RuntimeError(
-            f"DeepSpeed computes on {get_accelerator()._name!r} in this process, and plans are made on the CPU. Set "
-            "DS_ACCELERATOR=cpu in the environment, or plan in a script of its own."
+            f"DeepSpeed computes on {get_accelerator()._name!r} in this process, but plans run on the CPU. Set "
+            "DS_ACCELERATOR=cpu in the environment, or plan in a separate script."
         )
     patches.put(communication, "build_shm_op", lambda: None)
     patches.put(CPUAdamBuilder, "load", lambda self, verbose=True: _NoKernels())
@@ -619,7 +620,7 @@ def _joined(*words: object) -> str:
 
 def table(variants: list[Variant], memory_bytes: int) -> str:
     """Return what was tried, a line each."""
-    names = [variant.change or "as asked for" for variant in variants]
+    names = [variant.change or "as requested" for variant in variants]
     width = max(map(len, names))
     lines = [f"{'':{width}}  {'peak':>10}  fits {size(memory_bytes)}"]
     for name, variant in zip(names, variants, strict=True):
@@ -637,9 +638,9 @@ def advice(variants: list[Variant], memory_bytes: int) -> str:
     for variant in variants:
         if variant.fits(memory_bytes):
             peak = "" if variant.plan is None else f" ({size(variant.plan.peak_bytes)})"
-            return f"Fits {there} with {variant.change}{peak}." if variant.change else f"Fits {there} as it is{peak}."
+            return f"Fits {there} with {variant.change}{peak}." if variant.change else f"Fits {there} unchanged{peak}."
     planned = [variant.plan.peak_bytes for variant in variants if variant.plan is not None]
     return (
-        f"Nothing that was tried fits {there}: the least is {size(min(planned))}. Use more processes, a shorter "
-        "sequence, or a smaller model."
+        f"None of the tried variants fits {there}: the smallest needs {size(min(planned))}. Use more processes, a "
+        "shorter sequence, or a smaller model."
     )

@@ -182,14 +182,14 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*fake_args, **fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanningError(
-                f"The size of what {func} returns depends on values that are computed from weights{_place()}, and a "
-                "plan has no values. Plan with that part replaced by one of a fixed size."
+                f"The output size of {func} depends on values that are computed from weights{_place()}, but a plan "
+                "has no values. Plan with that part replaced by one of fixed size."
             ) from error
         except (UnsupportedOperatorException, RuntimeError) as error:  # NotImplementedError among them
             if type(error) is RuntimeError and "fake impl" not in str(error):
                 raise  # the user's own: shapes that do not fit
             raise PlanningError(
-                f"{func}{_place()} does not say what it returns without running: it has no fake implementation. "
+                f"{func}{_place()} cannot report its output without running: it has no fake implementation. "
                 "Register one with torch.library.register_fake."
             ) from error
 
@@ -209,8 +209,8 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0.0 if tensor.is_floating_point() else False if tensor.dtype == torch.bool else 0
         raise PlanningError(
             f"A value that is computed from weights is read{_place()} (item(), float(), bool(), an if on a tensor), "
-            "and a plan has no values. What is only logged can stay a tensor: self.log('loss', loss.detach()). What "
-            "decides what is computed cannot be planned."
+            "but a plan has no values. A value that is only logged can stay a tensor: self.log('loss', "
+            "loss.detach()). Control flow that depends on values cannot be planned."
         )
 
     @contextmanager
@@ -256,8 +256,9 @@ def _unwritten(fake: torch.Tensor) -> torch.Tensor:
         if "allocate memory" not in str(error):
             raise
         raise PlanningError(
-            f"The operating system gives no addresses for a tensor of {fake.nbytes:,} bytes, though nobody would write "
-            "it. Plan where that is allowed (sysctl vm.overcommit_memory=1, or 0 and more memory; no ulimit -v)."
+            f"The operating system refuses to reserve addresses for a tensor of {fake.nbytes:,} bytes, although "
+            "nothing writes to it. Plan on a system that allows it (sysctl vm.overcommit_memory=1, or 0 and more "
+            "memory; no ulimit -v)."
         ) from error
 
 

@@ -36,7 +36,7 @@ class RunStorage:
             storage = context.get_storage()
         except NotImplementedError as error:
             raise RuntimeError(
-                f"{who} needs the run's storage, which Ray's local mode (ScalingConfig(num_workers=0)) has not got. "
+                f"{who} needs the run's storage, which Ray's local mode (ScalingConfig(num_workers=0)) does not have. "
                 "Use num_workers=1."
             ) from error
         self._filesystem: Any = storage.storage_filesystem
@@ -125,7 +125,7 @@ def reported_checkpoint() -> str | None:
     if checkpoint is None:
         return None
     folder = Path(checkpoint.path) if is_local(checkpoint.filesystem) else _download(checkpoint, context)
-    raise_together(f"Going on from {checkpoint.path}", _problems(folder))
+    raise_together(f"Resuming from {checkpoint.path}", _problems(folder))
     return str(folder / CHECKPOINT_NAME)
 
 
@@ -149,13 +149,13 @@ def _problems(folder: Path) -> list[str]:
         return []
     if folder.is_dir():
         what = (
-            f"{folder} holds no {CHECKPOINT_NAME}, so it was not RayReportCheckpoint that wrote it. Load by hand what "
-            "was reported, or give RunConfig another name to begin anew."
+            f"{folder} holds no {CHECKPOINT_NAME}, so RayReportCheckpoint did not write it. Load the reported "
+            "checkpoint manually, or use another name in RunConfig to start from scratch."
         )
     else:
         what = (
-            f"{folder} is not there. RunConfig(storage_path=...) must be a folder that all nodes see, under the same "
-            "absolute path, or a URL."
+            f"{folder} does not exist. RunConfig(storage_path=...) must be a folder that all nodes share, under the "
+            "same absolute path, or a URL."
         )
     return [what]
 
@@ -190,7 +190,7 @@ def ray_train(who: str) -> Any:
     if not hasattr(module, "CheckpointUploadMode"):
         value = os.environ.get("RAY_TRAIN_V2_ENABLED")
         raise RuntimeError(
-            f"{who} needs the second version of Ray Train, and RAY_TRAIN_V2_ENABLED={value} asks for the first. Unset "
+            f"{who} needs the second version of Ray Train, but RAY_TRAIN_V2_ENABLED={value} selects the first. Unset "
             "the variable."
         )
     return module
@@ -212,7 +212,7 @@ def worker_context(who: str, instead: str) -> Any:
         context.get_world_size()
     except (RuntimeError, DeprecationWarning) as error:  # the second is what Ray raises inside of Ray Tune
         raise RuntimeError(
-            f"{who} works inside of a Ray Train worker alone: in the function that TorchTrainer(...) is given, or in "
-            f"what it calls. Here, use {instead}."
+            f"{who} works only inside a Ray Train worker: in the function that is passed to TorchTrainer(...), or in "
+            f"functions that it calls. Elsewhere, use {instead}."
         ) from error
     return context

@@ -28,8 +28,8 @@ def ray_lightning(who: str, base: type) -> Any:
     theirs = module.RayDDPStrategy.__bases__[0]
     if _package(theirs) != _package(base):
         raise RuntimeError(
-            f"Ray follows the package {_package(theirs)}, and accelight {_package(base)}. Ray takes lightning wherever "
-            "it is installed: import lightning before accelight, or set ACCELIGHT_LIGHTNING=lightning."
+            f"Ray uses the package {_package(theirs)}, but accelight uses {_package(base)}. Ray uses lightning "
+            "wherever it is installed: import lightning before accelight, or set ACCELIGHT_LIGHTNING=lightning."
         )
     return module
 
@@ -72,7 +72,7 @@ class InRayWorker(LoopFollowing):
         environment = importlib.import_module("ray.train.lightning").RayLightningEnvironment
         if not isinstance(self.cluster_environment, environment):
             raise RuntimeError(
-                f"{type(self).__name__} asks Ray which process this is, and the Trainer was told to ask "
+                f"{type(self).__name__} asks Ray which process this is, but the Trainer asks "
                 f"{type(self.cluster_environment).__name__}. Use Trainer(plugins=[RayLightningEnvironment()]) of "
                 "ray.train.lightning, and its prepare_trainer(trainer)."
             )

@@ -22,7 +22,7 @@ _MISSING = importlib.util.find_spec("ray") is None
 _LONG = pytest.mark.machines
 _TOLD = (
     "Invalid strategy class: <class 'accelight.strategies.fsdp.strategy.AccelFSDPStrategy'>",
-    "RayAccelFSDPStrategy asks Ray which process this is, and the Trainer was told to ask LightningEnvironment. Use",
+    "RayAccelFSDPStrategy asks Ray which process this is, but the Trainer asks LightningEnvironment. Use",
     "stop_on_signals needs Trainer.fit in the main thread",
 )
 """By Ray, by the strategy, and by a callback."""

@@ -56,7 +56,7 @@ def _run(code: str, **env: str) -> str:
 def test_without_ray_its_names_say_what_to_install() -> None:
     lines = _run(_WITHOUT_RAY).splitlines()
     whose = ("RayAccelFSDPStrategy", "RayAccelDeepSpeedStrategy", "reported_checkpoint()")
-    advice = "needs Ray Train 2.51 or newer, and none is installed: pip install 'accelight[ray]'."
+    advice = "needs Ray Train 2.51 or newer, but none is installed: pip install 'accelight[ray]'."
     assert lines == [f"{who} {advice}" for who in whose]
 
 
@@ -77,7 +77,7 @@ def test_the_first_version_of_ray_train_is_refused() -> None:
         "except RuntimeError as error:\n    print(error)"
     )
     printed = _run(code, RAY_TRAIN_V2_ENABLED="0")
-    assert "needs the second version of Ray Train, and RAY_TRAIN_V2_ENABLED=0 asks for the first" in printed
+    assert "needs the second version of Ray Train, but RAY_TRAIN_V2_ENABLED=0 selects the first" in printed
 
 
 @needs_ray
@@ -88,7 +88,7 @@ def test_both_of_lightnings_packages_are_told_apart() -> None:
         "except RuntimeError as error:\n    print(error)"
     )
     printed = _run(code, ACCELIGHT_LIGHTNING="pytorch_lightning")
-    assert "Ray follows the package lightning, and accelight pytorch_lightning" in printed
+    assert "Ray uses the package lightning, but accelight uses pytorch_lightning" in printed
 
 
 @needs_ray
@@ -117,18 +117,20 @@ def test_they_are_rays_strategies_with_our_semantics(kind: str) -> None:
 def test_outside_of_a_worker_they_say_so(kind: str) -> None:
     strategy = getattr(accelight.strategies, f"RayAccel{kind}Strategy")()
     assert type(copy.deepcopy(strategy)) is type(strategy)
-    expected = f"RayAccel{kind}Strategy works inside of a Ray Train worker alone.*Here, use Accel{kind}Strategy"
+    expected = f"RayAccel{kind}Strategy works only inside a Ray Train worker.*Elsewhere, use Accel{kind}Strategy"
     with pytest.raises(RuntimeError, match=expected):
         quiet_trainer(strategy, 1)
 
 
 @needs_ray
 def test_a_checkpoint_needs_a_worker(tmp_path: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"reported_checkpoint\(\) works inside .*use newest_checkpoint\(folder\)"):
+    with pytest.raises(
+        RuntimeError, match=r"reported_checkpoint\(\) works only inside .*use newest_checkpoint\(folder\)"
+    ):
         reported_checkpoint()
     trainer = Trainer(callbacks=[RayReportCheckpoint()], accelerator="cpu", logger=False, default_root_dir=tmp_path)
     assert [type(one) for one in trainer.checkpoint_callbacks] == [RayReportCheckpoint]
-    with pytest.raises(RuntimeError, match=r"RayReportCheckpoint works inside .*ModelCheckpoint"):
+    with pytest.raises(RuntimeError, match=r"RayReportCheckpoint works only inside .*ModelCheckpoint"):
         trainer.fit(_Module())
 
 

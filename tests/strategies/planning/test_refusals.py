@@ -32,11 +32,11 @@ def _plan(module: Any, strategy: Any = FSDP2, **more: Any) -> MemoryPlan:
         (
             models.PicksTokens,
             FSDP2,
-            r"size of what .* depends on values .*models\.py:\d+ \(return logits\[logits > 0\]",
+            r"The output size of .* depends on values .*models\.py:\d+ \(return logits\[logits > 0\]",
         ),
-        (models.HasAnOperationOfItsOwn, FSDP2, r"planning_tests.*does not say what it returns.*register_fake"),
+        (models.HasAnOperationOfItsOwn, FSDP2, r"planning_tests.*cannot report its output.*register_fake"),
         (models.TwoOptimizers, FSDP2, "optimizes manually with 2 optimizers"),
-        (models.LanguageModel, partial(FSDP2, compile=True), "compile decides by itself"),
+        (models.LanguageModel, partial(FSDP2, compile=True), "compile decides what is kept"),
         (models.LanguageModel, lambda: "ddp", "not for str"),
         (
             models.LanguageModel,
@@ -73,7 +73,7 @@ def test_wrong_numbers_and_a_running_group_are_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="accumulate_grad_batches must be >= 1"):
         _plan(models.LanguageModel, accumulate_grad_batches=0)
     dist.init_process_group("gloo", store=FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
-    with pytest.raises(RuntimeError, match="is in a process group already"):
+    with pytest.raises(RuntimeError, match="already belongs to a process group"):
         _plan(models.LanguageModel)
 
 
