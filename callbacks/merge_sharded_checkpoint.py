@@ -606,8 +606,8 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
         raise ValueError(
             f"from_pretrained could not load {what} as it is trained: built from its configuration, it has no "
             f"{_listed(unknown) or 'further parameters'}, and "
-            f"{f'would initialise {_listed(missing)} anew' if missing else 'all others'}. Were layers replaced or "
-            f"added (adapters such as LoRA), or removed? {_INSTEAD}."
+            f"{f'would initialize {_listed(missing)} from scratch' if missing else 'all others'}. Were layers "
+            f"replaced or added (adapters such as LoRA), or removed? {_INSTEAD}."
         )
 
 

@@ -117,7 +117,7 @@ def _is_alone() -> bool:
 
 def _described(tensor: Tensor) -> str:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-        return f"uninitialised {tensor.dtype}"
+        return f"uninitialized {tensor.dtype}"
     shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that DeepSpeed has partitioned
     return f"{tuple(shape)} {str(tensor.dtype).removeprefix('torch.')}"
 

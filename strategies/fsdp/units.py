@@ -499,7 +499,7 @@ def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: Preci
             else:
                 continue
             yield (
-                f"{clean_name(f'{name}.{own}')}: 4-bit weights stored as {stored} {problem}. Quantise with "
+                f"{clean_name(f'{name}.{own}')}: 4-bit weights stored as {stored} {problem}. Quantize with "
                 f"bnb_4bit_quant_storage={wanted}, or add the module to ignored_modules."
             )
 

@@ -94,8 +94,14 @@ def check(change: Callable[[Any], nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_adapters, r"it has no \S*0.attn.c_attn.base_layer.bias, .* 4 more, and would .*c_attn.weight, .* anew"),
-        (without_norm, r"has no further parameters, and would initialise transformer.ln_f.weight, \S*ln_f.bias anew"),
+        (
+            with_adapters,
+            r"it has no \S*0.attn.c_attn.base_layer.bias, .* 4 more, and would .*c_attn.weight, .* from scratch",
+        ),
+        (
+            without_norm,
+            r"has no further parameters, and would initialize transformer.ln_f.weight, \S*ln_f.bias from scratch",
+        ),
         (with_further_head, "it has no value_head.bias, value_head.weight, and all others"),
         (Adapted, r"net.base_model \(GPT2LMHeadModel\) is trained through PEFT.*pretrained_files=False"),
     ],
@@ -176,7 +182,7 @@ def test_under_each_engine_on_all_processes(strategy: str, tmp_path: Path) -> No
 
     for [message] in run_on_ranks(2, refuse, strategy, str(tmp_path), timeout_s=120):
         assert "net (GPT2LMHeadModel)" in message
-        assert "would initialise transformer.h.0.attn.c_attn.weight, transformer.h.0.attn.c_attn.bias" in message
+        assert "would initialize transformer.h.0.attn.c_attn.weight, transformer.h.0.attn.c_attn.bias" in message
     assert not (tmp_path / "refused").exists()
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not loaded[1]["missing_keys"]
