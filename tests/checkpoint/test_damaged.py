@@ -82,7 +82,7 @@ METADATA_CASES: dict[str, tuple[Change, str]] = {
     "offset negative": (_set("offset", -5), r"offset is -5, expected 0 to"),
     "offset no number": (_set("offset", "0"), r"offset should be int, found str"),
     "offset truth": (_set("offset", True), r"offset should be int, found bool"),
-    "offset beside": (_set("offset", 7), r"records of .* overlap|does not end as a zip|no zip|not its header"),
+    "offset beside": (_set("offset", 7), r"records of .* overlap|does not end like a zip|no zip|not its header"),
     "length overflow": (_set("length", 2**70), r"length is 1180591620717411303424"),
     "length short": (_set("length", 40), r"does not end like a zip archive of torch\.save"),
     "length tiny": (_set("length", 3), r"a record of 3 bytes is too short"),

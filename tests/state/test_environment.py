@@ -75,7 +75,7 @@ def test_variables_of_mpi(names: tuple[str, ...]) -> None:
     env = dict(zip(names, ("3", "4", "1", "2"), strict=True))
     info = ProcessInfo.from_env({**env, "MASTER_ADDR": "node0"})
     assert (info.launcher, place(info), info.main_address) == ("mpi", (3, 4, 1, 2), "node0")
-    with pytest.raises(RuntimeError, match=f"set halfway.*{names[2]}"):
+    with pytest.raises(RuntimeError, match=f"only partly set.*{names[2]}"):
         ProcessInfo.from_env(without(env, names[2]))
 
 

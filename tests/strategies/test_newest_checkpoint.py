@@ -77,7 +77,7 @@ def test_weights_alone_are_passed_over(tmp_path: Path) -> None:
     folder = _saved("fsdp2", tmp_path / "saved", save_weights_only=True)
     found = find_newest(folder)
     assert found.path is None
-    assert all("weights alone" in reason for reason in found.passed_over.values())
+    assert all("only weights" in reason for reason in found.passed_over.values())
     assert len(found.passed_over) == 3
 
 

@@ -53,7 +53,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tenso
 def go_on(path: str, stage: int) -> tuple[Outcome, Tensor]:
     case, outcome = Case(epochs=2), Outcome()
     module, trainer = Named(case, outcome), trainer_for(case, ds_config(stage))
-    with pytest.warns(UserWarning, match="begins anew") if dist.get_rank() == 0 else nullcontext():
+    with pytest.warns(UserWarning, match="starts from scratch") if dist.get_rank() == 0 else nullcontext():
         trainer.fit(module, rank_loader(2), ckpt_path=path)
     outcome.weights, outcome.global_step = whole_weights(module), trainer.global_step
     outcome.grad_norms = []

@@ -129,6 +129,6 @@ def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
     parameter, target = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     optimizer.state[parameter]["rows"] = torch.zeros(7)
-    with pytest.raises(RuntimeError, match=r"'rows' \(shape \(7,\).*cannot be cut into shards"):
+    with pytest.raises(RuntimeError, match=r"'rows' \(shape \(7,\).*cannot be sharded"):
         fsdp2_switch_optimizer_parameters(optimizer, {parameter: target})
     assert optimizer.param_groups[0]["params"][0] is parameter
