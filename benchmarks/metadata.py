@@ -141,9 +141,9 @@ def _later_save(folder: Path) -> Iterator[str]:
     """The other ranks' part is done before, one after the other."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - the backend
+    from torch.distributed import TCPStore
 
     from accelight.state.rendezvous import StoreMessages
-    from accelight.state.upstream import TCPStore
     from accelight.strategies.fsdp.checkpoint.planner import WriteLocations, merge_plans
     from accelight.strategies.fsdp.checkpoint.writer import FolderWriter
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
@@ -30,7 +31,6 @@ from ..strategies.upstream.lightning import (
     _get_dataloader_init_args_and_kwargs,
     _reinstantiate_wrapped_cls,
     _set_sampler_epoch,
-    _Stateful,
     check_trainer,
     rank_zero_info,
     rank_zero_warn,
@@ -502,7 +502,7 @@ def map_style(loader: Any) -> Any:
         or not _is_plain(loader.batch_sampler, BatchSampler)
     ):
         raise ValueError(f"ElasticTraining cannot distribute the samples of {_described(loader)}. {hint}")
-    if isinstance(loader.dataset, _Stateful):
+    if isinstance(loader.dataset, Stateful):
         raise ValueError(
             f"{type(loader.dataset).__name__} has a state_dict: checkpoints hold only that of process 0, which "
             "cannot be split over another number of processes. __getitem__ must depend only on the index."
@@ -610,10 +610,10 @@ def skip_used_batches(trainer: Trainer) -> None:
     if not 0 < num_used < trainer.num_training_batches:  # at an epoch's end Lightning begins the next one
         return
     loaders = loop._combined_loader.flattened
-    if all(isinstance(loader, _Stateful) or _knows_its_place(loader) for loader in loaders):
+    if all(isinstance(loader, Stateful) or _knows_its_place(loader) for loader in loaders):
         return
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, _Stateful) for loader in loaders):
+    if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, Stateful) for loader in loaders):
         rank_zero_warn(
             f"The first {num_used} batches of this epoch were used before the stop, and are used again: they cannot "
             "be skipped with training_step(dataloader_iter), or if only some loaders have a state_dict. Implement "

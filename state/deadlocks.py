@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from .upstream import Store
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class DeadlockWatch:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._store: Store = _own_connection(group_store("accelight/deadlocks"))
+        self._store: dist.Store = _own_connection(group_store("accelight/deadlocks"))
         self.thread_id = threading.get_ident()
         """The thread that is watched."""
         self._wake, self._is_closed = threading.Event(), False
@@ -258,7 +257,7 @@ def found_deadlock() -> str | None:
     return None if watch is None else watch.final_verdict()
 
 
-def _own_connection(store: Store) -> Store:
+def _own_connection(store: dist.Store) -> dist.Store:
     """Return the store through a connection that no wait of another thread occupies, where torch can make one."""
     clone = getattr(store, "clone", None)  # torch 2.9 has it
     return store if clone is None else clone()
@@ -360,7 +359,7 @@ def _shut_down(others: set[Any]) -> None:
 
 
 def _store_ports() -> list[int]:
-    from .upstream import TCPStore
+    import torch.distributed as dist
 
     store = default_store()
-    return [store.port] if isinstance(store, TCPStore) else []
+    return [store.port] if isinstance(store, dist.TCPStore) else []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ import torch.distributed as dist
 from .environment import DEFAULT_PORT, ProcessInfo
 
 _SETTLE_S = 0.05
-
-if TYPE_CHECKING:
-    from .upstream import Store
 
 
 def live_group() -> dist.ProcessGroup | None:
@@ -89,9 +86,7 @@ def start_group(info: ProcessInfo, backend: str, arguments: Mapping[str, Any]) -
     }
     if kwargs.get("init_method") is None and kwargs.get("store") is None:
         if info.num_processes == 1 and info.main_port is None:
-            from .upstream import HashStore
-
-            kwargs["store"] = HashStore()  # alone: no port to choose, none to collide on
+            kwargs["store"] = dist.HashStore()  # alone: no port to choose, none to collide on
         else:
             kwargs["init_method"] = _rendezvous(info)
     with explaining_interfaces():
@@ -160,11 +155,11 @@ def _destroy() -> None:
         dist.destroy_process_group()
 
 
-def group_store(prefix: str) -> Store:
+def group_store(prefix: str) -> dist.Store:
     """Return the default group's key-value store, under a prefix of our own."""
-    from .upstream import PrefixStore, _get_default_store
+    from .upstream import _get_default_store
 
-    return PrefixStore(prefix, _get_default_store())
+    return dist.PrefixStore(prefix, _get_default_store())
 
 
 def require_group(what: str) -> dist.ProcessGroup:

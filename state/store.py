@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Self
 
-    from .upstream import Store, TCPStore
-
 
 T = TypeVar("T")
 
@@ -162,7 +160,7 @@ class Channel:
 
 @dataclass
 class _Shutdown:
-    store: Store
+    store: dist.Store
     address: tuple[str, int]
     rank: int
     num_ranks: int
@@ -238,22 +236,24 @@ def count_uses(
         shutdown.uses[name] = num_uses, num_missing
 
 
-def _listening_store() -> TCPStore | None:
+def _listening_store() -> dist.TCPStore | None:
     """Return the default group's TCP store; None for other stores and where torchrun's agent holds it."""
-    from .upstream import TCPStore
+    import torch.distributed as dist
 
     store = default_store()
-    if not isinstance(store, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if not isinstance(store, dist.TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     return store
 
 
-def default_store() -> Store:
+def default_store() -> dist.Store:
     """Return the default group's store, without the prefixes that torch wraps it in."""
-    from .upstream import PrefixStore, _get_default_store
+    import torch.distributed as dist
+
+    from .upstream import _get_default_store
 
     store = _get_default_store()
-    while isinstance(store, PrefixStore):
+    while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 

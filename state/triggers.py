@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from .upstream import Store
-
 
 DEFAULT = "default"
 
@@ -289,7 +287,7 @@ class Rounds:
 
     def __init__(
         self,
-        store: Store,
+        store: dist.Store,
         what: str,
         num_processes: int,
         timeout_s: Callable[[], float],

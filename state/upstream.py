@@ -1,4 +1,4 @@
-"""Private names of torch's c10d (2.13): stores, which it has no public names for, and the default group's own."""
+"""Private names of torch's c10d (2.13): the default group's store, and the flight recorder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Any
 
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 __all__ = [
-    "HashStore",  # a group of one process needs no network
-    "PrefixStore",  # keys of our own in the group's store
-    "Store",  # what all stores are
-    "TCPStore",  # who holds it has to stay until the others are through
     "_get_default_store",  # processes meet there without a collective
     "ranks_of",  # of a group that the flight recorder names
     "flight_record",  # which collectives have not completed

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sampler_epoch, _Stateful, _update_dataloader
+from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sampler_epoch, _update_dataloader
 from ..upstream.patches import Patches
 
 LOADERS_KEY = "accelight_loader_states"
@@ -60,7 +61,7 @@ class LoaderPlaces:
         if self._states:
             _go_to(loop, self._states)
         self._states, self._before_fetch = [], []
-        if any(isinstance(one, _Stateful) for one in loop._combined_loader.flattened):
+        if any(isinstance(one, Stateful) for one in loop._combined_loader.flattened):
             self._patches.put(loop.epoch_loop, "_on_before_fetch", partial(self._note, loop))
 
     def detach(self) -> None:
@@ -153,9 +154,9 @@ def _is_at_end(loop: Any) -> bool:
 
 def _begin_anew(loop: Any) -> bool:
     """Return whether each epoch of the loaders begins at their data's begin, so that they have no place to go to."""
-    stateful = [loader for loader in loop._combined_loader.flattened if isinstance(loader, _Stateful)]
+    stateful = [loader for loader in loop._combined_loader.flattened if isinstance(loader, Stateful)]
     return all(
-        _is_torchdatas(loader) and not isinstance(getattr(loader, "dataset", None), (IterableDataset, _Stateful))
+        _is_torchdatas(loader) and not isinstance(getattr(loader, "dataset", None), (IterableDataset, Stateful))
         for loader in stateful
     )
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -45,7 +46,6 @@ from ..common.modules import PRUNING, check_callbacks
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
 from ..upstream.lightning import (
-    _PATH,
     DoublePrecision,
     FSDPPrecision,
     FSDPStrategy,
@@ -280,11 +280,13 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return self._checkpointer.optimizer_state(optimizer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         self._checkpointer.save(checkpoint, str(filepath), storage_options)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         self._checkpointer.remove(filepath, partial(super().remove_checkpoint, filepath))
 
     def wait_for_saves(self) -> None:
@@ -299,7 +301,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     def save_safetensors(
         self,
-        path: _PATH,
+        path: str | Path,
         max_shard_size: str | int | None = None,
         dtype: str | torch.dtype | None = None,
         *,
@@ -330,7 +332,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return True  # after on_fit_start, in which callbacks may change parameter groups
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return self._checkpointer.read(str(checkpoint_path), weights_only)
 
     @override

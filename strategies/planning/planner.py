@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ...state.upstream import HashStore
 from ..common.grads import local_tensor
 from ..fsdp.flat_params import units_of
 from ..fsdp.fsdp2 import Units
@@ -362,7 +361,7 @@ def pretended_group(world_size: int) -> Iterator[None]:
             "separate script, before training is launched."
         )
     torch.set_num_threads(1)
-    dist.init_process_group(FAKE_BACKEND, rank=0, world_size=world_size, store=HashStore())
+    dist.init_process_group(FAKE_BACKEND, rank=0, world_size=world_size, store=dist.HashStore())
     try:
         yield
     finally:

@@ -15,7 +15,6 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.fabric.utilities.init import _materialize_distributed_module
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
-    from lightning.fabric.utilities.types import _PATH, _Stateful
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from lightning.pytorch.core.optimizer import (
@@ -62,7 +61,6 @@ else:
     from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning_fabric.utilities.init import _materialize_distributed_module
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
-    from lightning_fabric.utilities.types import _PATH, _Stateful
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from pytorch_lightning.core.optimizer import (
@@ -146,12 +144,10 @@ __all__ = [
     "_configure_schedulers_manual_opt",  # the same in manual optimization
     "_validate_device_index_selection",  # refuses a choice of devices that DeepSpeed would number otherwise
     "_validate_optimizers_attached",  # refuses the schedule of an optimizer that was not returned
-    "_PATH",  # the paths that a strategy's methods take
     "_ChildProcessObserver",  # kills the processes of a run of which one has ended with a status
     "_DataLoaderIterDataFetcher",  # batches of training_step(dataloader_iter) pass no hook
     "_DtypeContextManager",  # the default dtype of "16-true" and "bf16-true"
     "_MockOptimizer",  # what there is where configure_optimizers returns None
-    "_Stateful",  # loaders that keep their own place
     "_get_dataloader_init_args_and_kwargs",  # a loader with batches of another kind
     "_reinstantiate_wrapped_cls",  # the same
     "_load_state",  # a module from hyperparameters and weights that lie in no file of Lightning's

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore, Store
 
 from accelight.state.triggers import Rounds
-from accelight.state.upstream import HashStore, Store
 
 
 class CountingStore:

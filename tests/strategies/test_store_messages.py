@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 
 from accelight.state import store as store_module
 from accelight.state.rendezvous import StoreMessages, _Watch, raise_on_all_ranks, store_messages
-from accelight.state.upstream import PrefixStore, TCPStore
 from tests.ranks import free_port, run_on_ranks
 
 

@@ -39,7 +39,6 @@ from ...common.loop import STORED_WEIGHTS
 from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
-    _PATH,
     CheckpointIO,
     LightningModule,
     LightningOptimizer,
@@ -251,7 +250,7 @@ class Checkpointer:
         new = folder_named(folder)
         return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
 
-    def remove(self, path: _PATH, remove_file: Callable[[], None]) -> None:
+    def remove(self, path: str | Path, remove_file: Callable[[], None]) -> None:
         """Remove a checkpoint when no save continues any more that is to replace it.
 
         Args:
