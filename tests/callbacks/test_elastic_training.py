@@ -298,11 +298,11 @@ def test_a_number_of_processes_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"elastic": {"global_batch_size": 6}}, "global_batch_size was 12, is 6"),
-        ({"elastic": {"seed": 1}}, "seed was 0, is 1"),
-        ({"data": DataLoader(Samples(NUM_SAMPLES + 1), shuffle=True)}, "num_samples was 26, is 27"),
-        ({"data": loader(shuffle=False)}, "shuffle was True, is False"),
-        ({"data": loader(drop_last=True)}, "drop_last was False, is True"),
+        ({"elastic": {"global_batch_size": 6}}, "global_batch_size was 12, is now 6"),
+        ({"elastic": {"seed": 1}}, "seed was 0, is now 1"),
+        ({"data": DataLoader(Samples(NUM_SAMPLES + 1), shuffle=True)}, "num_samples was 26, is now 27"),
+        ({"data": loader(shuffle=False)}, "shuffle was True, is now False"),
+        ({"data": loader(drop_last=True)}, "drop_last was False, is now True"),
     ],
 )
 def test_a_checkpoint_of_another_order_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
