@@ -383,6 +383,7 @@ def _num_steps_from_env() -> int:
 
 
 ShortWindows = Literal["full", "mean"]
+AverageOver = Literal["micro_batches", "items"]
 _SHORT_WINDOWS_VARIABLE = "ACCELIGHT_SHORT_WINDOWS"
 
 
@@ -407,8 +408,14 @@ class GradientAccumulationPlugin:
     """How a strategy divides the gradients of an epoch's last window where that has fewer than ``num_steps``
     micro-batches: ``"full"`` by ``num_steps`` all the same, as Lightning and Accelerate do, or ``"mean"`` by what the
     window has, as transformers' Trainer does. None is ``ACCELIGHT_SHORT_WINDOWS``, else ``"full"``."""
+    average_over: AverageOver = "micro_batches"
+    """What weighs the same in a step under a strategy: each micro-batch, as with Lightning and Accelerate, or each of
+    the ``"items"`` (samples, tokens, pixels) of the window's micro-batches on all processes. ``training_step`` returns
+    ``{"loss": mean_over_its_items, "num_items": n}`` then, and ``short_windows`` has no effect."""
 
     def __post_init__(self) -> None:
+        if self.average_over not in get_args(AverageOver):
+            raise ValueError(f"average_over must be 'micro_batches' or 'items', got {self.average_over!r}.")
         if self.short_windows is not None:
             _check_short_windows(self.short_windows, "short_windows")
         if self.num_steps is None:

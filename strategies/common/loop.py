@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..upstream.lightning_package import other_package_hint, other_package_is_im
 from ..upstream.patches import Patches
 from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
+from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
 from .signals import Termination, mark_terminated
 
@@ -142,9 +143,21 @@ class LoopFollowing(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
-        with self._buffers.forward(is_trained=module is not None and module.automatic_optimization):
-            return super().training_step(*args, **kwargs)
+        with self._buffers.forward(is_trained=self._is_automatic):
+            output = super().training_step(*args, **kwargs)
+        if self._is_automatic:
+            self._tracker.items.take_output(output)
+        return output
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        items, num_steps = self._tracker.items, GradientState().num_steps
+        with items.weighting(closure_loss, num_steps) if self._is_automatic else nullcontext():
+            return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +217,7 @@ class LoopTracker:
         if isinstance(gradient_accumulation, int):
             gradient_accumulation = GradientAccumulationPlugin(num_steps=gradient_accumulation)
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
+        self.items = ItemAverage(self.plugin.average_over == "items")
         self.window_position = 1
         """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress counts it."""
         self._first_batch: int | None = None
@@ -272,12 +286,15 @@ class LoopTracker:
         position = ((total if carried else batch) - 1) % num_steps + 1
         self.window_position = min(position, total - self._first_batch + 1)
         window_ends = position == num_steps or (is_last and not carried)  # Lightning's rule
+        if counted and self.window_position == 1:
+            self.items.begin_window()
         self._tell_end(batch, is_last)
         state._set_sync_gradients(window_ends)
         if (
             counted
             and window_ends
             and self.window_position < num_steps
+            and not self.items.is_on
             and trainer.lightning_module.automatic_optimization
         ):
             self._say_short(num_steps)
@@ -340,13 +357,16 @@ class LoopTracker:
         GradientState()._set_sync_gradients(True)
         self._changes.close()
 
-    @property
-    def short_window_factor(self) -> float:
-        """What the present window's gradients have to be multiplied by when it ends; 1 unless it is short.
+    def gradient_factor(self) -> float:
+        """Return what the present window's gradients are multiplied by when it ends; every rank calls it.
+
+        1 for a full window over whose micro-batches the loss is averaged, 0 for one without items.
 
         Lightning divides each loss by the full number of steps before it can know that the window will be cut short
         (Lightning-AI/pytorch-lightning#19987).
         """
+        if self.items.is_on:
+            return self.items.factor()
         return GradientState().num_steps / self.window_position if self._short_windows == "mean" else 1.0
 
 

@@ -19,6 +19,7 @@ from ...state.process_group import group_store, require_group
 from ...state.rendezvous import run_on_rank_zero
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from ..upstream.patches import Patches
+from .items import ItemAverage
 
 _log = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
@@ -81,6 +82,8 @@ class Termination:
         """What else this rank reports with each message; the ranks learn the maximum."""
         self.receive: Callable[[int], None] = lambda of_all: None
         """Takes the maximum of all ranks' messages, before a training batch."""
+        self.items = ItemAverage(is_on=False)
+        """Its numbers travel with those of `all_reduce_max_async`."""
 
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
@@ -161,10 +164,12 @@ class Termination:
         Returns:
             A function that waits for the numbers.
         """
-        wait = all_reduce_max_async([*values, self.message(), int(self._is_noted)])
+        of_items = self.items.message()
+        wait = all_reduce_max_async([*values, *of_items, self.message(), int(self._is_noted)])
+        self.items.receive(lambda: wait()[len(values) : -2])
         if self._trainer is not None and self._trainer.world_size > 1:
             self._reductions.append(wait)
-        return lambda: wait()[:-2]
+        return lambda: wait()[: len(values)]
 
     def agree_before_batch(self) -> None:
         """Leave if any rank received the signal, before a training batch; all ranks must call it.

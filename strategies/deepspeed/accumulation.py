@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
+from ..common.items import ItemAverage
 from ..common.user_code import library_code, running_as_library
 from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
@@ -58,12 +59,25 @@ class GradientAccumulator:
         optimized: The parameters that its optimizer trains.
         device: Where this rank computes.
         holds_parameters: Whether stage 3 is set to hold parameters (`hold_parameters`).
+        items: Its numbers travel with the messages about gradients.
+        gradient_factor: Returns what the gradients of the window that ends are multiplied by; all ranks call it. With
+            0 no optimizer steps.
     """
 
     def __init__(
-        self, engine: Any, optimized: Iterable[nn.Parameter], device: torch.device, *, holds_parameters: bool = False
+        self,
+        engine: Any,
+        optimized: Iterable[nn.Parameter],
+        device: torch.device,
+        *,
+        holds_parameters: bool = False,
+        items: ItemAverage | None = None,
+        gradient_factor: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.engine, self.device, self._holds_parameters = engine, device, holds_parameters
+        self._items, self._gradient_factor = items or ItemAverage(is_on=False), gradient_factor
+        self.factor = 1.0
+        """What the complete gradients of this window are still to be multiplied by."""
         self.stage = int(engine.zero_optimization_stage())
         zero = self._zero = engine.optimizer
         self._is_partitioned = zero_optimizer.is_partitioned_optimizer(zero)
@@ -249,7 +263,7 @@ class GradientAccumulator:
             )
 
     def _agree_before_backward(self, _: Tensor) -> None:
-        agreed = agree(will_get_gradients(self._parameters), self.device, self._order)
+        agreed = self._agree(will_get_gradients(self._parameters), self._order)
         self._order = 0
         if not agreed.same_order:
             raise RuntimeError(
@@ -267,6 +281,11 @@ class GradientAccumulator:
             self._refuse_mixed(mixed)
         self._is_held = True
         self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
+
+    def _agree(self, have: Sequence[bool], order: int = 0) -> Agreed:
+        agreed = agree(have, self.device, order, self._items.message())
+        self._items.receive(lambda: agreed.maxima)
+        return agreed
 
     def _refuse_mixed(self, mixed: list[nn.Parameter]) -> None:
         first = mixed[0]
@@ -291,7 +310,7 @@ class GradientAccumulator:
         """Make the ranks have gradients of the same parameters."""
         attribute = zero_optimizer.gradient_attribute(self._zero)
         have = [getattr(each, attribute, None) is not None for each in self._parameters]
-        for parameter, here, some in zip(self._parameters, have, agree(have, self.device).some, strict=True):
+        for parameter, here, some in zip(self._parameters, have, self._agree(have).some, strict=True):
             if some and not here:
                 dtype = self._zero.gradient_accumulation_dtype if attribute == "grad_accum" else parameter.dtype
                 setattr(parameter, attribute, torch.zeros_like(parameter, dtype=dtype))
@@ -309,6 +328,31 @@ class GradientAccumulator:
                 self._finalize()
         else:
             self._reduce_now()
+        factor = self._gradient_factor()
+        if factor:
+            self.multiply(factor)
+        else:
+            self.used, self.factor = set(), factor
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the complete gradients, now or where the optimizer steps."""
+        self.factor *= factor
+        if not self._is_partitioned:
+            self.apply_factor()
+
+    @torch.no_grad()
+    def apply_factor(self) -> None:
+        """Multiply complete gradients by what is left of their factor, which the step would do: users look at them."""
+        factor, self.factor = self.factor, 1.0
+        if factor == 1.0:
+            return
+        if not self._is_partitioned:
+            for gradient in plain_gradients(self.engine):
+                gradient.mul_(factor)
+            return
+        for piece in zero_optimizer.pieces(self._zero):
+            if piece.parameter in self.used:
+                zero_optimizer.gradient_piece(self._zero, piece).mul_(factor)
 
     def _reduce_now(self) -> None:
         engine, zero = self.engine, self._zero
@@ -316,7 +360,7 @@ class GradientAccumulator:
             zero.setup_buckets()
             self._add_missing_zeros()
         else:
-            have = agree([self._has_gradient(each) for each in self._parameters], self.device).some
+            have = self._agree([self._has_gradient(each) for each in self._parameters]).some
             self.used = {each for each, some in zip(self._parameters, have, strict=True) if some}
             self._check_plain()
         engine._running_engine_step = True  # as its own step() says
@@ -371,6 +415,8 @@ class GradientAccumulator:
         self.complete()
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
+            if self.factor == 0:
+                self.forget()
             return
         self.follow_changed_weights()
         if self.gathered_changes is not None:
@@ -439,10 +485,18 @@ class GradientAccumulator:
         self._let_go()
         self._clip_norm = None
         self.used = set()
-        self._order = 0
+        self._order, self.factor = 0, 1.0
         for parameter in self._parameters:
             parameter.grad = None
         drop_gradients(self.engine)
+
+
+def plain_gradients(engine: Any) -> list[Tensor]:
+    """Return the gradients of an optimizer that shards nothing."""
+    of_bf16_optimizer = getattr(engine.optimizer, "fp32_groups_gradients", None)
+    if of_bf16_optimizer is not None:
+        return [gradient for group in of_bf16_optimizer for gradient in group if gradient is not None]
+    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
 
 
 def window_of(engine: Any) -> GradientAccumulator | None:
@@ -573,24 +627,28 @@ class Agreed:
     """Whether some have one and others have none."""
     same_order: bool
     """Whether every rank gave the same ``order``."""
+    maxima: list[int]
+    """Of ``more``."""
 
 
-def agree(have: Sequence[bool], device: torch.device, order: int = 0) -> Agreed:
+def agree(have: Sequence[bool], device: torch.device, order: int = 0, more: Sequence[int] = ()) -> Agreed:
     """Exchange with the other ranks, in one small reduction, which parameters have a gradient here.
 
     Args:
         have: For each parameter, in the same order on each rank.
         device: Where this rank computes; the CPU is used if the process group has a backend for it.
         order: A number that has to be the same on every rank.
+        more: Other numbers whose maxima over the ranks are wanted.
     """
     here = torch.tensor([[*have], [not each for each in have]], dtype=torch.int64)
     check = order % _LARGEST
-    vector = torch.cat([here.flatten(), torch.tensor([check, -check])]).to(_device(device))
+    vector = torch.cat([here.flatten(), torch.tensor([check, -check, *more])]).to(_device(device))
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    reduced = vector.tolist()
-    some, lacking = reduced[: len(have)], reduced[len(have) : 2 * len(have)]
+    reduced: list[int] = vector.tolist()
+    (first, last, *maxima), reduced = reduced[2 * len(have) :], reduced[: 2 * len(have)]
+    some, lacking = reduced[: len(have)], reduced[len(have) :]
     mixed = [bool(one and other) for one, other in zip(some, lacking, strict=True)]
-    return Agreed([bool(each) for each in some], mixed, reduced[-2] == -reduced[-1])
+    return Agreed([bool(each) for each in some], mixed, first == -last, maxima)
 
 
 def _device(device: torch.device) -> torch.device:

@@ -21,7 +21,7 @@ from torch.optim import Adagrad, Optimizer
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.launch import RunSummary
 from ..upstream.patches import Patches
-from .accumulation import GradientAccumulator, window_of
+from .accumulation import GradientAccumulator, plain_gradients, window_of
 from .ds_config import DeepSpeedSettings
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
 from .zero_optimizer import MasterWeights, State, clear_padding, is_partitioned_optimizer, pieces
@@ -79,12 +79,10 @@ def gradients_scaled(engine: Any, factor: float) -> Iterator[None]:
     """Make the engine's step inside this context use its gradients multiplied by ``factor``.
 
     ZeRO's optimizers divide their gradients by the loss scale, wherever they keep them (flat partitions, host memory,
-    files): a scale smaller by ``factor`` is one way for all. Others have gradients where torch has them.
+    files): a scale smaller by ``factor`` is one way for all.
     """
     scaler = getattr(engine.optimizer, "loss_scaler", None) if engine.zero_optimization() else None
-    if factor == 1.0 or scaler is None:
-        for gradient in () if factor == 1.0 else _plain_gradients(engine):
-            gradient.mul_(factor)
+    if factor == 1.0 or scaler is None:  # plain gradients are multiplied already
         yield
         return
     scaler.cur_scale /= factor
@@ -94,21 +92,14 @@ def gradients_scaled(engine: Any, factor: float) -> Iterator[None]:
         scaler.cur_scale *= factor
 
 
-def _plain_gradients(engine: Any) -> list[torch.Tensor]:
-    of_bf16_optimizer = getattr(engine.optimizer, "fp32_groups_gradients", None)
-    if of_bf16_optimizer is not None:
-        return [gradient for group in of_bf16_optimizer for gradient in group if gradient is not None]
-    return [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-
-
-def step(engine: Any, window: GradientAccumulator, factor: float, **kwargs: Any) -> torch.Tensor | None:
-    """Let the optimizer step on the window's gradients multiplied by ``factor``.
+def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tensor | None:
+    """Let the optimizer step on the window's gradients, multiplied by its factor.
 
     Returns:
         The gradients' global norm before clipping; None without any, or where DeepSpeed is set not to compute it.
     """
     window.complete()
-    with gradients_scaled(engine, factor):
+    with gradients_scaled(engine, window.factor or 1.0):  # 0: there is nothing to step on
         plain = None if engine.zero_optimization() else _plain_norm(engine)
         window.step(**kwargs)
     norm = engine.get_global_grad_norm() if plain is None else plain
@@ -119,7 +110,7 @@ def _plain_norm(engine: Any) -> torch.Tensor:
     """Return the norm of unpartitioned gradients: stage 0 computes none in fp32, and a scaled one in fp16."""
     config, scaler = getattr(engine.optimizer, "loss_scale_config", None), engine.torch_autocast_z0_gradscaler
     scale = scaler.get_scale() if scaler is not None else 1.0 if config is None else config.cur_scale
-    return nn.utils.get_total_norm([gradient.float() for gradient in _plain_gradients(engine)]) / scale
+    return nn.utils.get_total_norm([gradient.float() for gradient in plain_gradients(engine)]) / scale
 
 
 # ------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
+from ..common.items import factor_for
 from ..common.launch import (
     CLIPPING,
     pickle_by_init_args,
@@ -238,8 +239,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
-        factor = self._tracker.short_window_factor if self._is_automatic else 1.0
-        self.last_grad_norm = engines.step(engine, self._present_window, factor, **kwargs)
+        self.last_grad_norm = engines.step(engine, self._present_window, **kwargs)
         self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
         if self.skipped_steps.last:
             rank_zero_info(
@@ -247,15 +247,27 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
                 f"({engine.skipped_steps} so far)."
             )
 
+    def divide_by_items(self, num_items: int | torch.Tensor, optimizer: Any = None) -> None:
+        """Divide the gradients by the number of items of all ranks, in manual optimization; all ranks call it.
+
+        Call ``self.manual_backward(loss * num_items)`` for each micro-batch, and this before clipping and
+        ``optimizer.step()``. In automatic optimization ``GradientAccumulationPlugin(average_over="items")`` does so.
+
+        Args:
+            num_items: This rank's items of all micro-batches since the last step, a whole number.
+            optimizer: The one that steps; there is one with DeepSpeed.
+
+        Raises:
+            ValueError: On every rank, if no rank has an item.
+        """
+        self._present_window.complete()
+        self._present_window.multiply(factor_for(num_items))
+
     @property
     def _present_window(self) -> GradientAccumulator:
         if self._window is None:
             raise RuntimeError("There is no optimizer to train with outside fit().")
         return self._window
-
-    @property
-    def _is_automatic(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     # ------------------------------------------------------------------ checkpoints
     @override
@@ -340,7 +352,15 @@ _REFUSED_CALLBACKS = {
 
 @running_as_library(
     *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
-    *("optimizer_step", "clip_step", "take_step", "save_checkpoint", "load_checkpoint", "load_model_state_dict"),
+    *(
+        "optimizer_step",
+        "clip_step",
+        "take_step",
+        "divide_by_items",
+        "save_checkpoint",
+        "load_checkpoint",
+        "load_model_state_dict",
+    ),
     *("lightning_module_state_dict", "barrier", "on_exception"),
 )
 @pickle_by_init_args
@@ -580,7 +600,12 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         elif settings.zero_stage == 3:
             CollectiveOrder(engine, self._timeout or default_pg_timeout)
         self._window = GradientAccumulator(
-            engine, chosen_parameters, self.root_device, holds_parameters=holds_parameters
+            engine,
+            chosen_parameters,
+            self.root_device,
+            holds_parameters=holds_parameters,
+            items=self._tracker.items,
+            gradient_factor=lambda: self._tracker.gradient_factor() if self._is_automatic else 1.0,
         )
         self._access.follow(engine)
         self._window.hooks_before_step = any(

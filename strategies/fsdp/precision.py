@@ -47,7 +47,7 @@ class Trained(Protocol):
     def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a backward."""
 
-    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
+    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> bool:
         """Complete the gradients before they are unscaled, clipped and used."""
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
@@ -131,14 +131,19 @@ class AccelFSDPPrecision(FSDPPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        has_gradients = True
+
         def closure_with_complete_gradients() -> Any:
+            nonlocal has_gradients
             result = closure()
-            self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
+            has_gradients = self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
             return result
 
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure_with_complete_gradients, **kwargs)
         result = closure_with_complete_gradients()
+        if not has_gradients:
+            return result
         self.unscale(optimizer)
         self._after_closure(model, optimizer)
         if result is None and model.automatic_optimization:  # backward was skipped

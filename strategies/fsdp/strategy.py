@@ -40,6 +40,7 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
+from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, check_callbacks
@@ -207,17 +208,41 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def _is_manual(self) -> bool:
         return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
-    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> None:
+    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> bool:
         """Complete the gradients before they are unscaled, clipped and used; called once for each optimizer step.
 
         Args:
             optimizer: Whose gradients.
-            rescale: Whether a shorter last window is divided by the micro-batches it really has.
+            rescale: Whether the gradients are divided by the micro-batches or items that the window really has.
+
+        Returns:
+            False for a window without items: no gradient is left.
         """
         self._average_unsharded(optimizer)
-        factor = self._tracker.short_window_factor
-        if rescale and factor != 1.0:
-            scale_gradients(gradients_of(self._parameters_of(optimizer)), factor)
+        factor = self._tracker.gradient_factor() if rescale else 1.0
+        parameters = self._parameters_of(optimizer)
+        if factor == 0:  # no items in this window: no optimizer steps without gradients
+            for parameter in parameters:
+                parameter.grad = None
+        elif factor != 1.0:
+            scale_gradients(gradients_of(parameters), factor)
+        return factor != 0
+
+    def divide_by_items(self, num_items: int | torch.Tensor, optimizer: Optimizer) -> None:
+        """Divide the gradients by the number of items of all ranks, in manual optimization; all ranks call it.
+
+        Call ``self.manual_backward(loss * num_items)`` for each micro-batch, and this before clipping and
+        ``optimizer.step()``. In automatic optimization ``GradientAccumulationPlugin(average_over="items")`` does so.
+
+        Args:
+            num_items: This rank's items of all micro-batches since the optimizer's last step, a whole number.
+            optimizer: Whose gradients.
+
+        Raises:
+            ValueError: On every rank, if no rank has an item.
+        """
+        self._average_unsharded(optimizer)
+        scale_gradients(gradients_of(self._parameters_of(optimizer)), factor_for(num_items))
 
     def clip_grad_norm(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -391,7 +416,7 @@ _REFUSED_CALLBACKS = {
     *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
     *("optimizer_step", "finish_gradients", "clip_grad_norm", "save_checkpoint", "load_checkpoint", "optimizer_state"),
     *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "save_safetensors"),
-    *("wait_for_saves", "barrier", "on_exception"),
+    *("divide_by_items", "wait_for_saves", "barrier", "on_exception"),
 )
 @pickle_by_init_args
 @named_arguments
@@ -531,6 +556,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
+        self._termination.items = self._tracker.items
         self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
         self._buffers = BufferSync(broadcast_buffers)
         self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
