@@ -316,6 +316,8 @@ _ELEMENT_BY_ELEMENT = frozenset(
     ]
 )
 """Names of operations that treat every element alone and do not have torch's tag for it."""
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
+"""Hooks that the Trainer runs between a forward and its backward."""
 _OF_THE_SHARD = frozenset(
     [
         "requires_grad",
@@ -487,6 +489,8 @@ class GlobalTensors(TorchFunctionMode):
         self._is_entered = self._is_paused = False
         self.has_met_shards = False
         """Whether an operation has had a sharded tensor."""
+        self.hook = ""
+        """Name of the hook that runs, or ran last."""
 
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
@@ -570,6 +574,7 @@ class GlobalTensors(TorchFunctionMode):
         if target is None:
             return func(*args, **kwargs)
         if assigns:
+            self._check_assignable()
             if args[1].shape != target.shape:
                 raise RuntimeError(
                     f"p.data = value: the parameter has shape {tuple(target.shape)}, but the value has "
@@ -640,6 +645,7 @@ class GlobalTensors(TorchFunctionMode):
     @torch.no_grad()
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
         """Take over ``tensor.data = value``: the memory of the shard stays where the engine knows it."""
+        self._check_assignable()
         shard = self._shard(tensor)
         if value.shape != shard.shape or value.dtype != shard.dtype:
             raise RuntimeError(
@@ -648,6 +654,21 @@ class GlobalTensors(TorchFunctionMode):
                 "create a parameter of another shape before the model is sharded (in configure_model())."
             )
         local_part(shard).copy_(local_part(self._like(value, shard)))
+
+    def _check_assignable(self) -> None:
+        """Refuse to assign to ``p.data`` between a forward and its backward.
+
+        On one device the backward of some operations (`nn.Linear`'s) then has the old values, that of others the new.
+
+        Raises:
+            RuntimeError: If the present hook runs there.
+        """
+        if self.hook in _BEFORE_BACKWARD and not self._in_step:
+            raise RuntimeError(
+                f"p.data = value in {self.hook}(), between a forward and its backward, which would compute some "
+                "gradients with the old values. Use p.data.copy_(value), which all gradients are computed with, or "
+                "assign in on_train_batch_start() or on_train_batch_end()."
+            )
 
     def _note_write(self, target: Any, *, assigns: bool = False) -> None:
         """Let the engine know of a training step's write to a tensor, or to a list of them, that is not sharded."""

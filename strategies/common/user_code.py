@@ -104,7 +104,7 @@ class UserCode:
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
             context = profile(action_name)
-            return self._hook(context) if action_name in actions else context
+            return self._hook(context, action_name.rpartition(".")[2]) if action_name in actions else context
 
         self._patches.put(profiler, "profile", profile_hook)
 
@@ -143,9 +143,10 @@ class UserCode:
         return module.trainer.fit_loop.epoch_loop.batch_idx == 0
 
     @contextmanager
-    def _hook(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
+    def _hook(self, context: AbstractContextManager[Any], name: str) -> Iterator[Any]:
         if not torch.is_grad_enabled():  # an evaluation's
             self.access.release()
+        self._in_hooks.hook = name
         with context as value, running(self._in_hooks):
             yield value
 
@@ -156,7 +157,7 @@ class UserCode:
         Args:
             ends_window: Whether gradients that it asks for are those of a whole accumulation window.
         """
-        self.access.ends_window = ends_window
+        self.access.ends_window, self._in_hooks.hook = ends_window, ""
         try:
             with running(self._in_hooks):
                 yield

@@ -685,6 +685,7 @@ def refusals(script: Script, kind: str) -> list[str]:
         "Activation checkpointing recomputed something other than the forward": is_fsdp
         and script.option == "recompute"
         and any(event.action in ("freeze", "thaw") and event.hook in between for event in events),
+        "p.data = value in on_before_": any(event.action == "assign" and event.hook in between for event in events),
         "User code ran another backward between training_step() and its backward": kind.startswith("fsdp1")
         and any(event.action == "adversary" and event.hook in between for event in events),
     }

@@ -364,6 +364,23 @@ class ThroughOneVector(Pattern):
         nn.utils.vector_to_parameters(vector * (0.99 / (1 + 1e-3 * vector.norm())), self.parameters())
 
 
+BEFORE_BACKWARD = Refused(r"p.data = value in on_before_backward\(\)", "`p.data.copy_(other)`")
+
+
+@pattern(
+    "`p.data = other` in `on_before_backward`: some gradients of `ddp` have the old values",
+    core=True,
+    fsdp1=BEFORE_BACKWARD,
+    fsdp2=BEFORE_BACKWARD,
+    zero2=BEFORE_BACKWARD,
+    zero3=BEFORE_BACKWARD,
+)
+class AssignBeforeBackward(Pattern):
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.98
+
+
 # ------------------------------------------------------------------ first values
 INIT = "`nn.init`, `reset_parameters()` in `configure_optimizers` and in hooks"
 
