@@ -120,6 +120,8 @@ class FlatLayout:
     cut: tuple[int, int] | None = None
     """What is the same on all ranks: where the parameter begins in what the ranks have cut, and the size of a rank's
     part of that."""
+    holds_several: bool = False
+    """Whether the parameter is a flat one of FSDP1's, of several of the model's."""
 
     def is_alike(self, other: FlatLayout) -> bool:
         """Return whether every rank has the same range of both; all ranks get the same answer."""
@@ -799,7 +801,7 @@ class GlobalTensors(TorchFunctionMode):
 
     @torch.no_grad()
     def _opened(self, tensor: Tensor) -> _Open:
-        if isinstance(tensor, FlatParameter):
+        if isinstance(tensor, FlatParameter) or (isinstance(tensor, FlatShard) and tensor.place.holds_several):
             raise RuntimeError(
                 "A flat parameter of FSDP1 was used in a way that is not element-wise (its shape, rows, norm, or "
                 "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."

@@ -6,7 +6,7 @@ import itertools
 import traceback
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -477,6 +477,12 @@ class ShardedWeight:
         if attribute.startswith("__") or "name" not in self.__dict__:  # copies and pickles ask before it is filled
             raise AttributeError(attribute)
         raise AttributeError(_message(self.name))
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        raise RuntimeError(_message(self.name))
+
+    def __setitem__(self, _: Any, __: Any) -> NoReturn:
+        raise RuntimeError(_message(self.name))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

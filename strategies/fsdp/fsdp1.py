@@ -656,7 +656,8 @@ def _whole_layout(unit: Any) -> FlatLayout:
     flat_param, group = unit._handle.flat_param, unit._handle.process_group
     size = int(flat_param._local_shard.numel())
     shape = torch.Size((dist.get_world_size(group) * size,))
-    return FlatLayout(shape, (1,), (0,), dist.get_rank(group) * size, size, 0, 1, group, unit.compute_device)
+    start = dist.get_rank(group) * size
+    return FlatLayout(shape, (1,), (0,), start, size, 0, 1, group, unit.compute_device, holds_several=True)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -152,6 +152,15 @@ FOUND: dict[str, Script] = {
     "a layer frozen between its forward and what is recomputed of it": Script(
         (Fit(batches=2, events=(Event("on_before_zero_grad", 0, "freeze"),)),), option="recompute"
     ),
+    "weights assigned between a forward and its backward": Script(
+        (Fit(batches=2, events=(Event("on_before_backward", 0, "assign"),)),), manual="zbs"
+    ),
+    "weights divided by their norms, through p.data": Script(
+        (Fit(batches=2, events=(Event("on_train_start", 0, "norms"),)),)
+    ),
+    "rows edited before manual optimization": Script(
+        (Fit(batches=2, events=(Event("on_train_start", 0, "rows"),)),), manual="zbs"
+    ),
 }
 """What random orders, or outsiders, have found wrong."""
 
