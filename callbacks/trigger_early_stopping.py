@@ -222,7 +222,7 @@ class TriggerEarlyStopping(Callback):
                 "stop_on_nonfinite_loss=True needs the loss, but training_step returned no loss. Return the loss, or a "
                 "dict with it under 'loss'."
             )
-        if isinstance(outputs, Mapping) and outputs.get("num_items") is not None and not outputs["num_items"]:
+        if isinstance(outputs, Mapping) and outputs.get("num_items") == 0:
             return  # the mean over no items, which weighs nothing
         nonfinite = ~torch.isfinite(loss.detach()).all()
         self._nonfinite = nonfinite if self._nonfinite is None else self._nonfinite | nonfinite

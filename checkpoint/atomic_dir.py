@@ -276,7 +276,7 @@ def _remove_at_once(left: Path, path: Path) -> None:
     hidden = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
     try:
         left.rename(hidden)
-    except FileNotFoundError:  # somebody else was faster, or it is finished
+    except FileNotFoundError:  # another process was faster, or it is finished
         return
     with suppress(OSError):  # NFS keeps what is open somewhere; the next save tries again
         _remove(hidden)
@@ -327,7 +327,7 @@ def _exchange(first: Path, second: Path) -> bool:
 # ------------------------------------------------------------------------------------------------
 # Files of others in a checkpoint's place: a checkpoint replaces checkpoints, and nothing else.
 #
-# [Note: files of others] A folder may hold a checkpoint and, beside it, what somebody else has put there. A new
+# [Note: files of others] A folder may hold a checkpoint and files that are not part of it. A new
 # checkpoint of that name takes over what is not the old one's: as links to the same bytes, made before the names are
 # exchanged, so that there is no moment at which they could be lost.
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...state.collectives import sending_device
-from ...state.process_group import is_planned, require_group
+from ...state.collectives import reduce
+from ...state.process_group import is_planned
 from ...state.rendezvous import num_ranks
 from ..upstream.lightning import rank_zero_info
 
@@ -113,14 +113,9 @@ class ItemAverage:
 
     # ------------------------------------------------------------------ the end of a window
     def factor(self) -> float:
-        """Return what the window's gradients, averaged over ranks, are multiplied by; 0 for a window without items.
-
-        All ranks must call it.
-        """
-        if not self._messages or self._unsent:  # the last micro-batch had no backward, on any rank
-            entries = _all_reduced(self.message(), dist.ReduceOp.MAX)
-            self._messages.append(lambda: entries)
-        num_items = sum(sum(wait()) for wait in self._messages)
+        """Return what the window's gradients, averaged over ranks, are multiplied by; 0 for a window without items."""
+        # What is unsent is of one process alone, whose last micro-batch had no backward.
+        num_items = self._unsent + sum(sum(wait()) for wait in self._messages)
         if num_items:
             return num_ranks() / num_items
         if not self._has_said_empty:
@@ -138,19 +133,10 @@ def factor_for(num_items: int | Tensor) -> float:
     Raises:
         ValueError: On every rank, if no rank has an item.
     """
-    [total] = _all_reduced([_checked(num_items)], dist.ReduceOp.SUM)
+    total = int(reduce(torch.tensor(_checked(num_items)), "sum"))
     if not total:
         raise ValueError("divide_by_items() got 0 items on every process: leave this optimizer step out.")
     return num_ranks() / total
-
-
-def _all_reduced(numbers: Sequence[int], op: Any) -> list[int]:
-    reduced = torch.tensor(numbers)
-    if num_ranks() > 1:
-        group = require_group("Counting items")
-        reduced = reduced.to(sending_device(torch.device("cpu"), group))
-        dist.all_reduce(reduced, op, group)
-    return [int(each) for each in reduced.tolist()]
 
 
 def _checked(given: Any) -> int:

@@ -358,7 +358,7 @@ class LoopTracker:
         self._changes.close()
 
     def gradient_factor(self) -> float:
-        """Return what the present window's gradients are multiplied by when it ends; every rank calls it.
+        """Return what the present window's gradients are multiplied by when it ends.
 
         1 for a full window over whose micro-batches the loss is averaged, 0 for one without items.
 

@@ -60,8 +60,8 @@ class GradientAccumulator:
         device: Where this rank computes.
         holds_parameters: Whether stage 3 is set to hold parameters (`hold_parameters`).
         items: Its numbers travel with the messages about gradients.
-        gradient_factor: Returns what the gradients of the window that ends are multiplied by; all ranks call it. With
-            0 no optimizer steps.
+        gradient_factor: Returns what the gradients of the window that ends are multiplied by. With 0 no optimizer
+            steps.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class GradientAccumulator:
         if factor:
             self.multiply(factor)
         else:
-            self.used, self.factor = set(), factor
+            self.forget()
 
     def multiply(self, factor: float) -> None:
         """Multiply the complete gradients, now or where the optimizer steps."""
@@ -415,8 +415,6 @@ class GradientAccumulator:
         self.complete()
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
-            if self.factor == 0:
-                self.forget()
             return
         self.follow_changed_weights()
         if self.gathered_changes is not None:

@@ -99,7 +99,7 @@ def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tenso
         The gradients' global norm before clipping; None without any, or where DeepSpeed is set not to compute it.
     """
     window.complete()
-    with gradients_scaled(engine, window.factor or 1.0):  # 0: there is nothing to step on
+    with gradients_scaled(engine, window.factor):
         plain = None if engine.zero_optimization() else _plain_norm(engine)
         window.step(**kwargs)
     norm = engine.get_global_grad_norm() if plain is None else plain

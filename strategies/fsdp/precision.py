@@ -47,7 +47,7 @@ class Trained(Protocol):
     def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a backward."""
 
-    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> bool:
+    def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used."""
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
@@ -136,7 +136,7 @@ class AccelFSDPPrecision(FSDPPrecision):
         def closure_with_complete_gradients() -> Any:
             nonlocal has_gradients
             result = closure()
-            has_gradients = self._strategy.finish_gradients(optimizer, rescale=model.automatic_optimization)
+            has_gradients = self._strategy.finish_gradients(optimizer)
             return result
 
         if self.scaler is None:

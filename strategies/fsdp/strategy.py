@@ -208,18 +208,17 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def _is_manual(self) -> bool:
         return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
-    def finish_gradients(self, optimizer: Optimizer, *, rescale: bool) -> bool:
+    def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used; called once for each optimizer step.
 
         Args:
             optimizer: Whose gradients.
-            rescale: Whether the gradients are divided by the micro-batches or items that the window really has.
 
         Returns:
             False for a window without items: no gradient is left.
         """
         self._average_unsharded(optimizer)
-        factor = self._tracker.gradient_factor() if rescale else 1.0
+        factor = self._tracker.gradient_factor() if self._is_automatic else 1.0
         parameters = self._parameters_of(optimizer)
         if factor == 0:  # no items in this window: no optimizer steps without gradients
             for parameter in parameters:

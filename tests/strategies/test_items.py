@@ -18,6 +18,7 @@ from accelight.callbacks import TriggerEarlyStopping
 from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
 from accelight.state.upstream import flight_record
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies.common import items
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.oracle import TinyModel, build_model, quiet_trainer
@@ -52,10 +53,9 @@ def rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class ByItems(LightningModule):
     """Its loss is a mean over the rows of a micro-batch: 0/0 where it has none."""
 
-    scale = 1.0
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.model: TinyModel = build_model()
         self.rows = rows(dtype)
 
@@ -211,10 +211,10 @@ class ByItemsOrNot(ByItems):
 
 
 def train_both(engine: str, more: dict[str, Any]) -> list[dict[str, Tensor]]:
-    ByItems.scale = 0.01  # in fp16, neither way overflows at the first scale
-    items = train(engine, ONE_EACH, **more)
+    scale = 0.01  # in fp16, neither way overflows at the first scale of gradients
+    by_items = train(engine, ONE_EACH, module=ByItems(scale=scale), **more)
     other = strategy_for(engine, "micro_batches")
-    return [items, train(engine, ONE_EACH, module=ByItemsOrNot(), strategy=other, **more)]
+    return [by_items, train(engine, ONE_EACH, module=ByItemsOrNot(scale=scale), strategy=other, **more)]
 
 
 @pytest.mark.exhaustive
@@ -264,10 +264,31 @@ def test_a_window_without_items_takes_no_step(engine: str, precision: str, clip:
         assert torch.equal(found[name], weight), name
 
 
-def test_a_window_without_items_is_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
-    split: Split = [[[[]], [[]]]] * 3
-    run_on_ranks(2, train, "fsdp2", split)
-    assert (text := "".join(capfd.readouterr())).count("had no items on any process") <= 1, text
+def lines_of_empty_windows() -> list[str]:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items, "rank_zero_info", lines.append)
+        train("fsdp2", [[[[]], [[]]]] * 3)
+    return lines
+
+
+def test_a_window_without_items_is_logged_once() -> None:
+    for lines in run_on_ranks(2, lines_of_empty_windows):
+        assert len(lines) == 1
+        assert "had no items on any process" in lines[0]
+
+
+class TensorItems(ByItems):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {**super().training_step(batch, batch_idx), "num_items": torch.tensor(float(len(batch)))}
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero1", "zero2"])
+def test_a_partial_last_window_weighs_its_items_alike(engine: str) -> None:
+    split = random_split(7, 2)
+    split[-1] = [[[*shares[0], *shares[-1]], *shares[1:-1]] for shares in split[-1]]  # a micro-batch less
+    found = run_on_ranks(2, train, engine, split, False, TensorItems())[0]
+    assert_close(found, train_on_all_rows(torch.float32), 1e-5)
 
 
 class Wrong(ByItems):
@@ -326,8 +347,8 @@ def both_numbers_of_collectives(engine: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero1", "zero2"])
 def test_counting_items_takes_no_collective_more(engine: str) -> None:
-    for items, micro_batches in run_on_ranks(2, both_numbers_of_collectives, engine):
-        assert items == micro_batches > NUM_STEPS
+    for by_items, by_micro_batches in run_on_ranks(2, both_numbers_of_collectives, engine):
+        assert by_items == by_micro_batches > NUM_STEPS
 
 
 def train_watched(engine: str) -> int:
