@@ -385,16 +385,18 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         parameters = _sharded_parameters(root)
-        sharded = {id(gradient) for gradient in gradients_of(parameters)}
-        if sharded and not gradients and not self.settings.use_orig_params:
+        known = {id(gradient) for gradient in gradients_of(parameters)}
+        if known and not gradients and not self.settings.use_orig_params:
             raise RuntimeError(
                 "There are no gradients to clip: with use_orig_params=False, a part of a unit has no parameters(). "
                 "Set use_orig_params=True (the default), or clip all of self.parameters()."
             )
-        parts: dict[Sharding, list[torch.Tensor]] = {
-            self._sharding: [one for one in gradients if id(one) in sharded],
-            (None, ()): [one for one in gradients if id(one) not in sharded],
-        }
+        parts: dict[Sharding, list[torch.Tensor]] = {self._sharding: [], (None, ()): []}
+        for one in gradients:
+            if isinstance(one, FlatShard):  # as users' hooks see gradients
+                parts[self._sharding].append(one.held)
+            else:
+                parts[self._sharding if id(one) in known else (None, ())].append(one)
         return norm_of_parts(parts, norm_type, self._devices(parameters, parts[None, ()]))
 
     @override

@@ -44,6 +44,7 @@ from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, check_callbacks
+from ..common.sharded_tensors import FlatShard
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
 from ..upstream.lightning import (
@@ -279,7 +280,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         """Return the norm of gradients that the user clips; None if it is torch's business."""
         parameters = list(self.form.root.parameters())
         known = {id(gradient) for gradient in gradients_of(parameters)}
-        if gradients and not any(id(gradient) in known for gradient in gradients):
+        if gradients and not any(isinstance(one, FlatShard) or id(one) in known for one in gradients):
             return None
         if self._is_manual:
             average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
