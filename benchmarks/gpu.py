@@ -193,7 +193,7 @@ class _Probing(Callback):
 
 
 def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)  # at 1e-4 rounding grows to 1e-2 in 55 steps
 
 
 def _train_under_trainer(probe: Probe) -> list[Tensor]:
@@ -307,10 +307,15 @@ def run() -> None:
     for what in () if TRIED else ("seconds_per_step", "peak_bytes"):
         ours, theirs = (Timing(tuple(one[what] for one in runs[side])).median for side in (OURS, BY_HAND))
         print(f"  {what}, ours / by hand: {ours / theirs:.3f}   target <= {_TARGET}")
-    difference = max(abs(one - other) for one, other in zip(*(runs[side][0]["losses"] for side in runs), strict=True))
-    print(f"  losses differ by at most {difference:.2e}")
+    print(f"  losses differ by at most {_difference(runs[BY_HAND][0], runs[OURS][0]):.2e}")
+    if repeats > 1:
+        print(f"  those of two runs by hand by at most {_difference(*runs[BY_HAND][:2]):.2e}")
     if not TRIED:
         results.keep("gpu", {"size": asdict(SIZE), "device": torch.cuda.get_device_name(), "runs": runs})
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
 
 
 def _on_meta() -> Decoder:

@@ -99,11 +99,12 @@ def _power_over_mesh(
 
 
 def norm_powers(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return norm**p (the norm itself for inf) of each tensor, none of them empty.
+    """Return norm**p (the norm itself for inf) of each tensor, none of them empty, on the device of the first.
 
     In float32 whatever the tensors' dtype: a bfloat16 sum of squares loses the small ones.
     """
-    norms = torch.stack(list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32)))
+    device = tensors[0].device  # gradients of ignored modules are not offloaded
+    norms = torch.stack([one.to(device) for one in torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32)])
     return norms if math.isinf(norm_type) else norms**norm_type
 
 

@@ -467,9 +467,14 @@ class _Open:
     version: int
     shard_version: int
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the full tensor has values that the shard lacks."""
+        return self.full._version != self.version
+
     def write_back(self) -> None:
         """Let the shard have what was written to the full tensor since."""
-        if self.full._version != self.version:
+        if self.is_changed:
             local_part(self.shard).copy_(local_part(part_of(self.full, self.shard)))
             self.version, self.shard_version = self.full._version, local_part(self.shard)._version
 
@@ -493,6 +498,8 @@ class GlobalTensors(TorchFunctionMode):
         """Whether an operation has had a sharded tensor."""
         self.hook = ""
         """Name of the hook that runs, or ran last."""
+        self._written_on = "cpu"
+        """Where the engine is to gather values that users' code has written in the midst of a forward."""
 
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
@@ -517,9 +524,11 @@ class GlobalTensors(TorchFunctionMode):
             forget: Whether to free the full tensors.
         """
         for one in self._open.values():
-            one.write_back()
+            self._write_back(one)
         if forget:
             self._open = {}
+        wait_for_streams(self._written_on)
+        self._written_on = "cpu"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; the mode itself is off inside."""
@@ -557,6 +566,19 @@ class GlobalTensors(TorchFunctionMode):
         self._come(name)
         return self._on_full(func, args, kwargs)
 
+    def _write_back(self, opened: _Open) -> None:
+        if opened.is_changed:
+            self._before_write(opened.shard)
+            opened.write_back()
+
+    def _before_write(self, shard: Tensor) -> None:
+        """Let the engine's copies of offloaded shards end before a write in the midst of a forward and a backward."""
+        if self._written_on != "cpu" or not (self._in_step or self.hook in _BEFORE_BACKWARD):
+            return
+        self._written_on = _engines_device(shard)
+        if local_part(shard).device.type == "cpu":
+            wait_for_streams(self._written_on)
+
     def _come(self, name: str) -> None:
         if self.places is not None:
             self.places.compare_at_line(f"gathers a sharded tensor for {name}()")
@@ -575,6 +597,7 @@ class GlobalTensors(TorchFunctionMode):
         target = self._access.writable(args[0], assigns=assigns)
         if target is None:
             return func(*args, **kwargs)
+        self._before_write(target)
         if assigns:
             self._check_assignable()
             if args[1].shape != target.shape:
@@ -655,7 +678,9 @@ class GlobalTensors(TorchFunctionMode):
                 f"the value has {tuple(value.shape)} and {value.dtype}. Assign a tensor of the same shape and dtype; "
                 "create a parameter of another shape before the model is sharded (in configure_model())."
             )
-        local_part(shard).copy_(local_part(self._like(value, shard)))
+        part = local_part(self._like(value, shard))
+        self._before_write(shard)
+        local_part(shard).copy_(part)
 
     def _check_assignable(self) -> None:
         """Refuse to assign to ``p.data`` between a forward and its backward.
@@ -737,6 +762,7 @@ class GlobalTensors(TorchFunctionMode):
             return self._like(self._shard(tensor), first)
 
         if is_in_place:
+            self._before_write(first)
             func(first, *self._map(tuple(args[1:]), convert), **self._map(kwargs, convert))
             return args[0]
         try:
@@ -792,7 +818,7 @@ class GlobalTensors(TorchFunctionMode):
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
-                one.write_back()
+                self._write_back(one)
         returned = {_storage(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():
             if id(one.tensor) not in known and _storage(one.full) not in returned:
@@ -812,7 +838,7 @@ class GlobalTensors(TorchFunctionMode):
             full = gathered(shard)
             opened = self._open[id(tensor)] = _Open(tensor, shard, full, full._version, local_part(shard)._version)
             return opened
-        opened.write_back()
+        self._write_back(opened)
         if local_part(shard)._version != opened.shard_version:
             opened.full.copy_(gathered(shard))
             opened.version, opened.shard_version = opened.full._version, local_part(shard)._version
@@ -848,6 +874,23 @@ def local_part(shard: Tensor) -> Tensor:
         return shard
     with torch.no_grad():
         return shard.to_local()
+
+
+def wait_for_streams(device_type: str) -> None:
+    """Wait for all that runs on an accelerator: writes to shards, and copies of them.
+
+    Engines gather on streams of their own. Those wait for the stream that computes where a forward of the root begins,
+    and not where users' code changes weights in the midst of it; and they copy offloaded shards while the host goes on.
+    """
+    if device_type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _engines_device(tensor: Tensor) -> str:
+    """Return the type of device that the engine gathers on."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.device_type
+    return (tensor.place.device if isinstance(tensor, FlatShard) else tensor.device).type
 
 
 def _storage(tensor: Tensor) -> int:

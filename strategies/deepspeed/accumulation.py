@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.items import ItemAverage
+from ..common.sharded_tensors import wait_for_streams
 from ..common.user_code import library_code, running_as_library
 from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
@@ -712,6 +713,8 @@ class GatheredChanges:
             for is_changed, some in both.items():
                 if some:
                     partition(some, *args, has_been_updated=is_changed, **kwargs)
+            if both[True]:
+                wait_for_streams(self._device.type)  # the backward may gather them next
             self._accept(both[True])
 
         replace_for_good("ZeRO-3 gathering", parameter, partition=partition_with_changes)

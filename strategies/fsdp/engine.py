@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -350,6 +350,39 @@ def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh)
                 f"{called} cannot train with FSDP2, whose parameters are DTensors: {problem}. Use {others}another "
                 "optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
             )
+
+
+def step_mixtures_one_by_one(optimizer: Optimizer) -> None:
+    """Let groups with sharded and unsharded parameters (of ignored modules) step without ``foreach``.
+
+    On CUDA torch's optimizers choose it by themselves, and it takes no such mixture.
+
+    Args:
+        optimizer: Whose groups hold DTensors and plain tensors.
+
+    Raises:
+        ValueError: If a group asks for ``foreach`` or ``fused`` there.
+    """
+    mixed: list[int] = []
+    for index, group in enumerate(optimizer.param_groups):
+        if "foreach" not in group or len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2:
+            continue
+        asked = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if asked is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__}({asked}=True) cannot step on sharded and unsharded parameters (those of "
+                f"ignored modules) together. Give each kind a group of its own, or leave {asked} out."
+            )
+        if group["foreach"] is None:
+            mixed.append(index)
+
+    def set_foreach(value: bool | None) -> None:
+        for index in mixed:
+            optimizer.param_groups[index]["foreach"] = value
+
+    if mixed:
+        optimizer.register_step_pre_hook(lambda *_: set_foreach(False))
+        optimizer.register_step_post_hook(lambda *_: set_foreach(None))
 
 
 def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> None:

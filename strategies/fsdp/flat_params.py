@@ -157,10 +157,10 @@ def reshard(root: nn.Module) -> None:
     """Free what is gathered, and let parameters be the sharded ones."""
     for unit in units_of(root):
         handle = unit._handle
-        if not handle.uses_sharded_strategy:
+        if is_gathered(handle):
+            _reshard(unit, handle, handle.uses_sharded_strategy)
+        elif not handle.uses_sharded_strategy:
             _show_parameters(handle)
-        elif is_gathered(handle):
-            _reshard(unit, handle, True)
 
 
 def _show_parameters(handle: Any) -> None:

@@ -181,6 +181,9 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     @contextmanager
     def named_tensors(self, form: ShardedModel) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        for root in roots_of(form.root):
+            _lazy_init(root, root)  # with CPU offload torch copies what there is into pinned memory then
+        reshard(form.root)
         module = self.state_dict_module(form.root)
         state = model_state_dict(module)
         extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
@@ -785,6 +788,8 @@ class UsedParameterTracker:
                 _use_unsharded_views=self._around(number, unit._handle),
                 _all_gather_flat_param=partial(_gather_together, unit._handle, path, number),
             )
+            if number not in self.changes:
+                replace_for_good("FSDP1 handles", unit._handle, reshard=partial(_reshard_whole, unit._handle))
 
     def _around(self, number: int, handle: Any) -> Callable[..., None]:
         use_views = type(handle)._use_unsharded_views
@@ -917,6 +922,17 @@ def _check_parameters(handle: Any) -> Any:
             if module._parameters.get(name, parameter) is not parameter:
                 raise other_parameters(module)
     return type(handle).pre_unshard(handle)
+
+
+def _reshard_whole(handle: Any, free_unsharded_flat_param: bool) -> None:
+    """Reshard a unit that one rank has whole, whose memory on the device waits for what computes with it.
+
+    With CPU offload torch (2.11) copies it to the device on a stream of its own; freed, it is taken for the next copy.
+    """
+    flat_param = handle.flat_param
+    if flat_param.device != flat_param._local_shard.device:
+        flat_param.data.record_stream(torch.accelerator.current_stream())
+    type(handle).reshard(handle, free_unsharded_flat_param)
 
 
 def _gather_together(handle: Any, path: CollectiveOrder, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.rendezvous import CollectiveOrderChecker, num_ranks
-from ..common.sharded_tensors import local_part, part_of
+from ..common.sharded_tensors import local_part, part_of, wait_for_streams
 from ..common.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
@@ -438,6 +438,7 @@ class FlatChanges:
             begin = min(full.numel(), self._handle.rank * shard.numel())
             part = full.narrow(0, begin, min(shard.numel(), full.numel() - begin))
             take_changes(part, shard.narrow(0, 0, part.numel()))
+            wait_for_streams(self._handle.device.type)  # the backward may gather them next
 
 
 # ------------------------------------------------------------------------------------------------

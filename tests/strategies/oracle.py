@@ -113,14 +113,14 @@ class TinyModule(LightningModule):
         self.case, self.outcome = case, outcome
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1])
+        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1].float())
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         self.outcome.losses.append(mean.item() / dist.get_world_size())
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1])
+        loss = functional.mse_loss(self.model(batch[0]).float(), batch[1].float())
         self.log("val_loss", loss, sync_dist=True)
 
     test_step = validation_step

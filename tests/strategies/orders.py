@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import full_parameters
+from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config
 from tests.strategies.fsdp.late_saves import late_saves
@@ -416,19 +417,19 @@ class Events(Callback):
             raise Planned
         elif action == "sample":
             with torch.no_grad():
-                module.seen.append(module(torch.arange(4)[None]).sum().item())
+                module.seen.append(module(torch.arange(4, device=module.device)[None]).sum().item())
         elif action == "part":
             block: Any = module.net.blocks[1]
-            module.seen.append(block.linear(torch.ones(2, 5)).sum().item())
-            module.seen.append(module.net.head(torch.ones(2, 5)).sum().item())
+            module.seen.append(block.linear(torch.ones(2, 5, device=module.device)).sum().item())
+            module.seen.append(module.net.head(torch.ones(2, 5, device=module.device)).sum().item())
         elif action in _EDITS:
             _EDITS[action](module)
         elif action == "read":
             module.seen.append(_total(module))
         elif action == "draft":
-            module.seen.append(module(torch.arange(4)[None]).sum().item())
+            module.seen.append(module(torch.arange(4, device=module.device)[None]).sum().item())
         elif action == "adversary":
-            x = torch.ones(2, 5, requires_grad=True)
+            x = torch.ones(2, 5, device=module.device, requires_grad=True)
             module.seen.append(torch.autograd.grad(module.net.blocks[0](x).square().sum(), x)[0].sum().item())
         elif action in ("freeze", "thaw"):
             module.net.blocks[0].requires_grad_(action == "thaw")
@@ -480,8 +481,10 @@ class Record:
     seen: list[float] = field(default_factory=list)
 
 
-def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder: Path) -> list[Record]:
-    """Run the script in this process."""
+def _play(
+    script: Script, strategy: Callable[[], Any], rank: int | None, folder: Path, where: Mapping[str, Any]
+) -> list[Record]:
+    """Run the script in this process, on the devices that the Trainer's settings name."""
     records: list[Record] = []
     module: Module | None = None
     last: list[str] = []
@@ -499,8 +502,6 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
 
         trainer = Trainer(
             strategy=strategy(),
-            accelerator="cpu",
-            devices=1 if rank is None else WORLD_SIZE,
             max_epochs=fit.epochs if fit.start == "same" or not last else fit.epochs + 2 * number,
             accumulate_grad_batches=1 if script.manual else fit.accumulate,
             gradient_clip_val=None if script.manual else fit.clip,
@@ -514,6 +515,7 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
             enable_model_summary=False,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
+            **where,
         )
         validation = loader(2, rank, iterable=False) if fit.validate_every or fit.call == "validate" else None
         path = last[-min(fit.back, len(last))] if fit.start != "same" and last else None
@@ -528,9 +530,9 @@ def _play(script: Script, strategy: Callable[[], Any], rank: int | None, folder:
         except Planned:
             outcome = "raised"
         if rank is None:
-            weights = {name: one.clone() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
+            weights = {name: one.cpu().clone() for name, one in module.state_dict().items() if isinstance(one, Tensor)}
         else:
-            weights = {name: tensor.clone() for name, tensor in _weights(trainer, module).items()}
+            weights = {name: tensor.cpu().clone() for name, tensor in _weights(trainer, module).items()}
         trainer_optimizers = trainer.optimizers
         is_zero = hasattr(trainer.strategy, "deepspeed_plugin")
         states = [{} if is_zero else trainer.strategy.optimizer_state(one) for one in trainer_optimizers]
@@ -560,7 +562,8 @@ def _whole(tensor: Any) -> Tensor:
     """The whole of one of FSDP1's ShardedTensors."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    out = torch.zeros(tensor.size()) if dist.get_rank() == 0 else None
+    device = tensor.local_tensor().device
+    out = torch.zeros(tensor.size(), device=device) if dist.get_rank() == 0 else None
     tensor.gather(0, out)
     return torch.zeros(()) if out is None else out
 
@@ -569,7 +572,7 @@ def _plain(state: dict[str, Any]) -> dict[Any, Any]:
     if not state or any(isinstance(key, str) for key in state["state"]):
         return {}  # not rank 0, or sharded
     return {
-        (number, name): value.clone() if isinstance(value, Tensor) else value
+        (number, name): value.cpu().clone() if isinstance(value, Tensor) else value
         for number, values in state["state"].items()
         for name, value in values.items()
         if value is not None
@@ -579,7 +582,7 @@ def _plain(state: dict[str, Any]) -> dict[Any, Any]:
 def plain(script: Script) -> list[Record]:
     """Run a script on one device, with the batches of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        return _play(script, lambda: "auto", None, Path(folder))
+        return _play(script, lambda: "auto", None, Path(folder), {"accelerator": "cpu", "devices": 1})
 
 
 def build_strategy(kind: str, script: Script) -> Any:
@@ -608,16 +611,17 @@ def build_strategy(kind: str, script: Script) -> Any:
     return AccelFSDPStrategy(**options)
 
 
-def play_on_rank(script: Script, kind: str, folder: str) -> list[Record]:
+def play_on_rank(script: Script, kind: str, folder: str, on_gpu: bool = False) -> list[Record]:
     """Run a script on this rank, in a group of all."""
+    where = share_a_device() if on_gpu else {"accelerator": "cpu", "devices": WORLD_SIZE}
     with late_saves() if script.option == "background" else nullcontext():
-        return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder))
+        return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder), where)
 
 
-def run(script: Script, kind: str) -> list[Record]:
+def run(script: Script, kind: str, *, on_gpu: bool = False) -> list[Record]:
     """Run a script on all ranks; what rank 0 has to say."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_on_ranks(WORLD_SIZE, play_on_rank, script, kind, folder, timeout_s=60)[0]
+        return run_on_ranks(WORLD_SIZE, play_on_rank, script, kind, folder, on_gpu, timeout_s=60)[0]
 
 
 def differences(found: list[Record], expected: list[Record], *, tolerance: float = 1e-5) -> list[str]:
@@ -692,8 +696,13 @@ def refusals(script: Script, kind: str) -> list[str]:
     return [words for words, holds in possible.items() if holds]
 
 
-def check(script: Script, kind: str) -> None:
+def check(script: Script, kind: str, *, on_gpu: bool = False) -> None:
     """Run a script both ways.
+
+    Args:
+        script: What to run.
+        kind: Of strategy.
+        on_gpu: Whether the ranks share a GPU; one device is the CPU even then.
 
     Raises:
         AssertionError: If they differ, with the script as code.
@@ -707,12 +716,13 @@ def check(script: Script, kind: str) -> None:
     except Exception:  # noqa: BLE001 (what one device cannot do is no measure)
         return
     try:
-        found = run(script, kind)
+        found = run(script, kind, on_gpu=on_gpu)
     except AssertionError as error:
         if any(words in str(error) for words in refused):
             return
         raise AssertionError(f"{error}\n\n{again}") from None
-    wrong = differences(found, expected)
+    # Kernels of CUDA add up in another order than those of the CPU.
+    wrong = differences(found, expected, tolerance=1e-4 if on_gpu else 1e-5)
     assert not wrong, "\n".join([*wrong, "", again])
 
 

@@ -294,7 +294,7 @@ class MasksOfFullShape(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.mul_(self.masks[name])
+                parameter.mul_(self.masks[name].to(self.device))
 
 
 @pattern(ELEMENTS)
@@ -328,7 +328,7 @@ class ChunksOfRows(Pattern):
 @pattern(ROWS)
 class RowsByIndex(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
-        rows = torch.tensor([0, 3, 6])
+        rows = torch.tensor([0, 3, 6], device=self.device)
         self.model.embed.weight.data.index_fill_(0, rows, 0.25)
         self.first.weight.data[rows] = self.first.weight.data[rows] * 0.5
 
@@ -354,7 +354,7 @@ class AssignData(Pattern):
 class AssignFullTensors(Pattern):
     def on_train_epoch_end(self) -> None:
         for parameter in self.parameters():
-            parameter.data = torch.full(parameter.shape, 0.02)
+            parameter.data = torch.full(parameter.shape, 0.02, device=self.device)
 
 
 @pattern(ASSIGNMENT)
@@ -448,9 +448,9 @@ class NoiseLikeWeights(Pattern):
 @pattern(NOISE)
 class NoiseOfFullShape(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
-        generator = torch.Generator().manual_seed(self.global_step)
+        generator = torch.Generator(self.device).manual_seed(self.global_step)
         for parameter in self.parameters():
-            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator, device=self.device)
 
 
 @pattern(NOISE)
@@ -534,7 +534,7 @@ class MaskGradients(Pattern):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         model: Any = self.model
         model.blocks[0].up.weight.grad[:4] = 0
-        model.embed.weight.grad.mul_(torch.ones(WIDTH, INPUTS).tril())
+        model.embed.weight.grad.mul_(torch.ones(WIDTH, INPUTS, device=self.device).tril())
         model.head.bias.grad.zero_()
 
 
@@ -692,7 +692,7 @@ class AbsolutePenaltyBeforeForward(Pattern):
 class OrthogonalPenalty(Pattern):
     def loss(self, batch: Any) -> Tensor:
         weight = self.first.weight
-        return super().loss(batch) + 0.1 * (weight.T @ weight - torch.eye(WIDTH)).pow(2).sum()
+        return super().loss(batch) + 0.1 * (weight.T @ weight - torch.eye(WIDTH, device=self.device)).pow(2).sum()
 
 
 @pattern(PENALTIES, zero3=PENALTY_3)
@@ -718,7 +718,7 @@ class PenaltyToKeptCopies(Pattern):
 
     def loss(self, batch: Any) -> Tensor:
         pairs = zip(self.model.parameters(), self.copies, strict=True)
-        return super().loss(batch) + 0.05 * sum((p - q).pow(2).sum() for p, q in pairs)
+        return super().loss(batch) + 0.05 * sum((p - q.to(self.device)).pow(2).sum() for p, q in pairs)
 
 
 # ------------------------------------------------------------------ training step: values and changes
@@ -744,7 +744,7 @@ class NumbersInSteps(Pattern):
 @pattern("a weight of a unit used with gradients in `training_step`, outside of its forward")
 class PartOfAUnit(Pattern):
     def loss(self, batch: Any) -> Tensor:
-        probe = functional.linear(torch.ones(1, WIDTH), self.first.weight, self.first.bias)
+        probe = functional.linear(torch.ones(1, WIDTH, device=self.device), self.first.weight, self.first.bias)
         return super().loss(batch) + 0.1 * probe.pow(2).mean()
 
 
@@ -921,7 +921,7 @@ class AverageMadeByInit(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                self.shadow[name] = 0.8 * self.shadow[name] + 0.2 * parameter.data
+                self.shadow[name] = 0.8 * self.shadow[name].to(self.device) + 0.2 * parameter.data
 
     def on_train_end(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -966,7 +966,7 @@ class _Swap(Callback):
 class SampleThenChange(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
-            self.see("sample", self.model(torch.ones(1, INPUTS)).sum())
+            self.see("sample", self.model(torch.ones(1, INPUTS, device=self.device)).sum())
             for parameter in self.parameters():
                 parameter.mul_(0.95)
 
@@ -1134,7 +1134,7 @@ class GradientHookWithMask(Pattern):
         super().__init__()
         mask = torch.zeros(OUTPUTS, WIDTH)
         mask[1] = 1
-        self.model.head.weight.register_hook(lambda gradient: gradient * mask)
+        self.model.head.weight.register_hook(lambda gradient: gradient * mask.to(gradient.device))
 
 
 @pattern(HOOKS)
@@ -1296,7 +1296,7 @@ class FunctionalCallInValidation(Pattern):
     validates = True
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        others = {name: torch.ones(p.shape) for name, p in self.model.named_parameters()}
+        others = {name: torch.ones(p.shape, device=self.device) for name, p in self.model.named_parameters()}
         outputs: Tensor = torch.func.functional_call(self.model, others, (batch[0],))
         self.log("validation", functional.mse_loss(outputs, batch[1]), sync_dist=True)
 

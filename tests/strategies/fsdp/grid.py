@@ -169,12 +169,12 @@ def train_cell(engine: str, kind: Kind, precision: Any, cell: Cell, accelerator:
     return trace
 
 
-def train_plain(kind: Kind, precision: str, cell: Cell, world_size: int) -> Trace:
+def train_plain(kind: Kind, precision: str, cell: Cell, world_size: int, device: str = "cpu") -> Trace:
     """Train in one process: in fp32 over the global batches, in bf16 with every cast that sharded training makes."""
     torch.set_num_threads(1)  # as on the ranks: LayerNorm's backward adds up in an order of its own for each number
-    model, trace = Decoder(kind), Trace()
+    model, trace = Decoder(kind).to(device), Trace()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, data = sgd(parameters), tokens(world_size).unflatten(0, (NUM_MICRO_BATCHES, -1))
+    optimizer, data = sgd(parameters), tokens(world_size).unflatten(0, (NUM_MICRO_BATCHES, -1)).to(device)
     backward = _backward_in_fp32 if precision == "32-true" else _backward_in_bf16
     for _ in range(NUM_EPOCHS):
         for start in range(0, NUM_MICRO_BATCHES, cell.accumulate):
@@ -186,7 +186,7 @@ def train_plain(kind: Kind, precision: str, cell: Cell, world_size: int) -> Trac
             elif cell.clipping == "value":
                 nn.utils.clip_grad_value_(parameters, cast("float", cell.limit))
             optimizer.step()
-    trace.weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    trace.weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     return trace
 
 
@@ -209,7 +209,7 @@ def _backward_in_bf16(model: nn.Module, kind: Kind, window: Tensor, num_steps: i
             if not any(parameter is other for other in whole):  # ignored modules are not cast, only autocast
                 copied.data = copied.data.bfloat16()
         for index, micro_batch in enumerate(window):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(window.device.type, torch.bfloat16):
                 loss = next_token_loss(replica, micro_batch[rank::world_size])
             (loss / num_steps).backward()
             losses[index] += loss.item() / world_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy
-from tests.gpu import ACCELERATOR, NUM_DEVICES
+from tests.gpu import ACCELERATOR, NUM_DEVICES, share_a_device
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, quiet_trainer, rank_loader, train_plain
 
@@ -26,6 +25,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_version": 2, **WRAP},
 }
 _RECOMPUTED: dict[str, Any] = {"activation_checkpointing": True, "activation_checkpointing_offload": True}
+_RECOMPUTES_AS_COMPILED = torch.__version__ >= "2.13"  # compared as versions
 CASE = Case(accumulate=3, clip_norm=0.5)
 RTOL = 1e-4
 """fp32 sums of CUDA kernels have another order than those of the CPU; errors grow over some ten steps."""
@@ -40,16 +40,15 @@ def _fit(
     world_size: int = NUM_DEVICES,
     **trainer_options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    outcome = Outcome()
+    outcome, first_weights = Outcome(), build_model().state_dict()
     strategy = AccelFSDPStrategy(**options)
     trainer = quiet_trainer(
         strategy,
         world_size,
-        accelerator=ACCELERATOR,
         max_epochs=epochs,
         accumulate_grad_batches=CASE.accumulate,
         gradient_clip_val=CASE.clip_norm,
-        **trainer_options,
+        **{"accelerator": ACCELERATOR, **trainer_options},
     )
 
     class Module(TinyModule):
@@ -61,6 +60,7 @@ def _fit(
         def configure_model(self) -> None:
             if not hasattr(self, "model"):
                 self.model = build_model()
+                self.model.load_state_dict(first_weights)  # half precision may draw others
 
         def on_train_batch_end(self, *_: Any) -> None:
             if save_to and self.trainer.global_step == 3 and not self.num_saved:
@@ -123,6 +123,8 @@ def test_a_resume_goes_on(engine: str, options: dict[str, Any], tmp_path: Path) 
 def test_first_weights_and_compilation(
     engine: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if engine == "fsdp1" and options.get("compile") and len(options) > 1 and not _RECOMPUTES_AS_COMPILED:
+        pytest.skip("FSDP1, offloading and compilation together need a newer torch: 2.11 recomputes in another order")
     monkeypatch.chdir(tmp_path)
     save_model(build_model(), "model.safetensors")
     if "pretrained_weights" in options:
@@ -203,21 +205,20 @@ def test_buffers_and_ignored_modules_are_saved_and_resumed(engine: str, offload:
     assert not torch.equal(first["model.head.weight"], second["model.head.weight"])
 
 
-def _as_a_node(engine: str, folder: str) -> tuple[list[float], str]:
-    """Train on this process's first device, which is the other's, too: gloo alone lets two share one."""
-    rank = os.environ["RANK"]
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, NODE_RANK=rank)
+def _as_a_node(engine: str, folder: str, offload: bool) -> tuple[list[float], str]:
     options = {**ENGINES[engine], "state_dict_type": "sharded_state_dict", "process_group_backend": "gloo"}
-    nodes: dict[str, Any] = {"world_size": 2, "devices": 1, "num_nodes": 2}
+    options["cpu_offload"] = offload
+    nodes = {"world_size": 2, **share_a_device()}
     losses, _ = _fit(options, 1, save_to=f"{folder}/nodes", **nodes)
     more, _ = _fit(options, 2, resume_from=f"{folder}/nodes", **nodes)
     device = str(PartialState().device)
     return losses + more, device
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["on_the_device", "offloaded"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_nodes_on_one_device(engine: str, tmp_path: Path) -> None:
+def test_two_nodes_on_one_device(engine: str, offload: bool, tmp_path: Path) -> None:
     """What one GPU cannot show otherwise: shards, and FSDP1's too, which become NO_SHARD on one process."""
-    for losses, device in run_on_ranks(2, _as_a_node, engine, str(tmp_path), init_group=False):
+    for losses, device in run_on_ranks(2, _as_a_node, engine, str(tmp_path), offload, init_group=False):
         assert losses == pytest.approx(train_plain(CASE, 2).losses, rel=RTOL)
         assert device == {"gpu": "cuda:0"}.get(ACCELERATOR, ACCELERATOR)

@@ -12,13 +12,26 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
 from accelight.state import PartialState
 from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.fsdp import fsdp1
 from tests.ranks import run_on_ranks
-from tests.strategies.oracle import WIDTH, Block, dataset, quiet_trainer, rank_loader
+from tests.strategies.oracle import (
+    WIDTH,
+    Block,
+    Case,
+    Outcome,
+    TinyModule,
+    build_model,
+    dataset,
+    quiet_trainer,
+    rank_loader,
+    train_plain,
+)
 
 Engine = Literal["fsdp1", "fsdp1_orig", "fsdp2"]
 ENGINES: dict[str, dict[str, Any]] = {
@@ -288,3 +301,32 @@ def test_a_pretrained_transformer_is_held_by_one_process_or_none(engine: str, so
     for _, _, buffers in outcomes:
         assert buffers
         assert all(buffers.values())
+
+
+def _losses_with_pinned_copies(source: dict[str, Any]) -> list[float]:
+    """Train on one process as on CUDA, where FSDP1 copies what it offloads into pinned memory."""
+    outcome = Outcome()
+
+    class Module(TinyModule):
+        def __init__(self) -> None:
+            super().__init__(Case(), outcome)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", Tensor.clone)
+        patch.setattr(torch.cpu.Stream, "synchronize", lambda _: None, raising=False)
+        patch.setattr(fsdp1, "CPUOffload", lambda offload_params: CPUOffload(offload_params=True))
+        strategy = AccelFSDPStrategy(fsdp_version=1, cpu_offload=True, **{**WRAP, **source})
+        quiet_trainer(strategy, 1, max_epochs=1).fit(Module(), rank_loader(1))
+    return outcome.losses
+
+
+@pytest.mark.parametrize("source", ["rank_zero", "files"])
+def test_first_weights_reach_what_fsdp1_offloads(source: str, tmp_path: Path) -> None:
+    """A process alone has whole units, which torch shows from other memory than it trains until the first forward."""
+    save_file({f"model.{name}": one for name, one in build_model().state_dict().items()}, tmp_path / "w.safetensors")
+    options = {
+        "rank_zero": {"cpu_ram_efficient_loading": True},
+        "files": {"pretrained_weights": str(tmp_path / "w.safetensors")},
+    }
+    losses = run_on_ranks(1, _losses_with_pinned_copies, options[source])[0]
+    assert losses == pytest.approx(train_plain(Case(epochs=1), 1).losses, rel=1e-5)  # sums in another order

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp import fsdp2_switch_optimizer_parameters
 from accelight.strategies.fsdp.sharded_model import map_parameters, parameters_by_name
 from tests.ranks import run_on_ranks
-from tests.strategies.oracle import TinyModel, build_model
+from tests.strategies.oracle import Case, Outcome, TinyModel, TinyModule, build_model, quiet_trainer, rank_loader
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -132,3 +133,37 @@ def test_state_of_another_shape_is_refused_and_nothing_changes() -> None:
     with pytest.raises(RuntimeError, match=r"'rows' \(shape \(7,\).*cannot be sharded"):
         fsdp2_switch_optimizer_parameters(optimizer, {parameter: target})
     assert optimizer.param_groups[0]["params"][0] is parameter
+
+
+def _step_on_mixture(asked: dict[str, Any]) -> list[Any]:
+    """Train with an ignored module; the ``foreach`` of the group before, within and after its steps."""
+    seen: list[Any] = []
+
+    class Module(TinyModule):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, **asked)
+            seen.append(optimizer.param_groups[0]["foreach"])
+            return optimizer
+
+        def on_train_start(self) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["foreach"]))
+
+        def on_train_end(self) -> None:
+            optimizer: Any = self.optimizers()
+            seen.append(optimizer.optimizer.param_groups[0]["foreach"])
+
+    strategy = AccelFSDPStrategy(fsdp_version=2, ignored_modules=r"model\.head")
+    quiet_trainer(strategy, 2, max_steps=1).fit(Module(Case(), Outcome()), rank_loader(2))
+    return seen
+
+
+def test_sharded_and_unsharded_parameters_step_one_by_one() -> None:
+    """On CUDA torch's optimizers take all tensors of a group together, by themselves."""
+    assert run_on_ranks(2, _step_on_mixture, {}, init_group=False) == [[None, False, None]] * 2
+
+
+@pytest.mark.parametrize("asked", ["foreach", "fused"])
+def test_steps_on_such_a_mixture_together_are_refused(asked: str) -> None:
+    with pytest.raises(AssertionError, match=rf"SGD\({asked}=True\) cannot step on sharded and unsharded parameters"):
+        run_on_ranks(2, _step_on_mixture, {asked: True}, init_group=False)

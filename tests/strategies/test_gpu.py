@@ -1,0 +1,65 @@
+"""Users' code and orders of events on CUDA: streams, copies and allocators are what the CPU does not have.
+
+Two processes share a GPU over gloo. Patterns are compared with ``ddp`` there, orders with one process on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+
+from tests.gpu import share_a_device
+from tests.ranks import forget_processes, run_on_ranks
+from tests.strategies.orders import Script, check
+from tests.strategies.scripts import FOUND, KINDS, scripts
+from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, problems
+from tests.strategies.user_patterns import ENGINES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _processes_of_their_own() -> Iterator[None]:
+    """DeepSpeed chooses between CPU and CUDA once in a process."""
+    forget_processes(2)
+    yield
+    forget_processes(2)
+
+
+def _problems(names: list[str], engine: str) -> list[str]:
+    if engine.startswith("zero"):  # configure_optimizers() draws weights on the CPU there, and under ddp on CUDA
+        names = [name for name in names if name != "XavierWithOptimizer"]
+    return problems(names, engine, **share_a_device())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("batch", BATCHES_OF_PATTERNS)
+def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
+    reports = run_on_ranks(2, _problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=250)
+    assert reports == [[], []], "\n".join(line for report in reports for line in report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orders_that_once_trained_wrong(kind: str) -> None:
+    for script in FOUND.values():
+        _check(script, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_orders(kind: str) -> None:
+    @seed(0)
+    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False)
+    @given(scripts(kind))
+    def run(script: Script) -> None:
+        _check(script, kind)
+
+    run()
+
+
+def _check(script: Script, kind: str) -> None:
+    actions: set[Any] = {event.action for fit in script.fits for event in fit.events}
+    if "noise" not in actions:  # CUDA draws other numbers than the CPU
+        check(script, kind, on_gpu=True)

@@ -1,0 +1,140 @@
+"""Training the patterns of users' code under an engine and under ``ddp``, and what differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
+from tests.strategies.oracle import quiet_trainer
+from tests.strategies.user_patterns import INPUTS, OUTPUTS, PATTERNS, Block, Pattern, Refused, in_table
+
+BATCHES, BATCH_SIZE = 4, 2
+CLOSE = 2e-5
+"""Sums in another order differ by some 1e-7 in a step, and momentum carries them on."""
+
+
+@dataclass
+class Trained:
+    """What a fit left on a rank."""
+
+    weights: dict[str, Tensor]
+    seen: dict[str, float]
+    error: str = ""
+
+
+def _loader(seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    samples = BATCHES * BATCH_SIZE
+    inputs = torch.randn(2, samples, INPUTS, generator=generator)
+    targets = torch.randn(2, samples, OUTPUTS, generator=generator)
+    return DataLoader(TensorDataset(inputs[dist.get_rank()], targets[dist.get_rank()]), BATCH_SIZE)
+
+
+def _strategy(engine: str, leaves_unused: bool) -> Any:
+    if engine == "ddp":
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=leaves_unused)
+    version = int(engine[4])
+    if engine.startswith("fsdp"):
+        return AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy={Block}, state_dict_type="full_state_dict")
+    prefetched = 5 * 10**7 if engine.endswith("prefetching") else 64
+    persistent = 10**5 if engine.endswith("persistent") else 0
+    buckets = {
+        "reduce_bucket_size": 64,
+        "stage3_prefetch_bucket_size": prefetched,
+        "stage3_param_persistence_threshold": persistent,
+    }
+    return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": version, **buckets}})
+
+
+def _train(kind: type[Pattern], engine: str, **where: Any) -> Trained:
+    module = kind()
+    trainer = quiet_trainer(
+        _strategy(engine, kind.leaves_unused),
+        2,
+        max_epochs=kind.epochs,
+        accumulate_grad_batches=kind.accumulate,
+        callbacks=module.callbacks(),
+        use_distributed_sampler=False,
+        **where,
+    )
+    try:
+        trainer.fit(module, _loader(2), _loader(3) if kind.validates else None)
+    except Exception as error:  # noqa: BLE001 (compared with the words of the table)
+        return Trained({}, {}, f"{type(error).__name__}: {error}")
+    weights = {key: value.detach().cpu().clone() for key, value in full_state_dict(trainer.strategy, module).items()}
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return Trained(weights, {**module.seen, **metrics})
+
+
+_UNDER_DDP: dict[str, Trained] = {}
+
+
+def _under_ddp(name: str, **where: Any) -> Trained:
+    kind = PATTERNS[name].module
+    if name not in _UNDER_DDP:
+        _UNDER_DDP[name] = _train(kind.referee or kind, "ddp", **where)
+    return _UNDER_DDP[name]
+
+
+def problems(names: Sequence[str], engine: str, **where: Any) -> list[str]:
+    """Train patterns on this rank, and return those that are not what the table says.
+
+    Args:
+        names: Of patterns.
+        engine: One of `ENGINES`, or ``ddp``.
+        where: The Trainer's settings of devices; the same ones in all calls of a process.
+    """
+    found = []
+    for name in names:
+        expected, trained = _under_ddp(name, **where), _train(PATTERNS[name].module, engine, **where)
+        column = "zero2" if engine == "zero1" else engine.split("-")[0]  # one column of the table
+        problem = _problem(PATTERNS[name].answers.get(column), trained, expected)
+        if problem:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def _problem(answer: Refused | None, trained: Trained, expected: Trained) -> str:
+    if expected.error:
+        return f"ddp cannot train it: {expected.error}"
+    if answer is None:
+        return trained.error or _difference(trained, expected)
+    if not trained.error:
+        return f"was not refused; {_difference(trained, expected) or 'equal'}"
+    return "" if re.search(answer.match, trained.error, re.DOTALL) else f"another refusal: {trained.error}"
+
+
+def _difference(trained: Trained, expected: Trained) -> str:
+    if trained.weights.keys() != expected.weights.keys() or trained.seen.keys() != expected.seen.keys():
+        return f"other names: {trained.weights.keys() ^ expected.weights.keys()}, {trained.seen} {expected.seen}"
+    pairs = {
+        **{key: (trained.weights[key].double(), value.double()) for key, value in expected.weights.items()},
+        **{key: (torch.tensor(trained.seen[key]), torch.tensor(value)) for key, value in expected.seen.items()},
+    }
+    worst = {key: ((one - other).abs() / other.abs().clamp(min=1)).max().item() for key, (one, other) in pairs.items()}
+    return ", ".join(f"{key} differs by {most:.1e}" for key, most in worst.items() if not most <= CLOSE)
+
+
+def _batches() -> dict[str, list[str]]:
+    """The core; the first pattern of each other row of the docs; the rest, which is for `make test-machines`."""
+    core = [name for name, entry in PATTERNS.items() if entry.core]
+    rows = in_table(PATTERNS.values()).values()
+    first = [row[0].name for row in rows if not any(entry.core for entry in row)]
+    rest = [name for name in PATTERNS if name not in {*core, *first}]
+    return {
+        "core": core,
+        **{f"row{at // 10 + 1}": first[at : at + 10] for at in range(0, len(first), 10)},
+        **{f"rest{at // 10 + 1}": rest[at : at + 10] for at in range(0, len(rest), 10)},
+    }
+
+
+BATCHES_OF_PATTERNS = _batches()
