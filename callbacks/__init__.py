@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .grad_norm_monitor import GradNormMonitor
     from .merge_sharded_checkpoint import MergeShardedCheckpoint
     from .ray_report_checkpoint import RayReportCheckpoint
+    from .sharded_ema import ShardedEMA
     from .trigger_early_stopping import TriggerEarlyStopping
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GradNormMonitor",
     "MergeShardedCheckpoint",
     "RayReportCheckpoint",
+    "ShardedEMA",
     "TriggerEarlyStopping",
 ]
 
@@ -29,6 +31,7 @@ _HOMES = {  # Lightning takes seconds to import
     "GradNormMonitor": ".grad_norm_monitor",
     "MergeShardedCheckpoint": ".merge_sharded_checkpoint",
     "RayReportCheckpoint": ".ray_report_checkpoint",
+    "ShardedEMA": ".sharded_ema",
     "TriggerEarlyStopping": ".trigger_early_stopping",
 }
 

@@ -45,6 +45,7 @@ from ..strategies.upstream.lightning import (
     check_trainer,
 )
 from ..strategies.upstream.patches import Patches
+from .sharded_ema import ShardedEMA
 
 _OWN_CHECKPOINT = ".unmerged.ckpt"
 
@@ -76,6 +77,7 @@ class MergeShardedCheckpoint(Callback):
         background: False lets training wait for each merge, and raises at once if it fails.
         which: At the end of fit, the checkpoint saved last or the best one of the first `ModelCheckpoint` with a
             ``monitor``. If none was saved, the weights are saved for this alone.
+        weights: ``"ema"`` merges the averages that ``ShardedEMA`` has added to the checkpoints.
         pretrained_files: False writes the weights alone, also of a Hugging Face model, under the LightningModule's
             names or without ``strip_prefix``.
 
@@ -95,19 +97,22 @@ class MergeShardedCheckpoint(Callback):
         background: bool = True,
         *,
         which: Literal["last", "best"] = "last",
+        weights: Literal["model", "ema"] = "model",
         pretrained_files: bool = True,
     ) -> None:
         if when not in ("fit_end", "every_save"):
             raise ValueError(f"when must be 'fit_end' or 'every_save', got {when!r}.")
         if which not in ("last", "best"):
             raise ValueError(f"which must be 'last' or 'best', got {which!r}.")
+        if weights not in ("model", "ema"):
+            raise ValueError(f"weights must be 'model' or 'ema', got {weights!r}.")
         if max_shard_size is not None:
             parse_size(max_shard_size)
         conversion_target(dtype)
         self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
-        self.pretrained_files = pretrained_files
+        self.weights, self.pretrained_files = weights, pretrained_files
         self.max_shard_size, self.strip_prefix = max_shard_size, checked_prefix(strip_prefix)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         self.merged: dict[str, str] = {}
@@ -138,6 +143,8 @@ class MergeShardedCheckpoint(Callback):
                 "MergeShardedCheckpoint(which='best') needs a ModelCheckpoint(monitor=...) among the Trainer's "
                 "callbacks to determine the best checkpoint. Add one, or use which='last'."
             )
+        if self.weights == "ema" and not any(isinstance(one, ShardedEMA) for one in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError("MergeShardedCheckpoint(weights='ema') needs ShardedEMA among the Trainer's callbacks.")
         self._last_saved, self._num_saved = None, 0
         strategy = trainer.strategy
         self._patches.put(strategy, "save_checkpoint", self._saving(trainer, strategy.save_checkpoint))
@@ -161,6 +168,7 @@ class MergeShardedCheckpoint(Callback):
             strip_prefix = self._files.prefix or None
         options = {"max-shard-size": self.max_shard_size, "dtype": self.dtype, "strip-prefix": strip_prefix}
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        arguments += [f"--weights={self.weights}"] if self.weights != "model" else []
         return (*arguments, "--threads=1", *([] if self.safe_serialization else ["--unsafe-serialization"]))
 
     @override

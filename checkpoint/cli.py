@@ -204,6 +204,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="ATTR",
         help="keep only tensors under this attribute, or 'auto'",
     )
+    help_text = "'ema' takes the averages of ShardedEMA (default: model)"
+    add("--weights", choices=("model", "ema"), default="model", help=help_text)
     add("--include", action="append", metavar="PATTERN", help="write only names that match; can be repeated")
     add("--exclude", action="append", metavar="PATTERN", help="omit names that match; can be repeated")
 
@@ -233,7 +235,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what `_add_selection` added, as arguments of the functions."""
-    chosen = {name: getattr(arguments, name) for name in ("dtype", "strip_prefix", "include", "exclude")}
+    chosen = {name: getattr(arguments, name) for name in ("dtype", "strip_prefix", "include", "exclude", "weights")}
     return chosen | {"progress": False if arguments.quiet or arguments.json else None}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from .files import CheckpointError, brief
-from .formats.base import CheckpointInfo, Format, is_optimizer_key
-from .formats.dcp import DCPFormat, DCPSafetensorsFormat
+from .formats.base import AVERAGED_WEIGHTS, CheckpointInfo, Format, is_optimizer_key
+from .formats.dcp import DCPAveragesFormat, DCPFormat, DCPSafetensorsFormat
 from .formats.torch_save import read_torch_file
 from .formats.zero import ZeROFormat
 
@@ -39,12 +40,37 @@ class FoundCheckpoint:
     format: Format
 
 
-def find_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
+Weights = Literal["model", "ema"]
+"""Which weights of a checkpoint: the model's, or the averages that ``ShardedEMA`` has added."""
+
+
+def find_checkpoint(checkpoint_dir: str | os.PathLike[str], weights: Weights = "model") -> FoundCheckpoint:
     """Return the checkpoint that ``checkpoint_dir`` is or holds: a DCP folder, DeepSpeed's tag folder and so on.
 
+    Args:
+        checkpoint_dir: The folder, or the one above it.
+        weights: Which weights the format is to read.
+
     Raises:
-        CheckpointError: If there is none, or more than one that may be meant.
+        CheckpointError: If there is none, or more than one that may be meant, or it has no averages.
+        ValueError: If there are no such weights.
     """
+    if weights not in ("model", "ema"):
+        raise ValueError(f"weights must be 'model' or 'ema', got {weights!r}.")
+    found = _find(checkpoint_dir)
+    if weights == "model":
+        return found
+    for folder in (found.folder, found.folder.parent):  # DeepSpeed's tag folder is inside
+        if (own := detect(folder / AVERAGED_WEIGHTS)) is not None:
+            return FoundCheckpoint(folder / AVERAGED_WEIGHTS, own)
+    if type(found.format) is DCPFormat:
+        return FoundCheckpoint(found.folder, DCPAveragesFormat())
+    raise CheckpointError(
+        f"{found.folder} holds no averages: it was saved without ShardedEMA, or before its first update."
+    )
+
+
+def _find(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"

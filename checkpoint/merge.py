@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .atomic_dir import AtomicFolder
 from .files import CheckpointError, MergeReport, human_bytes, telling_full_disk
 from .formats.base import DType, Source, SourceTensor, conversion_target
-from .locate import FoundCheckpoint, find_checkpoint
+from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
 from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
@@ -175,6 +175,7 @@ class _Request:
     strip_prefix: str | None
     include: tuple[str, ...] | None
     exclude: tuple[str, ...] | None
+    weights: Weights
     threads: int
     verify: bool
 
@@ -190,6 +191,7 @@ def merge_fsdp_weights(
     strip_prefix: str | None = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
+    weights: Weights = "model",
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
@@ -213,6 +215,7 @@ def merge_fsdp_weights(
             ``"auto"`` finds the attribute.
         include: Patterns (``fnmatch``) over the output's names; only names that match one are written.
         exclude: Patterns over the output's names; names that match one are left out.
+        weights: ``"ema"`` takes the averages that ``ShardedEMA`` has added to the checkpoint.
         threads: How many copy; None takes what was measured to be best.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
@@ -241,6 +244,7 @@ def merge_fsdp_weights(
         strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
+        weights=weights,
         threads=threads or DEFAULT_THREADS,
         verify=verify or remove_checkpoint_dir,
     )
@@ -250,7 +254,7 @@ def merge_fsdp_weights(
 
 def _merge(request: _Request, progress: Progress) -> MergeReport:
     started = time.monotonic()
-    found = find_checkpoint(request.checkpoint_dir)
+    found = find_checkpoint(request.checkpoint_dir, request.weights)
     check_destination(found.folder, request.output_path, remove=request.remove)
     source, selection, plan = plan_merge(
         found,
@@ -264,7 +268,8 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     check_conflicts(request.output_path, plan)
     _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes))
     if request.remove:
-        found.format.remove(found.folder)
+        whole = find_checkpoint(request.checkpoint_dir)
+        whole.format.remove(whole.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
     return MergeReport(
         destination=request.output_path,
@@ -281,12 +286,12 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
 def plan_merge(
     found: FoundCheckpoint,
     *,
-    strip_prefix: str | None,
-    include: tuple[str, ...] | None,
-    exclude: tuple[str, ...] | None,
-    dtype: DType | None,
-    max_shard_bytes: int | None,
-    safe: bool,
+    strip_prefix: str | None = None,
+    include: tuple[str, ...] | None = None,
+    exclude: tuple[str, ...] | None = None,
+    dtype: DType | None = None,
+    max_shard_bytes: int | None = None,
+    safe: bool = True,
 ) -> tuple[Source, Selection, Plan]:
     """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
@@ -374,6 +379,7 @@ def load_state_dict(
     strip_prefix: str | None = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
+    weights: Weights = "model",
 ) -> dict[str, torch.Tensor]:
     """Return the full weights of a sharded checkpoint on the CPU: what `merge_fsdp_weights` would write.
 
@@ -385,6 +391,7 @@ def load_state_dict(
         strip_prefix: Keep what lies under this attribute of the LightningModule; ``"auto"`` finds it.
         include: Patterns (``fnmatch``) over the resulting names; only names that match one are read.
         exclude: Patterns over the resulting names; names that match one are left out.
+        weights: ``"ema"`` returns the averages of ``ShardedEMA``.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, incomplete, or no model can be identified in it.
@@ -393,7 +400,7 @@ def load_state_dict(
     from .writing.copy import load_tensors
 
     source, selection, plan = plan_merge(
-        find_checkpoint(checkpoint_dir),
+        find_checkpoint(checkpoint_dir, weights),
         strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
@@ -402,8 +409,8 @@ def load_state_dict(
         safe=False,
     )
     source.check(set(selection.names.values()), lambda _: None)
-    weights: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     for file in plan.files:
-        weights.update(load_tensors(file))
-        weights.update({alias: weights[name] for alias, name in file.ties.items()})
-    return weights
+        found.update(load_tensors(file))
+        found.update({alias: found[name] for alias, name in file.ties.items()})
+    return found

@@ -23,7 +23,7 @@ from .formats.base import (
 )
 from .formats.safetensors import read_safetensors
 from .formats.torch_save import read_state_dict_file
-from .locate import find_checkpoint
+from .locate import Weights, find_checkpoint
 from .merge import Progress, ProgressCallback
 from .names import Selection, checked_prefix, patterns, select
 from .writing.copy import OnBytes, blocks_of, first_difference
@@ -73,6 +73,7 @@ def verify_merged(
     strip_prefix: str | None = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
+    weights: Weights = "model",
     progress: ProgressCallback | bool | None = None,
 ) -> VerifyReport:
     """Compare every byte of a merged result with its source.
@@ -87,6 +88,7 @@ def verify_merged(
         strip_prefix: See `merge_fsdp_weights`.
         include: See there.
         exclude: See there.
+        weights: See there.
         progress: See there.
 
     Raises:
@@ -102,7 +104,7 @@ def verify_merged(
         patterns(exclude, "exclude"),
     )
     shown = Progress(progress, "comparing")
-    found = find_checkpoint(checkpoint_dir)
+    found = find_checkpoint(checkpoint_dir, weights)
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
     files, differences = read_result(Path(output_path))

@@ -532,6 +532,8 @@ class TensorFile:
 MODEL_KEYS = ("model", "state_dict")
 """Where weights are kept: Accelerate, Lightning's FSDPStrategy and FSDP1 folders of ours; its ModelParallelStrategy and
 FSDP2 folders of ours."""
+AVERAGED_WEIGHTS = "averaged_weights"
+"""Where the averages of ``ShardedEMA`` are kept: a key, in DeepSpeed's checkpoints a folder."""
 
 
 def is_optimizer_key(key: str) -> bool:

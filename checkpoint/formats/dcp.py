@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..files import CheckpointError, file_inside, is_regular, open_regular, read_regular
 from ..manifest import HINT, Digests, Manifest, RecordDigests, read_manifest
 from .base import (
+    AVERAGED_WEIGHTS,
     MAX_BYTES,
     MODEL_KEYS,
     CheckpointInfo,
@@ -141,6 +142,8 @@ class DCPFormat(Format):
     signs: tuple[str, ...] = (f"{METADATA_NAME} (torch.distributed.checkpoint; Lightning's and accelight's folders)",)
     kind = "torch-dcp"
     """Its name where nothing shows which library saved it."""
+    key: str | None = None
+    """Where the weights are, instead of where the model is."""
 
     def detect(self, folder: Path) -> bool:
         """Whether there is a ``.metadata`` file."""
@@ -149,7 +152,7 @@ class DCPFormat(Format):
     def open(self, folder: Path) -> tuple[Source, Manifest | None]:
         """Read the metadata; ``accelight.json`` may name the model's place in it."""
         manifest = read_manifest(folder)
-        return dcp_source(folder, self.read_metadata(folder, manifest), manifest), manifest
+        return dcp_source(folder, self.read_metadata(folder, manifest), manifest, self.key), manifest
 
     def describe(self, folder: Path) -> CheckpointInfo:
         """Describe it from its metadata, ``accelight.json`` and ``meta.pt``."""
@@ -188,6 +191,25 @@ class DCPFormat(Format):
         """Read where the tensors of a folder lie."""
         digest = None if manifest is None else manifest.digests.get(METADATA_NAME)
         return read_dcp_metadata(folder / METADATA_NAME, digest)
+
+
+class DCPAveragesFormat(DCPFormat):
+    """The averages that ``ShardedEMA`` adds to a folder."""
+
+    key = AVERAGED_WEIGHTS
+
+    def read_metadata(self, folder: Path, manifest: Manifest | None) -> DCPMetadata:
+        """Read where the tensors of a folder lie.
+
+        Raises:
+            CheckpointError: If it has no averages.
+        """
+        metadata = super().read_metadata(folder, manifest)
+        if not any(fqn.startswith(f"{AVERAGED_WEIGHTS}.") for fqn in metadata.tensors):
+            raise CheckpointError(
+                f"{folder} holds no averages: it was saved without ShardedEMA, or before its first update."
+            )
+        return metadata
 
 
 class DCPSafetensorsFormat(DCPFormat):
@@ -322,18 +344,19 @@ def _files(folder: Path, metadata: DCPMetadata, digests: Digests) -> tuple[Shard
 _is_contiguous = lru_cache(maxsize=1000)(is_contiguous)  # a few shapes, of very many tensors
 
 
-def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = None) -> Source:
+def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = None, key: str | None = None) -> Source:
     """Return the model of a DCP folder.
 
     Args:
         folder: Holds the files.
         metadata: Their description.
         manifest: Has the model's key in the saved state dict, and the files' digests.
+        key: Of other weights than the model's.
 
     Raises:
         CheckpointError: If the model cannot be identified, or the records are others than were written.
     """
-    prefix = None if manifest is None else manifest.model_prefix
+    prefix = key or (None if manifest is None else manifest.model_prefix)
     names, skipped = select_model(metadata, prefix, str(folder))
     digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
@@ -380,8 +403,9 @@ def _select(metadata: DCPMetadata, prefix: str | None, where: str) -> tuple[list
         chosen = _choose_group(groups, sum(groups.values()) == len(fqns), prefix if depth == 0 else None, where)
         if chosen is None:
             break
-        others = [fqn for fqn, key in zip(fqns, keys, strict=True) if key != chosen]
-        skipped |= dict.fromkeys(others, f"not part of {chosen!r}, the model")
+        for fqn, key in zip(fqns, keys, strict=True):
+            if key != chosen:
+                skipped[fqn] = "averages" if key == AVERAGED_WEIGHTS else f"not part of {chosen!r}, the model"
         fqns = [fqn for fqn, key in zip(fqns, keys, strict=True) if key == chosen]
         if is_optimizer_key(chosen):  # asked for: its own keys stay in the names
             depth += 1

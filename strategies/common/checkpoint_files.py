@@ -10,16 +10,17 @@ import time
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
+from torch import Tensor
 from typing_extensions import override
 
 from ...checkpoint.atomic_dir import (
@@ -36,6 +37,22 @@ from ...checkpoint.formats.torch_save import check_bytes
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
+
+
+class AveragedWeights(Protocol):
+    """Averages of the weights, for checkpoints beside these; see `ShardedEMA`."""
+
+    tensors: dict[str, Tensor]
+    """By the weights' names, sharded like these."""
+
+    def aside(self) -> AbstractContextManager[bool]:
+        """Let the model have its own weights in this context; it gives whether it has the averages otherwise."""
+        ...
+
+
+def with_own_weights(averages: AveragedWeights | None) -> AbstractContextManager[bool]:
+    """Let the model have its own weights in this context, also where it has averages."""
+    return nullcontext(False) if averages is None else averages.aside()
 
 
 class NewFolder:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -395,6 +395,10 @@ class ShardAccess(Protocol):
         """Reshard what calls of modules have left unsharded; no such call runs."""
         ...
 
+    def reach_model(self) -> None:
+        """Let the model have what was written to weights of the optimizer's own; every rank calls it."""
+        ...
+
     def note_write(self, tensor: Tensor) -> None:
         """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
         ...
@@ -435,6 +439,9 @@ class NoAccess:
 
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
+
+    def reach_model(self) -> None:
+        """Do nothing: the optimizer steps on the model's weights."""
 
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing: version counters show changes."""
@@ -897,8 +904,18 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def part_of(full: Tensor, shard: Sharded) -> Sharded:
-    """Return this rank's part of a full tensor, sharded like ``shard``; no rank communicates."""
+@overload
+def part_of(full: Tensor, shard: Sharded) -> Sharded: ...
+
+
+@overload
+def part_of(full: Tensor, shard: Tensor) -> Tensor: ...
+
+
+def part_of(full: Tensor, shard: Tensor) -> Tensor:
+    """Return this rank's part of a full tensor, sharded like ``shard``, if that is; no rank communicates."""
+    if not isinstance(shard, Sharded):
+        return full
     if isinstance(shard, FlatShard):
         return FlatShard(shard.place.own_range(full.to(shard.device)), shard.place)
     mesh = shard.device_mesh

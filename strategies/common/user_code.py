@@ -537,6 +537,8 @@ def _come(strategy: Any, action: str) -> None:
     user_code: UserCode | None = getattr(strategy, "_user_code", None)
     if user_code is not None and user_code.places is not None:
         user_code.places.compare_at_line(action)
+    with library_code():
+        strategy.shard_access.reach_model()
 
 
 def _modules(strategy: Any, modules: Modules) -> Iterable[nn.Module]:

@@ -6,22 +6,30 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
+from ...checkpoint.formats.base import AVERAGED_WEIGHTS
 from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
+from ...checkpoint.locate import find_checkpoint
 from ...checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from ...checkpoint.merge import plan_merge
+from ...checkpoint.writing.copy import load_tensors
 from ...state import gather_object
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ..common import dataloader_state
 from ..common.checkpoint_files import (
+    AveragedWeights,
     bytes_are_checked,
     check_full,
     local_path,
@@ -29,11 +37,13 @@ from ..common.checkpoint_files import (
     num_bytes_of,
     read_torch,
     save_torch,
+    with_own_weights,
     writes_own_folders,
 )
 from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
 from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
+from ..common.sharded_tensors import local_part, part_of
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches, replace_for_good
 from . import universal, zero_optimizer
@@ -73,6 +83,13 @@ class Saved(Protocol):
     @property
     def loader_places(self) -> LoaderPlaces:
         """Of the running fit."""
+
+    @property
+    def averages(self) -> AveragedWeights | None:
+        """Averages of the weights, which checkpoints have, too."""
+
+    def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
+        """Return this rank's part of each parameter."""
 
     @property
     def lightning_module(self) -> LightningModule | None:
@@ -128,14 +145,28 @@ class Checkpointer:
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
-        with strip_sharding(state, TRACES):
+        with strip_sharding(state, TRACES), with_own_weights(self._strategy.averages):
             save(
                 engine,
                 folder,
                 state,
                 write_16bit=write_16bit,
                 exclude_frozen=self._strategy.exclude_frozen_parameters,
+                averaged=self._averaged_state(),
             )
+
+    def _averaged_state(self) -> dict[str, Tensor]:
+        """Return the weights with the averages in their place; nothing where there are none."""
+        averages = self._strategy.averages
+        if averages is None or not averages.tensors:
+            return {}
+        buffers: dict[str, Tensor] = {}
+        for prefix, module in self._strategy.deepspeed_engine.module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    buffers[f"{prefix}.{name}" if prefix else name] = buffer.detach()
+        weights = {name: shard for name, (shard, _) in self._strategy.parameter_shards().items()}
+        return {**weights, **buffers, **averages.tensors}
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Return the Trainer's checkpoint; what the engine takes of it is loaded later.
@@ -214,7 +245,13 @@ _OF_DEEPSPEED = {
 
 
 def save(
-    engine: Any, path: Path, trainer_state: dict[str, Any], *, write_16bit: bool, exclude_frozen: bool = False
+    engine: Any,
+    path: Path,
+    trainer_state: dict[str, Any],
+    *,
+    write_16bit: bool,
+    exclude_frozen: bool = False,
+    averaged: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
@@ -224,6 +261,7 @@ def save(
         trainer_state: The Trainer's checkpoint, without weights and optimizer states.
         write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
         exclude_frozen: Whether frozen parameters are left out of the shards.
+        averaged: Averages of the weights, sharded, for a folder of their own.
 
     Raises:
         ValueError: If the state has a key that DeepSpeed uses itself.
@@ -252,6 +290,8 @@ def save(
         # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
         ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
         write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
+        if averaged:
+            write_manifest(folder / AVERAGED_WEIGHTS, model_prefix="model", ties=ties)
 
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
@@ -264,6 +304,11 @@ def save(
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen,
             )
+        if averaged:
+            try:
+                save_dcp({"model": dict(averaged)}, checkpoint_id=folder / AVERAGED_WEIGHTS)
+            except CheckpointException as error:  # which is no Exception
+                raise RuntimeError(f"saving {path} failed: {error}") from error
         if writes_own_folders():
             for digests in gather_object([digests_of(folder)]):
                 of_others.update(digests)
@@ -302,7 +347,37 @@ def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weig
         check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
     checkpoint = read_trainer_state(path / universal.TAG, weights_only=weights_only)
     checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
+    if (path / AVERAGED_WEIGHTS).is_dir():
+        checkpoint[AVERAGED_WEIGHTS] = StoredAverages(path / AVERAGED_WEIGHTS)
     return checkpoint
+
+
+@dataclass(frozen=True)
+class StoredAverages:
+    """Averages of the weights in a folder of torch.distributed.checkpoint."""
+
+    path: Path
+
+    @torch.no_grad()
+    def fill(self, averages: Mapping[str, Tensor]) -> None:
+        """Load this rank's part of each, one full tensor after the other; every rank calls it.
+
+        Raises:
+            RuntimeError: On every rank, if the folder is damaged or has no averages of what trains now.
+        """
+        with raise_on_all_ranks(f"loading {self.path}"):
+            source, selection, plan = plan_merge(find_checkpoint(self.path), safe=False)
+            if bytes_are_checked():
+                source.check(set(selection.names.values()), lambda _: None)
+            missing = sorted(set(averages) - {tensor.name for file in plan.files for tensor in file.tensors})
+            if missing:
+                raise RuntimeError(
+                    f"{self.path} has no {missing}, which train now. Train what trained when it was saved."
+                )
+            for file in plan.files:
+                wanted = tuple(tensor for tensor in file.tensors if tensor.name in averages)
+                for name, full in load_tensors(replace(file, tensors=wanted)):
+                    local_part(averages[name]).copy_(local_part(part_of(full, averages[name])))
 
 
 def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:

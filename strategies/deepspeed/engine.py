@@ -288,6 +288,9 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Kept:
     """
     mine, kept = set(module.parameters()), Kept()
     for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:
+        window = window_of(engine)
+        if window is not None and window.changes is not None:  # written in the last hook, or left by an exception
+            window.changes.reach_model()
         kept.masters.keep(engine)
         kept.states.keep(engine)
         end_engine(engine)

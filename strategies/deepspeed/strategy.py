@@ -22,6 +22,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
+from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
 from ..common.items import factor_for
@@ -122,6 +123,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     _access: ZeroAccess
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
+    averages: AveragedWeights | None = None
+    """Averages of the weights, which checkpoints have, too."""
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -270,6 +273,14 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         return self._window
 
     # ------------------------------------------------------------------ checkpoints
+    def parameter_shards(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains."""
+        return self._access.parameter_shards()
+
+    def push_parameter_shards(self) -> None:
+        """Let the model compute with what `parameter_shards` has been changed to; every rank calls it."""
+        self._access.push_parameter_shards()
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -344,8 +355,7 @@ _REFUSED_CALLBACKS = {
     "ModelPruning": PRUNING,
     "WeightAveraging": (
         "replaces the weights in checkpoints with averages, but DeepSpeed's engine saves its own weights: the "
-        "averages would be lost. Average in your own callback, with a state_dict() for its checkpoints, or use "
-        "Trainer(strategy='ddp')."
+        "averages would be lost. Use accelight.callbacks.ShardedEMA, which saves both."
     ),
 }
 
@@ -357,6 +367,8 @@ _REFUSED_CALLBACKS = {
         "clip_step",
         "take_step",
         "divide_by_items",
+        "parameter_shards",
+        "push_parameter_shards",
         "save_checkpoint",
         "load_checkpoint",
         "load_model_state_dict",

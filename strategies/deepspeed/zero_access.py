@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
 from ..common.sharded_tensors import FlatLayout, FlatShard
 from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
@@ -80,6 +81,48 @@ class ZeroAccess:
         layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
         return FlatShard(held.detach().narrow(0, 0, count), layout)
 
+    def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
+        """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains.
+
+        Raises:
+            RuntimeError: If it is on NVMe.
+        """
+        zero: Any = None if self._window is None else self._engine.optimizer
+        masters: dict[int, FlatShard] = {}
+        if self._window is not None and zero_optimizer.is_partitioned_optimizer(zero):
+            self._window.follow_changed_weights()
+            masters = self._master_shards(zero)
+        found: dict[str, tuple[Tensor, bool]] = {}
+        for name, parameter in self._module.named_parameters():
+            shard = masters[id(parameter)] if id(parameter) in masters else self.shard_of(parameter)
+            found[clean_name(name)] = parameter.detach() if shard is None else shard, parameter.requires_grad
+        return found
+
+    def _master_shards(self, zero: Any) -> dict[int, FlatShard]:
+        found: dict[int, FlatShard] = {}
+        for index, parameters in enumerate(zero_optimizer.parameter_groups(zero)):
+            flat, begin = zero_optimizer.masters(zero)[index].detach(), 0
+            group = zero_optimizer.process_group(zero, index)
+            for each in parameters:
+                parameter: Any = each
+                piece = self._pieces.get(id(parameter))
+                start, flat_start, count = (0, 0, 0) if piece is None else (piece.start, piece.flat_start, piece.numel)
+                if flat.numel() < flat_start + count:
+                    raise RuntimeError(
+                        "ShardedEMA cannot average weights that are on NVMe. Offload the optimizer to 'cpu'."
+                    )
+                share = int(zero.partition_size[index]) if not zero_optimizer.is_stage_3(zero) else 0
+                cut = (begin, share) if share else (0, int(parameter.ds_tensor.numel()))
+                layout = self._layout(parameter, group, start, count, cut)
+                found[id(parameter)] = FlatShard(flat.narrow(0, flat_start, count), layout)
+                begin += parameter.numel()
+        return found
+
+    def push_parameter_shards(self) -> None:
+        """Let the model compute with what `parameter_shards` has been changed to; every rank calls it."""
+        if self._window is not None and self._window.changes is not None:
+            self._window.changes.push()
+
     def _layout(self, parameter: Any, group: Any, start: int, count: int, cut: tuple[int, int]) -> FlatLayout:
         shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
         strides: list[int] = []
@@ -104,6 +147,11 @@ class ZeroAccess:
             is_left = not getattr(parameter, "ds_persist", True) and parameter.ds_status.name == "AVAILABLE"
             if is_left and not parameter.ds_active_sub_modules:
                 parameter.partition()
+
+    def reach_model(self) -> None:
+        """Let the model compute with what was written to the weights that the optimizer steps on."""
+        if self._window is not None and self._window.changes is not None:
+            self._window.changes.reach_model()
 
     def note_write(self, tensor: Tensor) -> None:
         """Let the partition of a parameter have what a training step writes to it while it is gathered."""

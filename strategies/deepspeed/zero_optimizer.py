@@ -309,11 +309,12 @@ def push_masters(zero: Any) -> None:
 
     Every rank must call it, outside of forward and backward.
     """
+    if is_stage_3(zero):  # before its partitions change: what is gathered would look like a change of the user's
+        zero.parameter_offload.partition_all_parameters()
     for master, weights in zip(masters(zero), computing_weights(zero), strict=True):
         if weights is not None and weights.data_ptr() != master.data_ptr():
             weights.copy_(master)
     if is_stage_3(zero):
-        zero.parameter_offload.partition_all_parameters()
         if zero.persistent_parameters:  # small ones, which stay gathered
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         return

@@ -508,7 +508,7 @@ _BETWEEN_BATCHES = (
 )
 _ONLY_LOOK = ("lightning.pytorch.callbacks.", "pytorch_lightning.callbacks.", "accelight.")
 """Modules whose callbacks change no weights there, but for those that say so by their names."""
-_CHANGE_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging")
+_CHANGE_WEIGHTS = ("WeightAveraging", "StochasticWeightAveraging", "ShardedEMA")
 
 
 def looks_before_backward(trainer: Trainer, module: LightningModule) -> bool:

@@ -38,6 +38,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync
+from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
 from ..common.items import factor_for
@@ -62,6 +63,7 @@ from ..upstream.lightning import MixedPrecision as LightningMixedPrecision
 from ..upstream.patches import Patches
 from .checkpoint.async_save import check_kind, check_places, describe_async_mode, make_async_saver
 from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.state_dict import parameter_shards
 from .engine import Engine, StepRunner
 from .fsdp1 import FSDP1Engine
 from .fsdp2 import FSDP2Engine
@@ -95,6 +97,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
     _summaries: Patches
+    averages: AveragedWeights | None = None
+    """Averages of the weights, which checkpoints have, too."""
     skipped_steps: SkippedSteps
     """Whether the gradient scaler left the last optimizer step out."""
     last_grad_norm: torch.Tensor | None
@@ -314,6 +318,11 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         self._checkpointer.remove(filepath, partial(super().remove_checkpoint, filepath))
 
+    def parameter_shards(self) -> dict[str, tuple[torch.Tensor, bool]]:
+        """Return this rank's part of each parameter, sharing memory, and whether it trains; no rank communicates."""
+        self.engine.reshard(self.form.root)
+        return parameter_shards(self.engine.state_dict_module(self.form.root))
+
     def wait_for_saves(self) -> None:
         """Return when no checkpoint is being written any more; all processes must call it.
 
@@ -405,9 +414,8 @@ _ACCELERATES_NAMES: dict[torch.dtype | None, str] = {torch.float16: "fp16", torc
 _REFUSED_CALLBACKS = {
     "ModelPruning": PRUNING,
     "WeightAveraging": (
-        "copies the model before it is sharded, and would average the copy with shards. Average in your own "
-        "callback: copies made in on_train_start are sharded like the trained parameters, and can be averaged and "
-        "swapped in any hook. Or use Trainer(strategy='ddp')."
+        "copies the model before it is sharded, and would average the copy with shards. Use "
+        "accelight.callbacks.ShardedEMA, which averages shards."
     ),
 }
 
@@ -416,7 +424,7 @@ _REFUSED_CALLBACKS = {
     *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
     *("optimizer_step", "finish_gradients", "clip_grad_norm", "save_checkpoint", "load_checkpoint", "optimizer_state"),
     *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "save_safetensors"),
-    *("divide_by_items", "wait_for_saves", "barrier", "on_exception"),
+    *("divide_by_items", "parameter_shards", "wait_for_saves", "barrier", "on_exception"),
 )
 @pickle_by_init_args
 @named_arguments

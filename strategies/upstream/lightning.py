@@ -36,7 +36,13 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         MixedPrecision,
         Precision,
     )
-    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ParallelStrategy,
+        SingleDeviceStrategy,
+    )
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.trainer.call import _call_lightning_module_hook
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -82,7 +88,13 @@ else:
         MixedPrecision,
         Precision,
     )
-    from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
+    from pytorch_lightning.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        ParallelStrategy,
+        SingleDeviceStrategy,
+    )
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from pytorch_lightning.trainer.call import _call_lightning_module_hook
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -126,6 +138,7 @@ __all__ = [
     "Precision",
     "RunningStage",
     "SIGTERMException",
+    "SingleDeviceStrategy",
     "Summary",
     "TorchCheckpointIO",
     "Trainer",

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from accelight.callbacks import ShardedEMA
 from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import full_parameters
 from tests.gpu import share_a_device
@@ -144,6 +145,8 @@ class Script(_Code):
     """The form of checkpoints."""
     option: str | None = None
     """One of `OPTIONS`."""
+    average: int | None = None
+    """Steps between updates of `ShardedEMA`, which evaluates with averages."""
 
 
 class Planned(Exception):  # noqa: N818 (an event, and no error)
@@ -450,6 +453,14 @@ class Events(Callback):
                     parameter.copy_(weights)
 
 
+class Averaging(ShardedEMA):
+    """Looks at the averages at the end."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        with self.averaged_weights(trainer), torch.no_grad():
+            pl_module.seen.append(pl_module(torch.arange(4, device=pl_module.device)[None]).sum().item())
+
+
 def _add_hook(name: str) -> None:
     def hook(self: Events, trainer: Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
         self._happen(name, trainer, pl_module)
@@ -508,7 +519,10 @@ def _play(
             limit_train_batches=fit.limit,
             val_check_interval=fit.validate_every,
             check_val_every_n_epoch=None if fit.validate_every else 1,
-            callbacks=[Events(fit, save)],
+            callbacks=[
+                Events(fit, save),
+                *([] if script.average is None else [Averaging(0.7, every_n_steps=script.average)]),
+            ],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

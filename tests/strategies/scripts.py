@@ -145,6 +145,28 @@ FOUND: dict[str, Script] = {
     "weights divided by their norms, through p.data": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "norms"),)),)
     ),
+    "averages in validation, saved there, and resumed": Script(
+        (
+            Fit(accumulate=2, batches=6, validate_every=3, events=(Event("on_validation_batch_end", 0, "save"),)),
+            Fit(start="fresh", accumulate=2, batches=6, epochs=2, validate_every=2),
+        ),
+        average=1,
+    ),
+    "averages of layers that begin to train, and an exception in validation": Script(
+        (
+            Fit(
+                batches=6,
+                validate_every=2,
+                events=(
+                    Event("on_train_start", 0, "freeze"),
+                    Event("on_train_batch_start", 3, "thaw"),
+                    Event("on_validation_batch_end", 3, "raise"),
+                ),
+            ),
+            Fit(batches=3, validate_every=1),
+        ),
+        average=2,
+    ),
     "rows edited before manual optimization": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "rows"),)),), manual="zbs"
     ),
@@ -193,6 +215,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         iterable=pick([False, True]),
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS]) if is_fsdp else None,
+        average=pick([None, None, 1, 2]),
     )
 
 

@@ -55,7 +55,7 @@ WITH_FSDP: dict[str, Callable[[], Callback]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
     "BatchSizeFinder": (BatchSizeFinder, "Batch size finder is not supported with distributed strategies"),
-    "EMAWeightAveraging": (EMAWeightAveraging, "EMAWeightAveraging .* Average in your own callback"),
+    "EMAWeightAveraging": (EMAWeightAveraging, "EMAWeightAveraging .*ShardedEMA"),
     "ModelPruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters"),
     "StochasticWeightAveraging": (lambda: StochasticWeightAveraging(0.01), "SWA does not currently support sharded"),
 }

@@ -11,18 +11,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ....checkpoint.atomic_dir import remove_folder
 from ....checkpoint.files import MergeReport, is_regular
+from ....checkpoint.formats.base import AVERAGED_WEIGHTS
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import clean_name
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
 from ...common.checkpoint_files import (
+    AveragedWeights,
     bytes_are_checked,
     check_full,
     folder_named,
@@ -32,11 +34,13 @@ from ...common.checkpoint_files import (
     new_folder,
     read_torch,
     save_torch,
+    with_own_weights,
     writes_own_folders,
 )
 from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
+from ...common.sharded_tensors import gathered, local_part
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
     CheckpointIO,
@@ -105,6 +109,10 @@ class Saved(Protocol):
     def is_global_zero(self) -> bool:
         """Whether this is the main process."""
 
+    @property
+    def averages(self) -> AveragedWeights | None:
+        """Averages of the weights, which checkpoints have, too."""
+
     def broadcast(self, obj: str, src: int = 0) -> str:
         """Return what the process ``src`` has."""
 
@@ -156,7 +164,8 @@ class Checkpointer:
         if self._local:
             return local_model_state(form)
         full = self._strategy.engine.settings.full_weights if self._full else None
-        return state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
+        with with_own_weights(self._strategy.averages):
+            return state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
@@ -174,12 +183,33 @@ class Checkpointer:
         share_scaler_state(checkpoint)
         save, saves = self._full_save if self._full else self._folder_save, self.saves
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
-        with strip_sharding(checkpoint, traces):
+        averages = self._strategy.averages
+        with strip_sharding(checkpoint, traces), with_own_weights(averages) as in_evaluation:
+            if averages is not None and averages.tensors:
+                checkpoint[AVERAGED_WEIGHTS] = self._averaged_state(checkpoint["state_dict"], averages.tensors)
             if saves is None or not self._is_fitting:  # after the loop there is nothing to continue with
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
                 write = save(checkpoint, path, storage_options, saves.stage)
                 saves.start(f"Saving {path}", write, self._plans.messages)
+            if in_evaluation:  # the model has the averages again when this ends
+                self.wait()
+
+    def _averaged_state(self, weights: Mapping[str, Any], averages: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the weights with the averages in their place, as ``state_dict_type`` has them."""
+        if self._local:
+            return {name: local_part(average) for name, average in averages.items()}
+        full = self._strategy.engine.settings.full_weights if self._full else None
+        found = dict(averages)
+        if full is not None:
+            found = {}
+            for name, average in averages.items():  # one after the other
+                whole = gathered(average.to(self._strategy.root_device))
+                found.update(state_dict.put_where({name: whole.cpu() if full.offload_to_cpu else whole}, full))
+        ties = self._strategy.form.ties
+        found.update({alias: found[name] for alias, name in ties.items() if name in found})
+        kept = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        return {**kept, **found} if kept else {}
 
     def _meet_for_save(self, checkpoint: dict[str, Any], path: str) -> str:
         """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path, where that is wanted."""
@@ -229,12 +259,15 @@ class Checkpointer:
             raise TypeError("storage_options is for a CheckpointIO, which sharded checkpoints do not use. Remove it.")
         folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        averages = checkpoint.pop(AVERAGED_WEIGHTS, {})
         metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
         if self._local:
-            local = stage(local_state(weights, optimizer_states))
+            local = stage({**local_state(weights, optimizer_states), AVERAGED_WEIGHTS: averages})
             return partial(save_local, folder, local, metadata)
         key, form = self._strategy.engine.model_key, self._strategy.form
         state = state_dict.sharded_state(key, weights, optimizer_states)
+        if averages:
+            state[AVERAGED_WEIGHTS] = averages
         manifest, saves = Manifest(key, form.ties, form.module_attribute), self.saves
         if saves is not None and saves.process is not None and stage == saves.stage:
             if writes_own_folders():
@@ -434,6 +467,8 @@ def read_local(path: Path, weights_only: bool | None) -> dict[str, Any]:
             check_bytes(file)
         stored = torch.load(file, map_location="cpu", weights_only=weights_only is not False, mmap=True)
     checkpoint[STORED_WEIGHTS] = LocalWeights(path, stored[_MODEL])
+    if stored.get(AVERAGED_WEIGHTS):
+        checkpoint[AVERAGED_WEIGHTS] = LocalAverages(path, stored[AVERAGED_WEIGHTS])
     if "lr_schedulers" in checkpoint:  # not one of weights alone
         checkpoint["optimizer_states"] = [LocalOptimizer(state) for state in stored[_OPTIMIZERS]]
     return checkpoint
@@ -460,6 +495,26 @@ class LocalWeights:
                 if not is_extra_state(name):
                     tensor.copy_(self.stored[name])
         load_extra_states(form.root, self.stored)
+
+
+@dataclass(frozen=True)
+class LocalAverages:
+    """This rank's shards of averaged weights, as they were saved."""
+
+    path: Path
+    stored: dict[str, Tensor] = field(repr=False)
+
+    @torch.no_grad()
+    def fill(self, averages: Mapping[str, Tensor]) -> None:
+        """Load them; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank, if other parameters are averaged.
+        """
+        with raise_on_all_ranks(f"Loading {self.path}"):
+            _compare(self.stored, {name: local_part(average) for name, average in averages.items()})
+        for name, average in averages.items():
+            local_part(average).copy_(self.stored[name])
 
 
 @dataclass(frozen=True)

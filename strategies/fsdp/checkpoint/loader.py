@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ....checkpoint.files import CheckpointError, is_regular, open_regular, read_regular
-from ....checkpoint.formats.base import MODEL_KEYS
+from ....checkpoint.formats.base import AVERAGED_WEIGHTS, MODEL_KEYS
 from ....checkpoint.formats.dcp import RecordReader
 from ....checkpoint.formats.dcp_metadata import (
     MAX_METADATA_BYTES,
@@ -62,6 +62,7 @@ from ...common.modules import is_extra_state
 from ...upstream.lightning_package import lightning_package
 from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
 from ..sharded_model import NamedTensor, ShardedModel, load_model_state_dict, model_state_dict
+from ..weights import listed
 from .optim_state_dict import restore_full_optimizer, restore_optimizer
 from .state_dict import without_torch_noise
 from .writer import METADATA_FILE
@@ -88,6 +89,8 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
     checkpoint[STORED_WEIGHTS] = LazyShardedState(path, model_key, reader)
+    if any(name.startswith(f"{AVERAGED_WEIGHTS}.") for name in names):
+        checkpoint[AVERAGED_WEIGHTS] = LazyShardedState(path, AVERAGED_WEIGHTS, reader)
     if "lr_schedulers" in checkpoint:  # not one of weights alone
         num_stored = len({name.split(".", 1)[0] for name in names if name.startswith("optimizer_")})
         checkpoint["optimizer_states"] = [
@@ -166,6 +169,21 @@ class LazyShardedState:
         _load(self, {self.key: held})
         loaded = {f"{prefix}{name}": value for name, value in held.items()}
         load_model_state_dict(module, loaded, strict=strict)
+
+    @without_torch_noise()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the part's tensors of these names into these; every rank must call it.
+
+        Raises:
+            RuntimeError: On every rank, if the part lacks some.
+        """
+        with raise_on_all_ranks(f"loading {self.path}", store_messages()):
+            missing = sorted(set(tensors) - set(self.own()))
+            if missing:
+                raise RuntimeError(
+                    f"{self.path} has no averages of {listed(missing)}, which train now. Train what trained then."
+                )
+        _load(self, {self.key: dict(tensors)})
 
     def _extra_states(self, present: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         """Return places for what modules keep beside tensors, in the form it was saved in: that may change in training.

@@ -26,7 +26,7 @@ from ...common.sharded_tensors import FlatShard, memory_order
 from ...upstream.torch_core import tree_map_only
 from ..flat_params import layouts_of, owners_of, roots_of, units_of
 from ..settings import FullState
-from ..sharded_model import model_state_dict
+from ..sharded_model import model_state_dict, named_tensors
 
 # ------------------------------------------------------------------------------------------------
 # Full and sharded state dicts from torch.
@@ -145,6 +145,29 @@ def flat_model_state(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def parameter_shards(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
+    """Return this rank's part of each parameter, and whether it trains; nothing is communicated or copied.
+
+    Args:
+        module: Idle, of FSDP1 or FSDP2. Tied parameters are there once.
+    """
+    cut: _Cut = {owner: {} for owner in owners_of(module)}
+    prefixes = {one: f"{prefix}." if prefix else "" for prefix, one in module.named_modules()}
+    found: dict[str, tuple[Tensor, bool]] = {}
+    in_units: set[Tensor] = set()
+    for unit in units_of(module):
+        _cut_unit(unit, cut)
+        flat_param = unit._handle.flat_param
+        parameters = flat_param._params or [flat_param] * len(flat_param._param_infos)
+        in_units.update((flat_param, *parameters))
+        for (name, owner, _), parameter in zip(flat_param._param_infos, parameters, strict=True):
+            found[clean_name(f"{prefixes[owner]}{name}")] = cut[owner][name], parameter.requires_grad
+    for named in named_tensors(module):
+        if isinstance(named.tensor, nn.Parameter) and named.tensor not in in_units:
+            found[named.name] = named.tensor.detach(), named.tensor.requires_grad
+    return found
+
+
 def _cut_unit(unit: Any, cut: _Cut) -> None:
     handle = unit._handle
     if handle._use_orig_params and not handle._skip_writeback_check:
@@ -158,6 +181,8 @@ def _cut_unit(unit: Any, cut: _Cut) -> None:
         begin = info.offset_in_shard if info.in_shard else 0
         if layout is None:
             cut[owner][name] = shard.new_empty(shape)
+        elif not handle.uses_sharded_strategy:
+            cut[owner][name] = layout.view(shard.narrow(0, begin, layout.count), layout.boxes[0])
         else:
             cut[owner][name] = FlatShard(shard.narrow(0, begin, layout.count), layout)
     for name, owner, _, first_name, first_owner, _ in flat_param._shared_param_infos:
