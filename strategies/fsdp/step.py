@@ -459,11 +459,12 @@ class ZeroGradFollowing:
         self._drop = drop
         self._patches = Patches("user code")
 
-    def follow(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Attach to these, and detach from those before."""
+    def follow(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> None:
+        """Attach to these and to what ``module.optimizers()`` gives for them, and detach from those before."""
         self.detach()
         self._attach(module, lambda: module.parameters())
-        for optimizer in optimizers:
+        given: Any = module.optimizers()
+        for optimizer in (*optimizers, *(given if isinstance(given, list) else [given])):
             self._attach(optimizer, partial(_parameters_of, optimizer))
 
     def detach(self) -> None:

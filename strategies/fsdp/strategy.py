@@ -665,6 +665,7 @@ class AccelFSDPStrategy(TrainerHooks):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
+            self._zero_grads.follow(self.lightning_module, self.optimizers)  # with Lightning's wrappers, made just now
             _optimizers_to_device(self.optimizers, self.root_device)
             saved_by = describe_async_mode(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
@@ -704,7 +705,6 @@ class AccelFSDPStrategy(TrainerHooks):
         self.engine.check_optimizers(self.form.root, self.optimizers)
         module = self.lightning_module
         if module is not None:
-            self._zero_grads.follow(module, self.optimizers)
             self._total_norms.follow()
             self._running.resharded_before_backward = looks_before_backward(trainer, module)
             kept = not self._reshard_during_accumulation and not looks_between_batches(trainer, module)

@@ -167,6 +167,9 @@ FOUND: dict[str, Script] = {
         ),
         average=2,
     ),
+    "gradients that manual optimization has cleared": Script(
+        (Fit(batches=2, events=(Event("on_before_backward", 1, "gradients"),)),), manual="tbsz"
+    ),
     "rows edited before manual optimization": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "rows"),)),), manual="zbs"
     ),
