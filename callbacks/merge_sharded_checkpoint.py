@@ -157,7 +157,7 @@ class MergeShardedCheckpoint(Callback):
         self._files = find_pretrained(pl_module, self.strip_prefix, others) if self.pretrained_files else None
         if self._files is not None:
             check_loadable(self._files, pl_module, trainer.strategy.model)  # each process by itself, to the same end
-            if getattr(trainer.strategy, "exclude_frozen_parameters", False):  # DeepSpeed's
+            if getattr(trainer.strategy, "save_trainable_only", False):
                 check_complete(self._files, pl_module)
         if trainer.is_global_zero:
             self._queue = MergeQueue(MergeOptions(self._arguments(), self.remove_checkpoint_dir))
@@ -630,8 +630,8 @@ def check_complete(files: PretrainedFiles, module: nn.Module) -> None:
     frozen = [name for name, one in named if name.startswith(prefix) and not one.requires_grad]
     if frozen:
         raise ValueError(
-            f"exclude_frozen_parameters=True leaves {_listed(frozen)} out of checkpoints, and so of the merged "
-            "weights: from_pretrained would initialize them from scratch. Remove exclude_frozen_parameters; or "
+            f"save_trainable_only=True leaves {_listed(frozen)} out of checkpoints, and so of the merged "
+            "weights: from_pretrained would initialize them from scratch. Remove save_trainable_only; or "
             f"{_INSTEAD}, with strict=False."
         )
 

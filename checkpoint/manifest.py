@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +37,11 @@ class Manifest:
     """Of the checkpoint's other files; empty where they are not known."""
     left_out: tuple[str, ...] = ()
     """Parameters of the module that were not saved: frozen ones, where the user asked for that."""
+
+    def left_out_of(self, stored: Container[str]) -> dict[str, str]:
+        """Return the parameters that a checkpoint lacks on the user's request, with the reason."""
+        reason = "frozen, and not in the checkpoint (saved with save_trainable_only)"
+        return {name: reason for name in self.left_out if name not in stored}
 
     def __post_init__(self) -> None:
         if self.model_prefix not in ("model", "state_dict", "module"):

@@ -285,7 +285,11 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
         module_attribute=None if manifest is None else manifest.module_attribute,
         epoch=epoch,
         global_step=step,
-        skipped=skipped | dict.fromkeys(metadata.not_tensors, "not a tensor"),
+        skipped={
+            **skipped,
+            **dict.fromkeys(metadata.not_tensors, "not a tensor"),
+            **({} if manifest is None else manifest.left_out_of(names)),
+        },
         has_digests=bool(digests),
         notes=notes,
         kind_in_words=_KINDS[kind],
@@ -360,6 +364,8 @@ def dcp_source(folder: Path, metadata: DCPMetadata, manifest: Manifest | None = 
     names, skipped = select_model(metadata, prefix, str(folder))
     digests = RecordDigests({} if manifest is None else manifest.digests, metadata.offsets, str(folder / METADATA_NAME))
     skipped |= dict.fromkeys(metadata.not_tensors, "not a tensor")
+    if manifest is not None:
+        skipped |= manifest.left_out_of(names)
     tensors = {name: metadata.tensors[fqn] for name, fqn in names.items()}
 
     def locate(wanted: Iterable[str]) -> Mapping[str, SourceTensor]:

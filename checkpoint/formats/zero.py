@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -55,7 +55,7 @@ class ZeROFormat(Format):
         manifest = _manifest(folder)
         source = read_zero(folder).source()
         more = {alias: name for alias, name in manifest.ties.items() if alias not in source.tensors}
-        skipped = {**source.skipped, **left_out(manifest, source.tensors)}
+        skipped = {**source.skipped, **manifest.left_out_of(source.tensors)}
         return replace(source, skipped=skipped), replace(manifest, ties={**more, **source.ties})
 
     def describe(self, folder: Path) -> CheckpointInfo:
@@ -137,15 +137,9 @@ def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointI
         has_digests=bool(manifest.digests),
         epoch=states.steps["epoch"],
         global_step=states.steps["global_step" if states.is_lightning else "global_steps"],
-        skipped={**checkpoint.skipped, **left_out(manifest, checkpoint.tensors)},
+        skipped={**checkpoint.skipped, **manifest.left_out_of(checkpoint.tensors)},
         kind_in_words=_OURS.format(checkpoint.stage) if states.is_lightning and manifest.digests else _KINDS[kind],
     )
-
-
-def left_out(manifest: Manifest, stored: Container[str]) -> dict[str, str]:
-    """Return the parameters that a checkpoint lacks on the user's request, with the reason."""
-    reason = "frozen, and not in the checkpoint (saved with exclude_frozen_parameters)"
-    return {name: reason for name in manifest.left_out if name not in stored}
 
 
 def _shard_file(folder: Path, path: Path, num_chunks: int) -> ShardFile:

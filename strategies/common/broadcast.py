@@ -1,6 +1,7 @@
 """All ranks begin with rank 0's parameters and buffers, as under ``DistributedDataParallel``.
 
-The ranks compare names, shapes and dtypes first: tensors that differ in size would mix up bytes, or hang.
+The ranks compare names, shapes and dtypes first: tensors that differ in size would mix up bytes, or hang. Digests of
+frozen weights tell what checkpoints can leave out, and whether a run that resumes has the same.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ...state.collectives import sending_device
 from ...state.process_group import is_planned, require_group
 from ...state.rendezvous import num_ranks
-from ..upstream.torch_core import is_traceable_wrapper_subclass
+from ..upstream.torch_core import compute_local_shape_and_global_offset, is_traceable_wrapper_subclass
+from .sharded_tensors import FlatShard
 
 _BUCKET_BYTES = 2**18
 """Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""
@@ -201,6 +203,129 @@ def _write(tensor: Tensor, values: Tensor) -> None:
     values = values.view(tensor.shape)
     if 0 not in tensor.stride() or not torch.equal(tensor, values.to(tensor.device)):  # an expanded one takes no copies
         tensor.copy_(values)
+
+
+# ------------------------------------------------------------------------------------------------
+# Frozen weights that checkpoints leave out: told by a digest that is the same however they are sharded.
+
+
+Shards = Mapping[str, tuple[Tensor, bool]]
+"""This rank's part of each parameter, and whether it trains."""
+FROZEN_BASE = "accelight_frozen_base"
+"""Key of checkpoints: shape, dtype and digest of each parameter that they leave out."""
+_NUM_AT_ONCE = 2**22
+_FACTORS = (-7046029254386353131, -4658895280553007687)  # odd, with their bits spread
+
+
+class FrozenBase:
+    """The frozen weights that a fit begins with; every rank calls the methods.
+
+    Args:
+        shards: Of all parameters.
+        device: Of the ranks' collectives.
+    """
+
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self._device = device
+        self._described = describe({name: one for name, (one, is_trained) in shards.items() if not is_trained}, device)
+
+    def unchanged(self, shards: Shards) -> dict[str, list[Any]]:
+        """Return what is frozen and has the values that it began with, described for a checkpoint."""
+        frozen = {name: one for name, (one, is_trained) in shards.items() if not is_trained and name in self._described}
+        now = describe(frozen, self._device)
+        return {name: known for name, known in now.items() if known == self._described[name]}
+
+
+def describe(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[Any]]:
+    """Return shape, dtype and digest of each tensor, the same for every sharding; every rank calls it.
+
+    Args:
+        tensors: Sharded or not, by name.
+        device: Of the ranks' collectives.
+    """
+    if not tensors:
+        return {}
+    digests = torch.stack([_digest(one).to(device) for one in tensors.values()])
+    if num_ranks() > 1:
+        dist.all_reduce(digests)
+    described = ([list(one.shape), str(one.dtype).removeprefix("torch.")] for one in tensors.values())
+    return {name: [*known, digest] for name, known, digest in zip(tensors, described, digests.tolist(), strict=True)}
+
+
+def check_base(stored: Mapping[str, Sequence[Any]], shards: Shards, device: torch.device, path: object) -> None:
+    """Check that a model has the frozen weights that a checkpoint has left out; every rank calls it.
+
+    Args:
+        stored: What `FrozenBase.unchanged` gave when it was saved.
+        shards: Of the model's parameters.
+        device: Of the ranks' collectives.
+        path: Of the checkpoint.
+
+    Raises:
+        RuntimeError: On every rank, naming the weights that are others.
+    """
+    present = {name: one for name, (one, _) in shards.items() if name in stored}
+    now = describe(present, device)
+    problems = [f"{name} is missing" for name in stored if name not in now]
+    for name, known in now.items():
+        if known[:2] != list(stored[name][:2]):
+            problems.append(f"{name} is {known[1]} {tuple(known[0])}, not {stored[name][1]} {tuple(stored[name][0])}")
+        elif known[2] != stored[name][2]:
+            problems.append(f"{name} has other values")
+    if problems:
+        raise RuntimeError(
+            f"{path} has only what trained (save_trainable_only=True), and the frozen weights of this model are not "
+            f"those that it was trained with: {_listed(problems)}. Build the module with the same pretrained weights, "
+            "or name them in pretrained_weights."
+        )
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> Tensor:
+    """Return a sum over this rank's elements: of their bits, each multiplied by a number that its place gives."""
+    total = torch.zeros((), dtype=torch.int64)
+    for offsets, part in _parts(tensor):
+        strides = [1]
+        for size in reversed(tensor.shape[1:]):
+            strides.insert(0, strides[0] * max(1, size))
+        rows = max(1, _NUM_AT_ONCE // max(1, part[:1].numel())) if part.dim() else 1
+        for begin in range(0, part.shape[0], rows) if part.dim() else (0,):
+            some = part[begin : begin + rows] if part.dim() else part
+            place = torch.zeros((), dtype=torch.int64, device=some.device)
+            for dim, (offset, size) in enumerate(zip(offsets, some.shape, strict=True)):
+                first = offset + (begin if dim == 0 else 0)
+                steps = torch.arange(first, first + size, device=some.device) * strides[dim]
+                place = place.unsqueeze(-1) + steps
+            weight = place * _FACTORS[0]
+            weight = (weight ^ (weight >> 29)) * _FACTORS[1] | 1
+            total += ((_bits(some) + 1) * weight).sum().cpu()
+    return total
+
+
+def _bits(values: Tensor) -> Tensor:
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj()).sum(-1)
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if values.dtype == torch.bool:
+        return values.to(torch.int64)
+    return values.contiguous().view(sizes[values.element_size()]).to(torch.int64)
+
+
+def _parts(tensor: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield what this rank has of a tensor, where it begins in it; of what several ranks have, one yields it."""
+    if isinstance(tensor, FlatShard):
+        if tensor.place.replica == 0:
+            yield from ((box.offsets, values) for box, values in tensor.boxes())
+        return
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate() or ()
+        copies = [at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()]
+        if not any(copies):
+            _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            yield offsets, tensor.to_local()
+        return
+    if num_ranks() == 1 or dist.get_rank() == 0:
+        yield from (((0,) * part.dim(), part) for part in _plain_parts(tensor))
 
 
 # ------------------------------------------------------------------------------------------------

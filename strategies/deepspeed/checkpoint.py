@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from ...checkpoint.writing.copy import load_tensors
 from ...state import gather_object
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ..common import dataloader_state
+from ..common.broadcast import FROZEN_BASE, FrozenBase, check_base
 from ..common.checkpoint_files import (
     AveragedWeights,
     bytes_are_checked,
@@ -62,7 +63,10 @@ class Saved(Protocol):
 
     load_universal: bool
     weights_only: bool
-    exclude_frozen_parameters: bool
+
+    @property
+    def frozen_base(self) -> FrozenBase | None:
+        """What checkpoints leave out of the weights; None if they have all."""
 
     @property
     def deepspeed_engine(self) -> Any:
@@ -145,15 +149,38 @@ class Checkpointer:
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
+        left_out = self._left_out()
+        if left_out:
+            state[FROZEN_BASE] = left_out
         with strip_sharding(state, TRACES), with_own_weights(self._strategy.averages):
             save(
                 engine,
                 folder,
                 state,
                 write_16bit=write_16bit,
-                exclude_frozen=self._strategy.exclude_frozen_parameters,
-                averaged=self._averaged_state(),
+                exclude_frozen=bool(left_out),
+                averaged={name: one for name, one in self._averaged_state().items() if name not in left_out},
             )
+
+    def _left_out(self) -> dict[str, list[Any]]:
+        """Return what the checkpoint leaves out.
+
+        Raises:
+            RuntimeError: On every rank, if a frozen weight has changed: DeepSpeed leaves out all of them or none.
+        """
+        base = self._strategy.frozen_base
+        if base is None:
+            return {}
+        with with_trained_parameters(self._strategy.deepspeed_engine):
+            shards = self._strategy.parameter_shards()
+        unchanged = base.unchanged(shards)
+        changed = [name for name, (_, is_trained) in shards.items() if not is_trained and name not in unchanged]
+        if changed:
+            raise RuntimeError(
+                f"save_trainable_only=True would lose {', '.join(changed[:5])}{' and others' if changed[5:] else ''}: "
+                "frozen, and changed since fit() began. Set save_trainable_only=False, or use FSDP, which saves them."
+            )
+        return unchanged
 
     def _averaged_state(self) -> dict[str, Tensor]:
         """Return the weights with the averages in their place; nothing where there are none."""
@@ -218,6 +245,9 @@ class Checkpointer:
             checkpoint: The Trainer's.
             strict: Whether every weight has to be there, and no other.
         """
+        base = checkpoint.get(FROZEN_BASE, {})
+        if base:
+            check_base(base, self._strategy.parameter_shards(), self._strategy.root_device, "the checkpoint")
         if STORED_WEIGHTS not in checkpoint:
             load_full(self._strategy.deepspeed_engine, checkpoint["state_dict"], strict=strict)
             return
@@ -226,6 +256,7 @@ class Checkpointer:
             checkpoint[STORED_WEIGHTS],
             strict=strict,
             load_universal=self._strategy.load_universal,
+            left_out=base,
         )
 
 
@@ -278,7 +309,7 @@ def save(
         sync_master_weights(engine.optimizer)
     weights: dict[str, torch.Tensor] = gather_16bit(engine) if write_16bit else {}
 
-    with _with_trained_parameters(engine):
+    with with_trained_parameters(engine):
         left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
 
     of_others: dict[str, FileDigest] = {}
@@ -296,7 +327,7 @@ def save(
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder:
-        with guarded_files(engine, path), _with_trained_parameters(engine):
+        with guarded_files(engine, path), with_trained_parameters(engine):
             engine.save_checkpoint(
                 str(folder),
                 tag=universal.TAG,
@@ -397,7 +428,9 @@ def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in left_out}
 
 
-def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool) -> None:
+def load(
+    engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool, left_out: Container[str] = ()
+) -> None:
     """Load a checkpoint into the engine.
 
     Args:
@@ -405,6 +438,7 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
         stored: What `read` has found.
         strict: Whether every weight has to be there, and no other.
         load_universal: Whether another number of ranks may have written it.
+        left_out: Frozen weights that it lacks, since the module brings them.
 
     Raises:
         ValueError: If other parameters were trained when it was saved.
@@ -419,13 +453,13 @@ def load(engine: Any, stored: StoredEngine, *, strict: bool, load_universal: boo
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         replace_for_good("ZeRO optimizers", engine.optimizer, _restore_from_bit16_weights=lambda: None)
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    with reading_safely(stored.weights_only), quietly(), _with_trained_parameters(engine):
+    with reading_safely(stored.weights_only), quietly(), with_trained_parameters(engine):
         if not universally:
             _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
             str(path),
             tag=None if universally else universal.TAG,
-            load_module_strict=strict,
+            load_module_strict=strict and not left_out,
             load_optimizer_states=with_optimizer,
             load_lr_scheduler_states=False,
             custom_load_fn=None if with_optimizer or not partitioned else _with_extra_states(path, strict=strict),
@@ -455,7 +489,7 @@ def _with_extra_states(path: Path, *, strict: bool) -> Callable[..., None]:
 
 
 @contextmanager
-def _with_trained_parameters(engine: Any) -> Iterator[None]:
+def with_trained_parameters(engine: Any) -> Iterator[None]:
     """Let DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
 
     Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
-from ..common.broadcast import BufferSync
+from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
@@ -58,7 +58,7 @@ from .accumulation import (
     hold_parameters,
     hold_parameters_in_forward,
 )
-from .checkpoint import Checkpointer
+from .checkpoint import Checkpointer, with_trained_parameters
 from .ds_config import (
     AUTO,
     DeepSpeedSettings,
@@ -123,6 +123,10 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     _access: ZeroAccess
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
+    save_trainable_only: bool
+    """Whether checkpoints leave out what is frozen and unchanged."""
+    frozen_base: FrozenBase | None = None
+    """The frozen weights that the fit has begun with, if checkpoints leave them out."""
     averages: AveragedWeights | None = None
     """Averages of the weights, which checkpoints have, too."""
 
@@ -408,8 +412,9 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
         broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
             forward of a fit, where and when ddp broadcasts them. Default True.
-        exclude_frozen_parameters: Whether checkpoints leave out what is frozen. They resume with
-            ``strict_loading=False`` of the module, which brings the frozen weights itself.
+        save_trainable_only: Whether checkpoints leave out what is frozen, such as the base of adapters. A module that
+            resumes brings it; other values are an error. Default False.
+        exclude_frozen_parameters: Lightning's name for ``save_trainable_only``.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. What
             ``fit(weights_only=...)`` and the like are given wins.
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
@@ -447,6 +452,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         load_universal: bool = False,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
+        save_trainable_only: bool = False,
         exclude_frozen_parameters: bool = False,
         weights_only: bool = True,
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
@@ -463,7 +469,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         """The config in use, which Lightning's code reads; complete from the setup on. Ours reads the settings."""
         self.remote_device = None
         self.load_full_weights = False
-        self.exclude_frozen_parameters = exclude_frozen_parameters
+        self.save_trainable_only = save_trainable_only or exclude_frozen_parameters
         """Whether checkpoints leave out what is frozen."""
         self.last_grad_norm = None
         self.skipped_steps = SkippedSteps()
@@ -557,6 +563,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             self._setup_evaluation(module)
         self._set_deepspeed_activation_checkpointing()
         self.setup_precision_plugin()
+        self.frozen_base = None
+        if trainer.state.fn == TrainerFn.FITTING and self.save_trainable_only:
+            with with_trained_parameters(self.model):
+                self.frozen_base = FrozenBase(self.parameter_shards(), self.root_device)
         self._held_weights.model_is_set_up()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -37,7 +37,7 @@ from ...checkpoint.files import MergeReport
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
-from ..common.broadcast import BufferSync
+from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
@@ -97,6 +97,10 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
     _summaries: Patches
+    save_trainable_only: bool
+    """Whether checkpoints leave out what is frozen and unchanged."""
+    frozen_base: FrozenBase | None = None
+    """The frozen weights that the fit has begun with, if checkpoints leave them out."""
     averages: AveragedWeights | None = None
     """Averages of the weights, which checkpoints have, too."""
     skipped_steps: SkippedSteps
@@ -488,6 +492,9 @@ class AccelFSDPStrategy(TrainerHooks):
             host memory, and what is there already is copied behind the next backward. See `wait_for_saves`.
             ``"process"`` lets a process beside each rank write sharded ones: what `Trainer.save_checkpoint` has
             returned for is completed though all ranks are killed. Default False.
+        save_trainable_only: Whether checkpoints leave out what is frozen and has not changed since fit began, such as
+            the base of adapters. A module that resumes brings it, or ``pretrained_weights`` does; other values are an
+            error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
@@ -539,6 +546,7 @@ class AccelFSDPStrategy(TrainerHooks):
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
         async_save: bool | Literal["process"] = False,
+        save_trainable_only: bool = False,
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
@@ -563,6 +571,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
+        self.save_trainable_only = save_trainable_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._termination.items = self._tracker.items
         self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
@@ -599,6 +608,11 @@ class AccelFSDPStrategy(TrainerHooks):
             recomputed=self._recomputed,
         )
         check_kind(self._checkpointer.saves, settings.state_dict_type)
+        if self.save_trainable_only and settings.state_dict_type == "local_state_dict":
+            raise ValueError(
+                "save_trainable_only=True cannot leave parameters out of a local_state_dict, which has flat ones. Use "
+                "state_dict_type='sharded_state_dict' or 'full_state_dict'."
+            )
         if settings.cpu_offload:
             check_offload(self.root_device)
         self._checkpointer.connect()
@@ -654,6 +668,9 @@ class AccelFSDPStrategy(TrainerHooks):
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
         self.model = self._setup_model(self.model)
+        self.frozen_base = None
+        if fitting and self.save_trainable_only:
+            self.frozen_base = FrozenBase(self.parameter_shards(), self.root_device)
         self._held_weights.model_is_set_up()
         access, root = self.engine.shard_access(self.form.root), self.form.root
         self._user_code = UserCode(access, self._modules_with_shards(), always_in_steps=self.engine.hides_shards(root))

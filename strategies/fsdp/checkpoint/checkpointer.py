@@ -23,6 +23,7 @@ from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import clean_name
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
+from ...common.broadcast import FROZEN_BASE, FrozenBase, check_base
 from ...common.checkpoint_files import (
     AveragedWeights,
     bytes_are_checked,
@@ -110,6 +111,13 @@ class Saved(Protocol):
         """Whether this is the main process."""
 
     @property
+    def frozen_base(self) -> FrozenBase | None:
+        """What checkpoints leave out of the weights; None if they have all."""
+
+    def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
+        """Return this rank's part of each parameter, and whether it trains."""
+
+    @property
     def averages(self) -> AveragedWeights | None:
         """Averages of the weights, which checkpoints have, too."""
 
@@ -134,6 +142,8 @@ class Checkpointer:
         """The saver of asynchronous saves; None if training waits for saves."""
         self._plans = SavePlanCache()
         self._random_state = ResumedRandomState()
+        self._left_out: dict[str, list[Any]] = {}
+        """What `model_state` has left out last."""
         self._path = ""
         """Of the checkpoint that was loaded last."""
 
@@ -165,7 +175,16 @@ class Checkpointer:
             return local_model_state(form)
         full = self._strategy.engine.settings.full_weights if self._full else None
         with with_own_weights(self._strategy.averages):
-            return state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
+            state = state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
+            base = self._strategy.frozen_base
+            self._left_out = {} if base is None else base.unchanged(self._strategy.parameter_shards())
+        for name in self._names_left_out():
+            state.pop(name, None)
+        return state
+
+    def _names_left_out(self) -> list[str]:
+        ties = self._strategy.form.ties
+        return [*self._left_out, *(alias for alias, name in ties.items() if name in self._left_out)]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
@@ -181,6 +200,8 @@ class Checkpointer:
         checkpoint = dict(checkpoint)  # callbacks and the module were shown the Trainer's, and may have kept it
         path = self._meet_for_save(checkpoint, path)
         share_scaler_state(checkpoint)
+        if self._left_out:
+            checkpoint[FROZEN_BASE] = self._left_out
         save, saves = self._full_save if self._full else self._folder_save, self.saves
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
         averages = self._strategy.averages
@@ -268,7 +289,8 @@ class Checkpointer:
         state = state_dict.sharded_state(key, weights, optimizer_states)
         if averages:
             state[AVERAGED_WEIGHTS] = averages
-        manifest, saves = Manifest(key, form.ties, form.module_attribute), self.saves
+        left_out = tuple(self._names_left_out())
+        manifest, saves = Manifest(key, form.ties, form.module_attribute, left_out=left_out), self.saves
         if saves is not None and saves.process is not None and stage == saves.stage:
             if writes_own_folders():
                 raise ValueError(
@@ -311,6 +333,9 @@ class Checkpointer:
         store_barrier("strategy.save_safetensors")
         module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
         weights = state_dict.model_state(module, None, self._strategy.root_device)
+        base = self._strategy.frozen_base
+        for name in {} if base is None else base.unchanged(self._strategy.parameter_shards()):
+            weights.pop(name, None)
         return save_safetensors(file, weights, module, self._strategy.form, **options)
 
     def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
@@ -356,10 +381,15 @@ class Checkpointer:
     def load_weights(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load the weights of what `read` has returned into the sharded model; all processes must call it."""
         module, stored = self._state_dict_module(), checkpoint.get(STORED_WEIGHTS)
+        base = checkpoint.get(FROZEN_BASE, {})
+        if base:
+            check_base(base, self._strategy.parameter_shards(), self._strategy.root_device, self._path)
         if stored is not None:
             stored.load_weights(self._strategy.form, module, strict=strict)
         else:
-            loader.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict)
+            ties = self._strategy.form.ties
+            left_out = {*base, *(alias for alias, name in ties.items() if name in base)}
+            loader.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict, left_out=left_out)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states of what `read` has returned; all processes must call it."""

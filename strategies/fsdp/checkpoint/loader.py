@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 from ast import literal_eval
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -88,7 +88,8 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         names = reader.read_metadata().state_dict_metadata
         checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
         model_key = _model_key(names, path)
-    checkpoint[STORED_WEIGHTS] = LazyShardedState(path, model_key, reader)
+    left_out = frozenset(() if manifest is None else manifest.left_out)
+    checkpoint[STORED_WEIGHTS] = LazyShardedState(path, model_key, reader, left_out=left_out)
     if any(name.startswith(f"{AVERAGED_WEIGHTS}.") for name in names):
         checkpoint[AVERAGED_WEIGHTS] = LazyShardedState(path, AVERAGED_WEIGHTS, reader)
     if "lr_schedulers" in checkpoint:  # not one of weights alone
@@ -137,6 +138,8 @@ class LazyShardedState:
     """Of the folder; it keeps the metadata."""
     of_accelerate: Sequence[str] = field(default=(), repr=False)
     """The names of all weights, where Accelerate saved them: they may lack the attribute that holds the model."""
+    left_out: frozenset[str] = field(default=frozenset(), repr=False)
+    """Frozen weights that the folder lacks, since the module brings them."""
 
     def own(self) -> dict[str, Any]:
         """Return the part's entries, without its key."""
@@ -164,11 +167,12 @@ class LazyShardedState:
         extra = self._extra_states(present, prefix)
         parts = tuple(f"{name}." for name in extra)  # DCP saves dictionaries and lists entry by entry
         stored = {name for name in (f"{prefix}{one}" for one in self.own()) if not (parts and name.startswith(parts))}
-        weights = _common_names({**present, **extra}, stored | extra.keys(), strict, self.path)
+        wanted = {name: value for name, value in {**present, **extra}.items() if name not in self.left_out}
+        weights = _common_names(wanted, stored | extra.keys(), strict, self.path)
         held = {name.removeprefix(prefix): value for name, value in weights.items()}
         _load(self, {self.key: held})
         loaded = {f"{prefix}{name}": value for name, value in held.items()}
-        load_model_state_dict(module, loaded, strict=strict)
+        load_model_state_dict(module, loaded, strict=strict and not self.left_out)
 
     @without_torch_noise()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -316,7 +320,9 @@ def _copy_own_part(name: str, full: Tensor, target: Tensor) -> None:
 
 
 @without_torch_noise()
-def load_full_weights(stored: Mapping[str, Any], path: Path | str, module: nn.Module, *, strict: bool) -> None:
+def load_full_weights(
+    stored: Mapping[str, Any], path: Path | str, module: nn.Module, *, strict: bool, left_out: Container[str] = ()
+) -> None:
     """Load a full state dict into a sharded model; each rank copies its own shards out of it.
 
     Args:
@@ -324,17 +330,19 @@ def load_full_weights(stored: Mapping[str, Any], path: Path | str, module: nn.Mo
         path: The file, for errors.
         module: What ``Engine.state_dict_module`` returns.
         strict: Whether every name must be on both sides.
+        left_out: Names that may be missing, since the module brings them.
 
     Raises:
         RuntimeError: If ``strict`` and names are missing or unexpected.
     """
-    present = _common_names(model_state_dict(module), set(stored), strict, path)
+    wanted = {name: value for name, value in model_state_dict(module).items() if name not in left_out}
+    present = _common_names(wanted, set(stored), strict, path)
     for name, target in present.items():
         if is_extra_state(name):
             present[name] = stored[name]
         else:
             _copy_own_part(name, stored[name], target)
-    load_model_state_dict(module, present, strict=strict)
+    load_model_state_dict(module, present, strict=strict and not left_out)
 
 
 @without_torch_noise()

@@ -153,6 +153,7 @@ def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinis
         ties=manifest.ties,
         model_prefix=manifest.model_prefix,
         module_attribute=manifest.module_attribute,
+        left_out=manifest.left_out,
         digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
     )
 
