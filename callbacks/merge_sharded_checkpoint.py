@@ -78,6 +78,8 @@ class MergeShardedCheckpoint(Callback):
         which: At the end of fit, the checkpoint saved last or the best one of the first `ModelCheckpoint` with a
             ``monitor``. If none was saved, the weights are saved for this alone.
         weights: ``"ema"`` merges the averages that ``ShardedEMA`` has added to the checkpoints.
+        adapter: Write the folders that ``peft.PeftModel.from_pretrained`` loads, of this adapter or (True) of the only
+            one; the checkpoints must be sharded.
         pretrained_files: False writes the weights alone, also of a Hugging Face model, under the LightningModule's
             names or without ``strip_prefix``.
 
@@ -98,6 +100,7 @@ class MergeShardedCheckpoint(Callback):
         *,
         which: Literal["last", "best"] = "last",
         weights: Literal["model", "ema"] = "model",
+        adapter: str | bool = False,
         pretrained_files: bool = True,
     ) -> None:
         if when not in ("fit_end", "every_save"):
@@ -112,7 +115,8 @@ class MergeShardedCheckpoint(Callback):
         self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
-        self.weights, self.pretrained_files = weights, pretrained_files
+        self.weights, self.adapter = weights, adapter
+        self.pretrained_files = pretrained_files and not adapter
         self.max_shard_size, self.strip_prefix = max_shard_size, checked_prefix(strip_prefix)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         self.merged: dict[str, str] = {}
@@ -168,6 +172,8 @@ class MergeShardedCheckpoint(Callback):
             strip_prefix = self._files.prefix or None
         options = {"max-shard-size": self.max_shard_size, "dtype": self.dtype, "strip-prefix": strip_prefix}
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        if self.adapter:
+            arguments.append("--adapter" if self.adapter is True else f"--adapter={self.adapter}")
         arguments += [f"--weights={self.weights}"] if self.weights != "model" else []
         return (*arguments, "--threads=1", *([] if self.safe_serialization else ["--unsafe-serialization"]))
 
@@ -570,6 +576,7 @@ def describe(job: MergeJob) -> str:
 
 _MOST_NAMES = 4
 _INSTEAD = (
+    "For adapters of PEFT, MergeShardedCheckpoint(adapter=True) writes what PeftModel.from_pretrained loads; "
     "MergeShardedCheckpoint(pretrained_files=False) writes only the weights, for load_state_dict of a model that is "
     "built in the same way"
 )

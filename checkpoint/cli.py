@@ -190,6 +190,8 @@ def _add_merge(add_parser: AddParser) -> None:
         action="store_true",
         help="compare the result with the checkpoint, then remove the checkpoint",
     )
+    help_text = "write what PEFT loads of this adapter (default: the only one)"
+    add("--adapter", nargs="?", const=True, default=False, metavar="NAME", help=help_text)
     add("--threads", type=int, metavar="N", help="number of copy threads (default: chosen from measurements)")
     add("--verify", action="store_true", help="read the result back and compare every byte with its source")
 
@@ -219,6 +221,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         not arguments.unsafe_serialization,
         arguments.remove_checkpoint_dir,
         max_shard_size=arguments.max_shard_size,
+        adapter=arguments.adapter,
         threads=arguments.threads,
         verify=arguments.verify,
         **_selection(arguments),

@@ -10,7 +10,7 @@ import os
 import zlib
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +19,23 @@ from .files import CheckpointError, brief, is_regular, read_regular, telling_ful
 MANIFEST_NAME = "accelight.json"
 FORMAT_VERSION = 2
 _FIRST_VERSION = 1  # without digests
-_KEYS = {"format_version", "ties", "model_prefix", "module_attribute", "left_out", "digests", "crc32"}
+_KEYS = {"format_version", "ties", "model_prefix", "module_attribute", "left_out", "adapters", "digests", "crc32"}
 _MAX_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of PEFT's adapters in the model."""
+
+    config: Mapping[str, Any]
+    """The content of ``adapter_config.json``."""
+    names: Mapping[str, str]
+    """Name in ``adapter_model.safetensors`` to name in the model."""
+
+    def __post_init__(self) -> None:
+        pairs = self.names.items() if isinstance(self.names, Mapping) else [(None, None)]
+        if not isinstance(self.config, Mapping) or not all(isinstance(one, str) for pair in pairs for one in pair):
+            raise ValueError("adapters must have a config and names that map to names.")
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class Manifest:
     """Of the checkpoint's other files; empty where they are not known."""
     left_out: tuple[str, ...] = ()
     """Parameters of the module that were not saved: frozen ones, where the user asked for that."""
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """PEFT's, by their names."""
 
     def left_out_of(self, stored: Container[str]) -> dict[str, str]:
         """Return the parameters that a checkpoint lacks on the user's request, with the reason."""
@@ -69,6 +86,7 @@ def write_manifest(
     module_attribute: str | None = None,
     digests: Digests | None = None,
     left_out: Sequence[str] = (),
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Path:
     """Write ``accelight.json`` into a checkpoint's folder; one process calls it, after the folder exists.
 
@@ -80,11 +98,14 @@ def write_manifest(
             holds layers itself, None if that is not known.
         digests: Of the other files, where they are known.
         left_out: Parameters that were not saved.
+        adapters: PEFT's adapters in the model.
 
     Returns:
         The file's path.
     """
-    manifest = Manifest(model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out))
+    manifest = Manifest(
+        model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out), adapters or {}
+    )
     content: dict[str, object] = {
         "format_version": FORMAT_VERSION if digests else _FIRST_VERSION,
         "model_prefix": manifest.model_prefix,
@@ -93,6 +114,8 @@ def write_manifest(
     }
     if left_out:
         content["left_out"] = sorted(left_out)
+    if adapters:
+        content["adapters"] = {name: asdict(adapter) for name, adapter in sorted(adapters.items())}
     if digests:
         content["digests"] = {name: digests[name].to_json() for name in sorted(digests)}
         content["crc32"] = _own_crc32(content)
@@ -145,12 +168,18 @@ def _parse(content: Any) -> Manifest:
     left_out = content.get("left_out", [])
     if not isinstance(left_out, list):
         raise ValueError(f"left_out must list names, got {brief(left_out)}.")
+    adapters = content.get("adapters", {})
+    if not isinstance(adapters, dict) or not all(
+        isinstance(one, dict) and set(one) == {"config", "names"} for one in adapters.values()
+    ):
+        raise ValueError(f"adapters must map names to config and names, got {brief(adapters)}.")
     return Manifest(
         content.get("model_prefix", ""),
         content.get("ties", {}),
         content.get("module_attribute"),
         {name: FileDigest.from_json(one) for name, one in digests.items()},
         tuple(left_out),
+        {str(name): Adapter(**one) for name, one in content.get("adapters", {}).items()},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -16,9 +17,18 @@ from .files import CheckpointError, MergeReport, human_bytes, telling_full_disk
 from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
-from .names import Selection, checked_prefix, patterns, select
+from .names import Selection, checked_prefix, patterns, select, select_adapter
 from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
-from .writing.plan import Plan, PlannedFile, check_conflicts, check_destination, make_plan, parse_size, stale_files
+from .writing.plan import (
+    ADAPTER_CONFIG,
+    Plan,
+    PlannedFile,
+    check_conflicts,
+    check_destination,
+    make_plan,
+    parse_size,
+    stale_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +186,7 @@ class _Request:
     include: tuple[str, ...] | None
     exclude: tuple[str, ...] | None
     weights: Weights
+    adapter: str | None
     threads: int
     verify: bool
 
@@ -192,6 +203,7 @@ def merge_fsdp_weights(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     weights: Weights = "model",
+    adapter: str | bool = False,
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
@@ -216,6 +228,8 @@ def merge_fsdp_weights(
         include: Patterns (``fnmatch``) over the output's names; only names that match one are written.
         exclude: Patterns over the output's names; names that match one are left out.
         weights: ``"ema"`` takes the averages that ``ShardedEMA`` has added to the checkpoint.
+        adapter: Write a folder that ``peft.PeftModel.from_pretrained`` loads (``adapter_model.safetensors`` and
+            ``adapter_config.json``) of this adapter of PEFT; True takes the only one. Its names are PEFT's own.
         threads: How many copy; None takes what was measured to be best.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
@@ -245,9 +259,16 @@ def merge_fsdp_weights(
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
         weights=weights,
+        adapter=None if adapter is False else "" if adapter is True else adapter,
         threads=threads or DEFAULT_THREADS,
         verify=verify or remove_checkpoint_dir,
     )
+    others = {
+        "strip_prefix": request.strip_prefix, "include": request.include, "exclude": request.exclude,
+        "max_shard_size": request.max_shard_bytes, "safe_serialization=False": not request.safe,
+    }  # fmt: skip
+    if request.adapter is not None and (given := [name for name, value in others.items() if value]):
+        raise ValueError(f"adapter= writes one file with PEFT's names; omit {', '.join(given)}.")
     shown = Progress(progress)
     return run_on_main(lambda: _merge(request, shown))
 
@@ -264,13 +285,17 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         dtype=request.dtype,
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
+        adapter=request.adapter,
     )
     check_conflicts(request.output_path, plan)
-    _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes))
+    config = None if request.adapter is None else _adapter_config(found, request.adapter)
+    _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes), config)
     if request.remove:
         whole = find_checkpoint(request.checkpoint_dir)
         whole.format.remove(whole.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
+    if request.adapter is not None:
+        names.append(ADAPTER_CONFIG)
     return MergeReport(
         destination=request.output_path,
         files=tuple(names),
@@ -283,6 +308,12 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     )
 
 
+def _adapter_config(found: FoundCheckpoint, adapter: str) -> bytes:
+    source, manifest = found.format.open(found.folder)
+    _, chosen = select_adapter(list(source.tensors), manifest, adapter)
+    return json.dumps(dict(chosen.config), indent=2, sort_keys=True).encode()
+
+
 def plan_merge(
     found: FoundCheckpoint,
     *,
@@ -292,10 +323,15 @@ def plan_merge(
     dtype: DType | None = None,
     max_shard_bytes: int | None = None,
     safe: bool = True,
+    adapter: str | None = None,
 ) -> tuple[Source, Selection, Plan]:
     """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
-    selection = select(list(source.tensors), manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
+    names = list(source.tensors)
+    if adapter is None:
+        selection = select(names, manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
+    else:
+        selection, _ = select_adapter(names, manifest, adapter)
     plan = make_plan(
         selection,
         _locate(source, selection),
@@ -303,6 +339,7 @@ def plan_merge(
         max_shard_bytes=max_shard_bytes,
         safe=safe,
         infos=source.tensors,
+        stem=None if adapter is None else "adapter_model",
     )
     return source, selection, plan
 
@@ -323,7 +360,13 @@ def _locate(source: Source, selection: Selection) -> Mapping[str, SourceTensor]:
     return located
 
 
-def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None]) -> None:
+def _write(
+    request: _Request,
+    plan: Plan,
+    progress: Progress,
+    check: Callable[[OnBytes], None],
+    config: bytes | None = None,
+) -> None:
     progress.start(plan.num_bytes * (3 if request.verify else 1))
     try:
         with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
@@ -337,6 +380,8 @@ def _write(request: _Request, plan: Plan, progress: Progress, check: Callable[[O
                 check(progress.add)
             if plan.index_name is not None:
                 os.write(folder.create(plan.index_name, None), plan.index)
+            if config is not None:
+                os.write(folder.create(ADAPTER_CONFIG, None), config)
             folder.commit(plan.index_name, stale_files(request.output_path, plan))
         progress.finish()
     finally:

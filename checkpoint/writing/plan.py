@@ -123,6 +123,7 @@ def make_plan(
     max_shard_bytes: int | None = None,
     safe: bool = True,
     infos: Mapping[str, TensorInfo] | None = None,
+    stem: str | None = None,
 ) -> Plan:
     """Lay the output out.
 
@@ -133,6 +134,7 @@ def make_plan(
         max_shard_bytes: Limit of the tensors in one file; None for a single file.
         safe: Safetensors; False for torch's own format.
         infos: What of them is known without their bytes, where that is quicker.
+        stem: How files are named; None for the names of models.
 
     Raises:
         CheckpointError: If nothing is written, or safetensors cannot hold something.
@@ -157,7 +159,7 @@ def make_plan(
 
     sizes = _Lazily(selection.names, lambda name: entry(name).num_bytes)
     groups = split(sizes, max_shard_bytes)
-    stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    stem, suffix = (stem or "model", ".safetensors") if safe else ("pytorch_model", ".bin")
     files = []
     file_of: dict[str, str] = {}
     for file_name, group in zip(file_names(len(groups), stem, suffix), groups, strict=True):
@@ -264,6 +266,7 @@ def index_bytes(file_of: Mapping[str, str], total_size: int) -> bytes:
 # Checks of the output folder's other files.
 
 
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 RESULT_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -303,6 +306,8 @@ def check_conflicts(output: Path, plan: Plan) -> None:
         ValueError: If so.
     """
     written = plan.index_name or plan.files[0].name
+    if written == ADAPTER_FILE:
+        return
     for name in RESULT_NAMES[: RESULT_NAMES.index(written)]:
         if (output / name).exists():
             raise ValueError(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...checkpoint.manifest import Adapter
 from ...checkpoint.names import clean_name
 from ..upstream.lightning import Callback
 from ..upstream.patches import replace_for_good
@@ -161,6 +168,76 @@ def _modules_with_one(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, one in module.named_modules():
         if has_extra_state(one):
             yield clean_name(f"{name}.{NAME}" if name else NAME), one
+
+
+# ------------------------------------------------------------------------------------------------
+# PEFT's adapters in a module: their configuration, and the names that PEFT saves their weights under.
+
+
+_ADAPTERS: WeakKeyDictionary[nn.Module, dict[str, Adapter]] = WeakKeyDictionary()
+
+
+def adapters_of(module: nn.Module, *, is_sharded: bool) -> dict[str, Adapter]:
+    """Return PEFT's adapters in a module; call it first before FSDP1 puts wrappers between modules.
+
+    PEFT itself names the weights: its function that saves an adapter is given tensors without values.
+
+    Args:
+        module: The LightningModule.
+        is_sharded: Whether it has wrappers; then what was found before counts.
+    """
+    peft: Any = sys.modules.get("peft")
+    if peft is None or is_sharded:
+        return _ADAPTERS.get(module, {})
+    models = [(name, one) for name, one in module.named_modules() if isinstance(one, peft.PeftModel)]
+    outermost = [(name, one) for name, one in models if not any(name.startswith(f"{other}.") for other, _ in models)]
+    found: dict[str, Adapter] = {}
+    for prefix, model in outermost:
+        for name, config in model.peft_config.items():
+            adapter = None if config.is_prompt_learning else _describe_adapter(peft, model, prefix, name)
+            if adapter is not None:
+                found[name if len(outermost) == 1 else f"{prefix}.{name}"] = adapter
+    _ADAPTERS[module] = found
+    return found
+
+
+def _describe_adapter(peft: Any, model: Any, prefix: str, adapter: str) -> Adapter | None:
+    """Return an adapter; None for a kind whose weights PEFT computes when it saves them."""
+    stand_ins: dict[str, Tensor] = {
+        clean_name(name): torch.empty(0, device="meta") for name in model.state_dict(keep_vars=True)
+    }
+    names = {id(one): name for name, one in stand_ins.items()}
+    own = model.peft_config[adapter]
+    base, resized = own.base_model_name_or_path, _is_resized(model, own.base_model_name_or_path)
+    own.base_model_name_or_path = None  # else PEFT asks the hub for the size of the vocabulary
+    try:
+        saved = peft.get_peft_model_state_dict(
+            model, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=True if resized else "auto"
+        )
+    finally:
+        own.base_model_name_or_path = base
+    if any(id(one) not in names for one in saved.values()):
+        return None
+    config = copy.copy(own)
+    config.inference_mode = True
+    if base is None:
+        config.base_model_name_or_path = vars(getattr(model.base_model, "model", model)).get("name_or_path") or None
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        content = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    start = f"{prefix}." if prefix else ""
+    return Adapter(content, {name: f"{start}{names[id(one)]}" for name, one in saved.items()})
+
+
+def _is_resized(model: Any, base: str | None) -> bool:
+    """Return whether the vocabulary is another one than that of the model on this disk that the base is."""
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if size is None or not base:
+        return False
+    try:
+        return bool(type(model.config).from_pretrained(base, local_files_only=True).vocab_size != size)
+    except OSError:  # not on this disk
+        return False
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
 from ...checkpoint.formats.base import AVERAGED_WEIGHTS
 from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
 from ...checkpoint.locate import find_checkpoint
-from ...checkpoint.manifest import FileDigest, read_manifest, write_manifest
+from ...checkpoint.manifest import Adapter, FileDigest, read_manifest, write_manifest
 from ...checkpoint.merge import plan_merge
 from ...checkpoint.writing.copy import load_tensors
 from ...state import gather_object
@@ -92,6 +92,10 @@ class Saved(Protocol):
     def averages(self) -> AveragedWeights | None:
         """Averages of the weights, which checkpoints have, too."""
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """PEFT's adapters in the module."""
+
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of each parameter."""
 
@@ -159,6 +163,7 @@ class Checkpointer:
                 state,
                 write_16bit=write_16bit,
                 exclude_frozen=bool(left_out),
+                adapters=self._strategy.adapters,
                 averaged={name: one for name, one in self._averaged_state().items() if name not in left_out},
             )
 
@@ -282,6 +287,7 @@ def save(
     *,
     write_16bit: bool,
     exclude_frozen: bool = False,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
     averaged: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
@@ -292,6 +298,7 @@ def save(
         trainer_state: The Trainer's checkpoint, without weights and optimizer states.
         write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
         exclude_frozen: Whether frozen parameters are left out of the shards.
+        adapters: PEFT's adapters in the module.
         averaged: Averages of the weights, sharded, for a folder of their own.
 
     Raises:
@@ -320,9 +327,9 @@ def save(
             write_16bit_file(weights, folder)
         # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
         ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
-        write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out)
+        write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out, adapters=adapters)
         if averaged:
-            write_manifest(folder / AVERAGED_WEIGHTS, model_prefix="model", ties=ties)
+            write_manifest(folder / AVERAGED_WEIGHTS, model_prefix="model", ties=ties, adapters=adapters)
 
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}

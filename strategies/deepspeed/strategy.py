@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from ...checkpoint.manifest import Adapter
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
@@ -34,7 +36,7 @@ from ..common.launch import (
     warn_of_other_precision,
 )
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
-from ..common.modules import PRUNING, check_callbacks, refuse_module_of_fsdp
+from ..common.modules import PRUNING, adapters_of, check_callbacks, refuse_module_of_fsdp
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library
 from ..upstream.lightning import (
@@ -123,6 +125,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     _access: ZeroAccess
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
+    adapters: Mapping[str, Adapter] = MappingProxyType({})
+    """PEFT's adapters in the module, for those who merge checkpoints."""
     save_trainable_only: bool
     """Whether checkpoints leave out what is frozen and unchanged."""
     frozen_base: FrozenBase | None = None
@@ -554,6 +558,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.optimizers, self.lr_scheduler_configs = [], []
         module = self.lightning_module
         refuse_module_of_fsdp(module)
+        self.adapters = adapters_of(module, is_sharded=False)
         self.precision_plugin.convert_module(module)  # in place
         self.deepspeed_plugin.set_moe_leaf_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:

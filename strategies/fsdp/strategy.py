@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from ...checkpoint.files import MergeReport
+from ...checkpoint.manifest import Adapter
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
@@ -44,7 +46,7 @@ from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradien
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
-from ..common.modules import PRUNING, check_callbacks
+from ..common.modules import PRUNING, adapters_of, check_callbacks
 from ..common.sharded_tensors import FlatShard
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
@@ -70,7 +72,7 @@ from .fsdp2 import FSDP2Engine
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
-from .sharded_model import ShardedModel, build_mesh, unwrap_root
+from .sharded_model import ShardedModel, build_mesh, recall_form, unwrap_root
 from .step import UnshardOnCall, ZeroGradFollowing, looks_before_backward, looks_between_batches
 from .summary import summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
@@ -97,6 +99,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
     _summaries: Patches
+    adapters: Mapping[str, Adapter] = MappingProxyType({})
+    """PEFT's adapters in the module, for those who merge checkpoints."""
     save_trainable_only: bool
     """Whether checkpoints leave out what is frozen and unchanged."""
     frozen_base: FrozenBase | None = None
@@ -667,6 +671,8 @@ class AccelFSDPStrategy(TrainerHooks):
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
+        is_sharded = recall_form(self.lightning_module, self.engine.version) is not None
+        self.adapters = adapters_of(self.lightning_module, is_sharded=is_sharded)
         self.model = self._setup_model(self.model)
         self.frozen_base = None
         if fitting and self.save_trainable_only:

@@ -19,7 +19,7 @@ from ....checkpoint.atomic_dir import remove_folder
 from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.base import AVERAGED_WEIGHTS
 from ....checkpoint.formats.torch_save import check_bytes
-from ....checkpoint.manifest import Manifest
+from ....checkpoint.manifest import Adapter, Manifest
 from ....checkpoint.names import clean_name
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
@@ -114,6 +114,10 @@ class Saved(Protocol):
     def frozen_base(self) -> FrozenBase | None:
         """What checkpoints leave out of the weights; None if they have all."""
 
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """PEFT's adapters in the module."""
+
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of each parameter, and whether it trains."""
 
@@ -176,11 +180,18 @@ class Checkpointer:
         full = self._strategy.engine.settings.full_weights if self._full else None
         with with_own_weights(self._strategy.averages):
             state = state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
-            base = self._strategy.frozen_base
-            self._left_out = {} if base is None else base.unchanged(self._strategy.parameter_shards())
+            self._left_out = self._find_left_out()
         for name in self._names_left_out():
             state.pop(name, None)
         return state
+
+    def _find_left_out(self) -> dict[str, list[Any]]:
+        base = self._strategy.frozen_base
+        if base is None:
+            return {}
+        unchanged = base.unchanged(self._strategy.parameter_shards())
+        of_adapters = {name for adapter in self._strategy.adapters.values() for name in adapter.names.values()}
+        return {name: known for name, known in unchanged.items() if name not in of_adapters}
 
     def _names_left_out(self) -> list[str]:
         ties = self._strategy.form.ties
@@ -290,7 +301,8 @@ class Checkpointer:
         if averages:
             state[AVERAGED_WEIGHTS] = averages
         left_out = tuple(self._names_left_out())
-        manifest, saves = Manifest(key, form.ties, form.module_attribute, left_out=left_out), self.saves
+        adapters, saves = self._strategy.adapters, self.saves
+        manifest = Manifest(key, form.ties, form.module_attribute, left_out=left_out, adapters=adapters)
         if saves is not None and saves.process is not None and stage == saves.stage:
             if writes_own_folders():
                 raise ValueError(
@@ -333,8 +345,7 @@ class Checkpointer:
         store_barrier("strategy.save_safetensors")
         module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
         weights = state_dict.model_state(module, None, self._strategy.root_device)
-        base = self._strategy.frozen_base
-        for name in {} if base is None else base.unchanged(self._strategy.parameter_shards()):
+        for name in self._find_left_out():
             weights.pop(name, None)
         return save_safetensors(file, weights, module, self._strategy.form, **options)
 

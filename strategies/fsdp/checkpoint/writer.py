@@ -154,6 +154,7 @@ def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinis
         model_prefix=manifest.model_prefix,
         module_attribute=manifest.module_attribute,
         left_out=manifest.left_out,
+        adapters=manifest.adapters,
         digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
     )
 
