@@ -682,11 +682,17 @@ def check_optimizer_and_scheduler(config: HfDeepSpeedConfig, optimizer: object, 
         scheduler: What ``configure_optimizers`` returned, None for none.
 
     Raises:
-        ValueError: If both sides define one, or neither defines what the other stands for.
+        ValueError: If both sides define one, or neither defines what the other stands for; or for DeepSpeed's Muon.
 
     Source: accelerate 1.15 ``accelerator.py`` (``_prepare_deepspeed``), which takes a model without any optimizer.
     """
     _check_optimizer("optimizer" in config.config, optimizer)
+    if str(config.get_value("optimizer.type")).lower() == "muon":
+        raise ValueError(
+            "The DeepSpeed config defines the optimizer Muon, which DeepSpeed may silently replace by another one for "
+            "parameters that zero.Init has partitioned (DeepSpeed#8438), and at stage 0 (DeepSpeed#8441). Use "
+            "torch.optim.Muon with AccelFSDPStrategy(fsdp_version=2), or AdamW."
+        )
     if scheduler is not None:
         _check_scheduler("scheduler" in config.config, optimizer, scheduler)
 

@@ -84,8 +84,13 @@ def tune(engine: str, kind: str, path: str, second: bool = False) -> dict[str, T
     return {name: value.clone() for name, value in saved.items()}
 
 
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2", "zero3"])
-@pytest.mark.parametrize("kind", CONFIGS)
+CELLS = [(kind, engine) for kind in CONFIGS for engine in ("fsdp1", "fsdp2", "zero2", "zero3")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [pytest.param(*cell, marks=[] if "lora" in cell or "fsdp2" in cell else pytest.mark.exhaustive) for cell in CELLS],
+)
 def test_folders_are_those_of_peft(kind: str, engine: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     expected = run_on_ranks(2, tune, engine, kind, path, timeout_s=120, init_group=False)[0]
@@ -94,6 +99,8 @@ def test_folders_are_those_of_peft(kind: str, engine: str, tmp_path: Path) -> No
     plain = Tuning(kind)
     plain.net.save_pretrained(tmp_path / "theirs")
     ours, theirs = (json.loads((tmp_path / one / "adapter_config.json").read_text()) for one in ("adapter", "theirs"))
+    for config in (ours, theirs):
+        config.update({key: sorted(value) for key, value in config.items() if isinstance(value, list)})  # PEFT has sets
     assert ours == theirs
     loaded = PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     torch.testing.assert_close(get_peft_model_state_dict(loaded), expected, rtol=0, atol=0)

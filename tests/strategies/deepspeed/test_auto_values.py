@@ -421,6 +421,7 @@ LATE = DummyScheduler(DUMMY, lr_scheduler_callable=torch.optim.lr_scheduler.Cons
         (WITH_SCHEDULER, REAL, SCHEDULE, r"configure_optimizers \(ConstantLR\) define a schedule. .*DummyScheduler"),
         (WITH_OPTIMIZER, DUMMY, SCHEDULE, r"ConstantLR needs a real optimizer.* Return DummyScheduler\(opt"),
         (WITH_SCHEDULER, REAL, LATE, r"Both the DeepSpeed config and DummyScheduler\(lr_scheduler_callable=...\) "),
+        ({"optimizer": {"type": "Muon"}}, DUMMY, None, r"Muon, which DeepSpeed may silently replace .* Use torch.opt"),
         ({}, REAL, DummyScheduler(REAL), r"returns a DummyScheduler, but the DeepSpeed config has no 'scheduler'"),
     ],
 )  # fmt: skip
