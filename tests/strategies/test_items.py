@@ -68,8 +68,9 @@ class ByItems(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
 
 
-def strategy_for(engine: str, average_over: Any = "items", **more: Any) -> Any:
-    plugin, number = GradientAccumulationPlugin(average_over=average_over), int(engine[-1])
+def strategy_for(engine: str, average_over: Any = "items", sync_with_dataloader: bool = True, **more: Any) -> Any:
+    plugin = GradientAccumulationPlugin(average_over=average_over, sync_with_dataloader=sync_with_dataloader)
+    number = int(engine[-1])
     if engine.startswith("zero"):
         config = {"zero_optimization": {"stage": number}, "train_micro_batch_size_per_gpu": 1}
         return AccelDeepSpeedStrategy(hf_ds_config=config, gradient_accumulation=plugin, **more)
@@ -289,6 +290,87 @@ def test_a_partial_last_window_weighs_its_items_alike(engine: str) -> None:
     split[-1] = [[[*shares[0], *shares[-1]], *shares[1:-1]] for shares in split[-1]]  # a micro-batch less
     found = run_on_ranks(2, train, engine, split, False, TensorItems())[0]
     assert_close(found, train_on_all_rows(torch.float32), 1e-5)
+
+
+class Tied(ByItems):
+    """Uses one weight twice, and a branch for some rows: a micro-batch without such a row does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.branch = torch.nn.Linear(5, 3)
+        blocks: Any = self.model.blocks
+        self.model.branch, blocks[1].linear.weight = self.branch, blocks[0].linear.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x, y = (each[batch] for each in self.rows)
+        found, branched = self.model(x), batch % 5 == 0
+        if branched.any():
+            found = found + branched[:, None] * self.branch(x)
+        return {"loss": (found - y).square().sum() / len(batch), "num_items": len(batch)}
+
+
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", "zero2", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("fsdp1", "zero1"))]
+)
+def test_ties_and_layers_that_some_micro_batches_skip(engine: str) -> None:
+    split = random_split(13, 2)
+    module = Tied()
+    model, optimizer = module.model, module.configure_optimizers()
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        module.training_step(torch.arange(step * NUM_ROWS, (step + 1) * NUM_ROWS), 0)["loss"].backward()
+        optimizer.step()
+    expected = {name: each.detach() for name, each in model.named_parameters()}
+    found = run_on_ranks(2, train_tied, engine, split)[0]
+    assert_close({name: found[name] for name in expected}, expected, 1e-5)
+
+
+def train_tied(engine: str, split: Split) -> dict[str, Tensor]:
+    return train(engine, split, module=Tied())
+
+
+def train_by_value(engine: str, split: Split) -> dict[str, Tensor]:
+    return train(engine, split, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_clipping_by_value_has_the_gradient_of_the_mean_over_items(engine: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_value_)
+        expected = train_on_all_rows(torch.float32, clip=0.05)
+    assert_close(run_on_ranks(2, train_by_value, engine, random_split(17, 2))[0], expected, 1e-5)
+
+
+UNEVEN: list[list[list[int]]] = [[[0, 1, 2], [3]], [[4], []], [[5, 6], [7, 8, 9]]]
+"""Rows of each micro-batch of an epoch, and rank: windows of two go on in the next epoch."""
+
+
+def train_over_epochs(engine: str) -> dict[str, Tensor]:
+    rank = PartialState().process_index
+    strategy = strategy_for(engine, sync_with_dataloader=False)
+    trainer = quiet_trainer(strategy, 2, max_epochs=4, accumulate_grad_batches=2, use_distributed_sampler=False)
+    module = ByItems()
+    batches: Any = [torch.tensor(shares[rank], dtype=torch.long) for shares in UNEVEN]
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    with strategy.full_parameters(module):
+        weights = {name: each.detach().cpu().clone() for name, each in module.model.named_parameters()}
+    reset_state()
+    return weights
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2"])
+def test_a_window_that_goes_on_in_the_next_epoch_weighs_its_items_alike(engine: str) -> None:
+    module = ByItems()
+    optimizer = module.configure_optimizers()
+    micro_batches = [rows for _ in range(4) for rows in UNEVEN]
+    for first, second in zip(micro_batches[::2], micro_batches[1::2], strict=True):
+        chosen = torch.tensor([row for shares in (first, second) for rows in shares for row in rows])
+        optimizer.zero_grad()
+        module.training_step(chosen, 0)["loss"].backward()
+        optimizer.step()
+    expected = {name: each.detach() for name, each in module.model.named_parameters()}
+    assert_close(run_on_ranks(2, train_over_epochs, engine)[0], expected, 1e-5)
 
 
 class Wrong(ByItems):
