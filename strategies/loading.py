@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from ..checkpoint.locate import NewestCheckpoint, find_checkpoint, find_newest
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.merge import load_state_dict
 from ..state.rendezvous import raise_together, run_on_rank_zero
+from .common.broadcast import FROZEN_BASE, check_base
 from .deepspeed.checkpoint import read_trainer_state
 from .fsdp.checkpoint.loader import read_metadata
 from .fsdp.checkpoint.writer import METADATA_FILE
@@ -51,7 +53,8 @@ def load_from_checkpoint(
     Raises:
         CheckpointError: If the checkpoint is damaged, or no model can be identified in it.
         ValueError: If the folder holds weights alone, and nothing of a Trainer.
-        RuntimeError: If ``strict`` and names are missing or unexpected; if what lies beside the weights may run code.
+        RuntimeError: If ``strict`` and names are missing or unexpected; if what lies beside the weights may run code;
+            if the checkpoint has left frozen weights out, and the module brings others.
 
     Source: lightning 2.6 ``LightningModule.load_from_checkpoint``.
     """
@@ -63,8 +66,27 @@ def load_from_checkpoint(
     checkpoint = _trainer_state(path, weights_only)
     checkpoint["state_dict"] = load_state_dict(path)
     checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
-    module: ModuleT = _load_state(module_class, checkpoint, strict=strict, **kwargs)  # type: ignore[assignment]
+    base = checkpoint.get(FROZEN_BASE, {})
+    if base:  # the module brings what the checkpoint has left out
+        module: ModuleT = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
+        if module.strict_loading if strict is None else strict:
+            _check_names(module, set(checkpoint["state_dict"]), base)
+        check_base(base, {name: (one, False) for name, one in module.named_parameters()}, None, path)
+    else:
+        module = _load_state(module_class, checkpoint, strict=strict, **kwargs)  # type: ignore[assignment]
     return module if map_location is None else module.to(map_location)
+
+
+def _check_names(module: LightningModule, stored: set[str], left_out: Container[str]) -> None:
+    named = list(module.named_parameters(remove_duplicate=False))
+    brought = {one for name, one in named if name in left_out}
+    own = set(module.state_dict()) - {name for name, one in named if one in brought}
+    missing, unexpected = sorted(own - stored), sorted(stored - own)
+    if missing or unexpected:
+        raise RuntimeError(
+            f"The weights do not fit {type(module).__name__}: missing in the checkpoint: {missing}; unexpected: "
+            f"{unexpected}. Pass strict=False to load what both sides have."
+        )
 
 
 def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:

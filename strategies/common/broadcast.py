@@ -236,29 +236,31 @@ class FrozenBase:
         return {name: known for name, known in now.items() if known == self._described[name]}
 
 
-def describe(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, list[Any]]:
+def describe(tensors: Mapping[str, Tensor], device: torch.device | None) -> dict[str, list[Any]]:
     """Return shape, dtype and digest of each tensor, the same for every sharding; every rank calls it.
 
     Args:
         tensors: Sharded or not, by name.
-        device: Of the ranks' collectives.
+        device: Of the ranks' collectives; None for a process that calls it alone, with whole tensors.
     """
     if not tensors:
         return {}
-    digests = torch.stack([_digest(one).to(device) for one in tensors.values()])
-    if num_ranks() > 1:
+    alone = device is None or num_ranks() == 1
+    digests = torch.stack([_digest(one, alone=alone) for one in tensors.values()])
+    if not alone:
+        digests = digests.to(device)
         dist.all_reduce(digests)
     described = ([list(one.shape), str(one.dtype).removeprefix("torch.")] for one in tensors.values())
     return {name: [*known, digest] for name, known, digest in zip(tensors, described, digests.tolist(), strict=True)}
 
 
-def check_base(stored: Mapping[str, Sequence[Any]], shards: Shards, device: torch.device, path: object) -> None:
+def check_base(stored: Mapping[str, Sequence[Any]], shards: Shards, device: torch.device | None, path: object) -> None:
     """Check that a model has the frozen weights that a checkpoint has left out; every rank calls it.
 
     Args:
         stored: What `FrozenBase.unchanged` gave when it was saved.
         shards: Of the model's parameters.
-        device: Of the ranks' collectives.
+        device: See `describe`.
         path: Of the checkpoint.
 
     Raises:
@@ -281,10 +283,10 @@ def check_base(stored: Mapping[str, Sequence[Any]], shards: Shards, device: torc
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor) -> Tensor:
+def _digest(tensor: Tensor, *, alone: bool) -> Tensor:
     """Return a sum over this rank's elements: of their bits, each multiplied by a number that its place gives."""
     total = torch.zeros((), dtype=torch.int64)
-    for offsets, part in _parts(tensor):
+    for offsets, part in _parts(tensor, alone=alone):
         strides = [1]
         for size in reversed(tensor.shape[1:]):
             strides.insert(0, strides[0] * max(1, size))
@@ -311,7 +313,7 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(sizes[values.element_size()]).to(torch.int64)
 
 
-def _parts(tensor: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
+def _parts(tensor: Tensor, *, alone: bool) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield what this rank has of a tensor, where it begins in it; of what several ranks have, one yields it."""
     if isinstance(tensor, FlatShard):
         if tensor.place.replica == 0:
@@ -324,7 +326,7 @@ def _parts(tensor: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
             _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             yield offsets, tensor.to_local()
         return
-    if num_ranks() == 1 or dist.get_rank() == 0:
+    if alone or dist.get_rank() == 0:
         yield from (((0,) * part.dim(), part) for part in _plain_parts(tensor))
 
 

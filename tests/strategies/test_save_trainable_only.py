@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accelight.callbacks import ShardedEMA
 from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights
 from accelight.state import PartialState
-from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict, load_from_checkpoint
 from accelight.strategies.common.broadcast import describe
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import TinyModel, build_model, dataset, quiet_trainer
@@ -134,6 +134,16 @@ def resume_on_another_base(run: Run, path: str, change: float) -> str:
     with pytest.raises(RuntimeError, match=r"model\.embed\.weight has other values"):
         run.trainer(max_epochs=1).validate(Validated(change), loader(run.num_ranks), ckpt_path=path, verbose=False)
     return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2"])
+def test_a_module_is_made_of_its_base_and_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    expected = run_on_ranks(2, train, Run(kind), path, 1, init_group=False)[0]
+    found = load_from_checkpoint(Module, path, emptied=True)
+    torch.testing.assert_close(dict(found.state_dict()), expected, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"model\.embed\.weight has other values"):
+        load_from_checkpoint(Module, path, change=1e-3)
 
 
 class Validated(Module):
