@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import CheckpointError
+from ..checkpoint.formats.base import AVERAGED_WEIGHTS
 from ..checkpoint.manifest import write_manifest
 
 _KEY = "state_dict"
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the weights of a Lightning checkpoint as a folder of torch.distributed.checkpoint, ties noted.
+    """Write the weights of a Lightning checkpoint, and averages, as a folder of torch.distributed.checkpoint with ties.
 
     Raises:
         CheckpointError: If the file holds no weights, or objects that are not loaded from files.
@@ -33,8 +34,9 @@ def unpack(file: Path, folder: Path) -> None:
     if not weights:
         raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is not a Lightning checkpoint.")
     ties = _ties(weights)
-    kept = {name: tensor for name, tensor in weights.items() if name not in ties}
-    save({_KEY: kept}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    parts = {key: checkpoint[key] for key in (_KEY, AVERAGED_WEIGHTS) if key in checkpoint}
+    kept = {key: {name: one for name, one in part.items() if name not in ties} for key, part in parts.items()}
+    save(kept, storage_writer=FileSystemWriter(folder), no_dist=True)
     heads = {name.split(".", 1)[0] for name in weights}
     write_manifest(folder, model_prefix=_KEY, ties=ties, module_attribute=heads.pop() if len(heads) == 1 else "")
 

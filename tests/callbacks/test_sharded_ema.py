@@ -357,15 +357,16 @@ def test_averages_are_exported(kind: str, in_validation: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_the_merge_callback_exports_averages(background: bool, tmp_path: Path) -> None:
-    averages = run_on_ranks(2, fit_and_merge, str(tmp_path), background, init_group=False)[0]
+@pytest.mark.parametrize("form", ["sharded_state_dict", "full_state_dict"])
+def test_the_merge_callback_exports_averages(form: str, background: bool, tmp_path: Path) -> None:
+    averages = run_on_ranks(2, fit_and_merge, str(tmp_path), form, background, init_group=False)[0]
     found = load_file(tmp_path / "merged" / "model.safetensors")
     torch.testing.assert_close(found, averages, rtol=0, atol=0)
 
 
-def fit_and_merge(folder: str, background: bool) -> dict[str, Tensor]:
+def fit_and_merge(folder: str, form: str, background: bool) -> dict[str, Tensor]:
     merging = MergeShardedCheckpoint(f"{folder}/merged", weights="ema", background=background)
-    trainer, module = Run("fsdp2").trainer(merging, max_epochs=1), Module()
+    trainer, module = Run("fsdp2", 2, {"state_dict_type": form}).trainer(merging, max_epochs=1), Module()
     trainer.fit(module, loader(2), loader(2))
     return module.averages
 
