@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..checkpoint.names import clean_name
 from ..state.utils import named_arguments
-from ..strategies.common.grads import local_tensor, norm_powers, reduce_powers
+from ..strategies.common.grads import dtype_of_powers, local_tensor, norm_powers, reduce_powers
 from ..strategies.fsdp.sharded_model import unwrap_root
 from ..strategies.upstream.lightning import (
     Callback,
@@ -306,7 +306,7 @@ def norms_by_label(
     powers = [_powers(members, groups, labels, norm_type) for groups, members in by_groups.items()]
     stacked = torch.stack([power.to(powers[0].device) for power in powers])
     norms = stacked.amax(0) if math.isinf(norm_type) else stacked.sum(0) ** (1.0 / norm_type)
-    return dict(zip(labels, norms.unbind(), strict=True))
+    return dict(zip(labels, norms.float().unbind(), strict=True))
 
 
 def _powers(
@@ -322,9 +322,10 @@ def _powers(
         own = norm_powers([part.values for part in filled], norm_type)
         mask = torch.tensor([[belongs is None or belongs(part.name) for part in filled] for belongs in labels.values()])
         # Not by a product with the mask: an infinite norm would turn every label into NaN.
-        rows = torch.where(mask.to(own.device), own, torch.zeros((), device=own.device))
+        rows = torch.where(mask.to(own.device), own, torch.zeros_like(own))
         powers = rows.amax(1) if infinite else rows.sum(1)
     else:
-        powers = torch.zeros(len(labels), device=members[0].values.device)
+        device = members[0].values.device
+        powers = torch.zeros(len(labels), dtype=dtype_of_powers(device), device=device)
     reduce_powers(powers, groups, norm_type)
     return powers

@@ -47,7 +47,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
 
     Returns:
-        Scalar float32 tensor on the gradients' device, the same on every rank.
+        Scalar tensor on the gradients' device, the same on every rank; float32, or float64 as the gradients are.
     """
     parts: dict[Sharding, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -78,7 +78,8 @@ def norm_of_parts(
     powers = [_power_over_mesh(tensors, *sharding, norm_type, devices[sharding]) for sharding, tensors in parts.items()]
     device = devices[next(iter(parts))]
     stacked = torch.stack([power.to(device) for power in powers])
-    return stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    norm = stacked.max() if math.isinf(norm_type) else stacked.sum() ** (1.0 / norm_type)
+    return norm.to(_dtype_of_norms(one for tensors in parts.values() for one in tensors))
 
 
 def _power_over_mesh(
@@ -90,7 +91,7 @@ def _power_over_mesh(
 ) -> torch.Tensor:
     """Return norm**p (the norm itself for inf) of ``tensors`` taken together over the mesh dimensions ``dims``."""
     tensors = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no largest value
-    power = torch.zeros((), device=device)
+    power = torch.zeros((), dtype=dtype_of_powers(device), device=device)
     if tensors:
         powers = norm_powers(tensors, norm_type)
         power = powers.max() if math.isinf(norm_type) else powers.sum()
@@ -101,11 +102,21 @@ def _power_over_mesh(
 def norm_powers(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return norm**p (the norm itself for inf) of each tensor, none of them empty, on the device of the first.
 
-    In float32 whatever the tensors' dtype: a bfloat16 sum of squares loses the small ones.
+    Norms are computed in float32 at least: a bfloat16 sum of squares loses the small ones.
     """
     device = tensors[0].device  # gradients of ignored modules are not offloaded
-    norms = torch.stack([one.to(device) for one in torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32)])
+    found = torch._foreach_norm(list(tensors), norm_type, dtype=_dtype_of_norms(tensors))
+    norms = torch.stack([one.to(device) for one in found]).to(dtype_of_powers(device))
     return norms if math.isinf(norm_type) else norms**norm_type
+
+
+def _dtype_of_norms(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(one.dtype == torch.float64 for one in tensors) else torch.float32
+
+
+def dtype_of_powers(device: torch.device) -> torch.dtype:
+    """Return the dtype in which ranks add up powers of norms, the same on ranks without gradients."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], norm_type: float) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...state.process_group import is_planned
 from ..common.modules import sparse_embeddings
-from ..common.optimizer_classes import try_on_pieces
+from ..optimizers.classes import try_on_owners, try_on_pieces
 from ..upstream.lightning import (
     LightningModule,
     LRSchedulerConfig,
@@ -203,9 +203,20 @@ def check_elementwise(optimizer: Optimizer, stage: int) -> None:
     if verdict.problem is not None:
         raise ValueError(
             f"{name} cannot train with ZeRO stage {stage}, which lets it step on flat parts of parameters: "
-            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}an element-wise optimizer (AdamW, "
-            "SGD), or Trainer(strategy='ddp')."
+            f"{verdict.problem}. Use {'' if verdict.needs_closure else 'stage 0, '}{_with_fsdp(optimizer)}an "
+            "element-wise optimizer (AdamW, SGD), or Trainer(strategy='ddp')."
         )
+
+
+def _with_fsdp(optimizer: Optimizer) -> str:
+    """Return how FSDP trains with it, if it can step on each whole parameter apart."""
+
+    def shape_of(parameter: torch.Tensor) -> torch.Size:
+        return getattr(parameter, "ds_shape", parameter.shape)
+
+    if try_on_owners(optimizer, shape_of, keeps_shapes=False).problem is not None:
+        return ""
+    return "AccelFSDPStrategy(fsdp_version=2, whole_tensor_optimizers=True), "
 
 
 def for_offload(optimizer: Optimizer, settings: DeepSpeedSettings) -> tuple[Optimizer, DeepSpeedSettings]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from typing_extensions import override
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
 from ..common.modules import find_ties
-from ..common.optimizer_classes import try_on_dtensors, try_on_pieces
-from ..common.sharded_tensors import NoAccess, ShardAccess
+from ..common.sharded_tensors import FlatShard, NoAccess, ShardAccess
+from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
+from ..optimizers.steps import WholeTensorStep
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from .flat_params import units_of
@@ -93,7 +94,7 @@ class Engine(ABC, Generic[SettingsT]):
         self.device = device
         self.all_reduce_max_async: AllReduceMaxAsync = all_reduce_max_async
         """For the messages of the ranks about each step."""
-        self._patches = Patches("labels")
+        self._patches, self._steps = Patches("labels"), Patches("user code")
 
     def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:
         """Shard ``model``, whose submodules are changed in place.
@@ -189,12 +190,22 @@ class Engine(ABC, Generic[SettingsT]):
         """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
 
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that would not train what one process trains.
+        """Refuse optimizers that would not train what one process trains; let some step on whole tensors.
 
         Raises:
-            ValueError: As `check_kinds` and `check_flat_parameters`.
+            ValueError: As `way_of_stepping` and `check_flat_parameters`.
         """
-        check_kinds(optimizers, self.version, self.mesh)
+        self._steps.remove()
+        shard_of = self.shard_access(root).shard_of
+        for optimizer in optimizers:
+            if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
+                continue
+            way = way_of_stepping(optimizer, self.settings, self.version, self.mesh, shard_of)
+            if way == "whole":
+                group = self.mesh.get_group(self.mesh.ndim - 1)
+                WholeTensorStep(optimizer, group, torch.device(self.mesh.device_type), shard_of).attach(self._steps)
+            elif self.version == 2:
+                step_mixtures_one_by_one(optimizer)
 
     @abstractmethod
     def sharded_modules(self, root: nn.Module) -> set[nn.Module]:
@@ -225,6 +236,7 @@ class Engine(ABC, Generic[SettingsT]):
     def end_training(self, root: nn.Module) -> None:
         """Release gradients and graphs: no backward will come any more, and no optimizer step."""
         self._patches.remove()
+        self._steps.remove()
         self.discard_unreduced_grads(root)
 
     def begin_step(self, root: nn.Module) -> None:
@@ -314,42 +326,73 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def check_kinds(optimizers: Iterable[Optimizer], version: int, mesh: DeviceMesh) -> None:
-    """Refuse optimizers whose class trains shards otherwise than full parameters; every rank calls it.
+def way_of_stepping(
+    optimizer: Optimizer,
+    settings: EngineSettings,
+    version: int,
+    mesh: DeviceMesh,
+    shard_of: Callable[[torch.Tensor], FlatShard | None],
+) -> Literal["as it is", "whole"]:
+    """Return how an optimizer steps on shards as one process steps on full parameters; every rank calls it.
 
-    FSDP2's parameters know that they are shards (DTensors), so that norms and means over them are right, in classes
-    whose operations DTensors have. Those of FSDP1 are pieces without a shape: a class must treat each element alone.
+    A class that treats each element alone steps on the pieces that FSDP1 shows. Others step on whole tensors where
+    users allow it. Over DTensors norms and means are right, too, in classes whose operations DTensors have.
 
     Args:
-        optimizers: That will train.
+        optimizer: That will train.
+        settings: Of the engine.
         version: Of FSDP.
         mesh: Over which parameters are sharded.
+        shard_of: Returns the shard that a parameter of FSDP1 is; None for any other one.
 
     Raises:
-        ValueError: If one does; on every rank.
+        ValueError: If it cannot train; on every rank.
     """
-    for optimizer in optimizers:
-        if isinstance(optimizer, _MockOptimizer) or is_planned():  # configure_optimizers() returned None; no values
-            continue
-        called = type(optimizer).__name__
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                f"{called} needs scalar products over all parameters, but with FSDP it sees only the shards of this "
-                "rank. Use another optimizer, or train with Trainer(strategy='ddp')."
-            )
-        if version == 1:
-            if problem := try_on_pieces(optimizer).problem:
-                raise ValueError(
-                    f"{called} cannot train with FSDP1, which gives optimizers parts of flattened parameters: "
-                    f"{problem}. Use fsdp_version=2, whose parameters keep their shapes, if {called} supports "
-                    "DTensors; an element-wise optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
-                )
-        elif problem := try_on_dtensors(optimizer, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]).problem:
-            others = "fsdp_version=1, which needs no DTensors; " if try_on_pieces(optimizer).problem is None else ""
-            raise ValueError(
-                f"{called} cannot train with FSDP2, whose parameters are DTensors: {problem}. Use {others}another "
-                "optimizer (AdamW, SGD); or Trainer(strategy='ddp')."
-            )
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"{name} needs scalar products over all parameters, but with FSDP it sees only the shards of this "
+            "rank. Use another optimizer, or train with Trainer(strategy='ddp')."
+        )
+    if is_planned() and not is_known(optimizer):  # there are no values
+        return "as it is"
+    on_pieces = try_on_pieces(optimizer)
+    is_elementwise = on_pieces.problem is None
+    if is_elementwise and version == 1:
+        return "as it is"
+
+    def shape_of(parameter: torch.Tensor) -> torch.Size:
+        shard = shard_of(parameter)
+        return parameter.shape if shard is None else shard.shape
+
+    on_owners = {one: try_on_owners(optimizer, shape_of, keeps_shapes=one == 1).problem for one in {version, 2}}
+    if not getattr(settings, "use_orig_params", True):
+        on_owners[1] = "use_orig_params=False puts several parameters into one"
+    wants_whole = settings.whole_tensor_optimizers
+    if wants_whole is None:
+        wants_whole = type(optimizer) is getattr(torch.optim, "Muon", None)  # gathers 13 times for each matrix else
+    if wants_whole and not is_elementwise and on_owners[version] is None:
+        return "whole"
+    if version == 1:
+        problem = f"which gives optimizers parts of flattened parameters: {on_pieces.problem}"
+        instead = f"fsdp_version=2, whose parameters keep their shapes, if {name} supports DTensors; an element-wise "
+        instead += "optimizer"
+    else:
+        on_dtensors = try_on_dtensors(optimizer, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)])
+        if on_dtensors.problem is None:
+            return "as it is"
+        problem = f"whose parameters are DTensors: {on_dtensors.problem}"
+        instead = f"{'fsdp_version=1, which needs no DTensors; ' if is_elementwise else ''}another optimizer"
+    if wants_whole and not is_elementwise:
+        problem += f", nor with whole_tensor_optimizers=True: {on_owners[version]}"
+    allowed = [one for one, hindrance in on_owners.items() if hindrance is None and not is_elementwise]
+    if allowed:
+        of_version = "" if version in allowed else "fsdp_version=2, "
+        argument = f"AccelFSDPStrategy({of_version}whole_tensor_optimizers=True)"
+        instead = f"{argument}, which lets it step on whole tensors; {instead}"
+    raise ValueError(
+        f"{name} cannot train with FSDP{version}, {problem}. Use {instead} (AdamW, SGD); or Trainer(strategy='ddp')."
+    )
 
 
 def step_mixtures_one_by_one(optimizer: Optimizer) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -44,7 +43,7 @@ from ..upstream.torch_fsdp2 import (
     reset_iter_state,
     settle_dtypes,
 )
-from .engine import CPUOffloadGradScaler, Engine, step_mixtures_one_by_one
+from .engine import CPUOffloadGradScaler, Engine
 from .plugin import FullyShardedDataParallelPlugin
 from .settings import FSDP2Settings, resolve_ignored
 from .sharded_model import (
@@ -233,12 +232,6 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     ) -> torch.Tensor:
         gradients = gradients_of(parameters)
         return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
-
-    @override
-    def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        super().check_optimizers(root, optimizers)
-        for optimizer in optimizers:
-            step_mixtures_one_by_one(optimizer)
 
     @override
     def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

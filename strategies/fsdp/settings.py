@@ -131,6 +131,9 @@ class EngineSettings:
     find_unused_parameters: bool = False
     """Whether ranks may use different parts of the model in one step: it is gathered as one unit then."""
 
+    whole_tensor_optimizers: bool | None = None
+    """Whether optimizers that look further than an element step on whole tensors. None: torch's Muon alone does."""
+
     @property
     def weights_from_rank_zero(self) -> bool:
         """Whether rank 0's weights replace the other ranks', which may have none."""

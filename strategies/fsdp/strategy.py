@@ -486,6 +486,10 @@ class AccelFSDPStrategy(TrainerHooks):
         find_unused_parameters: Whether processes may use different units in one step (a layer that only some come
             through): the whole model is gathered as one unit around the step then. Which parameters they use within a
             unit may differ anyway; different units are an error without it. Default False.
+        whole_tensor_optimizers: Whether optimizers that look further than an element (Adafactor, LAMB, LARS) step on
+            whole tensors, each on one rank, as on one process: a rank holds its share of parameters, gradients and
+            states a second time during the step. None lets torch's ``Muon`` alone do so, which would gather each matrix
+            13 times otherwise. Default None.
         broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
             forward of a fit, where and when ddp broadcasts them. Default True.
         pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
@@ -546,6 +550,7 @@ class AccelFSDPStrategy(TrainerHooks):
         gradient_accumulation: GradientAccumulationPlugin | int | None = None,
         reshard_during_accumulation: bool = True,
         find_unused_parameters: bool = False,
+        whole_tensor_optimizers: bool | None = None,
         broadcast_buffers: bool = True,
         pretrained_weights: str | os.PathLike[str] | None = None,
         compile: bool | dict[str, Any] = False,
@@ -575,6 +580,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
         self._find_unused_parameters = find_unused_parameters
+        self._whole_tensor_optimizers = whole_tensor_optimizers
         self.save_trainable_only = save_trainable_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._termination.items = self._tracker.items
@@ -608,6 +614,7 @@ class AccelFSDPStrategy(TrainerHooks):
             settings,
             reshard_during_accumulation=self._reshard_during_accumulation,
             find_unused_parameters=self._find_unused_parameters,
+            whole_tensor_optimizers=self._whole_tensor_optimizers,
             compile_options=self._compile_options,
             recomputed=self._recomputed,
         )

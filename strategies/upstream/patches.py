@@ -74,9 +74,9 @@ TABLE: dict[str, Patch] = {
     ),
     "user code": Patch(
         "the Trainer's profiler, the LightningModule, its optimizers",
-        "profile training_step zero_grad lr_scheduler_step _step_supports_amp_scaling",
-        "hooks see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped steps, fused "
-        "optimizers leave scaling to the scaler; the Trainer has no hook around these",
+        "profile training_step zero_grad lr_scheduler_step step _step_supports_amp_scaling",
+        "hooks see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped steps, some "
+        "optimizers step on whole tensors, fused ones leave scaling to the scaler; the Trainer has no hook for these",
         "a run: setup() to teardown(); scaling: one step",
     ),
     "callbacks": Patch(

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 import accelight
 from tests.docs.pages import PAGES, ROOT, page_name, table_rows
 from tests.docs.peers import LIGHTNING
-from tools.docs import arguments, user_code
+from tools.docs import arguments, optimizers, user_code
 from tools.docs.public_names import PACKAGES, public_names
 
 DOCS = ROOT / "docs"
@@ -64,6 +64,11 @@ def test_names_of_ours_in_the_guides_are_public() -> None:
 def test_the_tables_of_arguments_are_those_of_the_code() -> None:
     page = arguments.PAGE.read_text(encoding="utf-8")
     assert arguments.with_tables(page) == page, "python -m tools.docs.arguments writes them anew"
+
+
+def test_the_table_of_optimizers_is_the_one_that_is_trained() -> None:
+    page = optimizers.PAGE.read_text(encoding="utf-8")
+    assert optimizers.with_table(page) == page, "python -m tools.docs.optimizers writes it anew"
 
 
 @pytest.mark.parametrize("page", user_code.PAGES, ids=page_name)

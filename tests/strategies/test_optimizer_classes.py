@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from accelight.strategies.common.optimizer_classes import try_on_dtensors, try_on_pieces
+from accelight.strategies.optimizers.classes import try_on_dtensors, try_on_pieces
 from tests.ranks import run_on_ranks
 
 

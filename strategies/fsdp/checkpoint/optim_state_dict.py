@@ -248,8 +248,8 @@ def _restore(
     groups: Sequence[Mapping[str, Any]],
     num_steps: int | None,
 ) -> None:
-    names = [name for _, name in _named_parameters(layout, optimizer)]
-    _complete(optimizer, names, states, num_steps)
+    named = {name: parameter for parameter, name in _named_parameters(layout, optimizer)}
+    _complete(optimizer, named, states, num_steps)
     layout.restore(optimizer, states)
     group_of = {name: group for group in groups for name in group["params"]}
     for group in optimizer.param_groups:
@@ -261,18 +261,21 @@ def _restore(
 
 
 def _complete(
-    optimizer: Optimizer, names: Sequence[str], states: dict[str, dict[str, Any]], num_steps: int | None
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    states: dict[str, dict[str, Any]],
+    num_steps: int | None,
 ) -> None:
     """Fill in missing steps, and log what is missing else.
 
     Raises:
         ValueError: If a part of a parameter's state other than the step is missing.
     """
-    wanted = _state_keys(optimizer)
-    anew = [name for name in names if not states.get(name)]
+    keys = {ndim: _state_keys(optimizer, ndim) for ndim in {one.ndim for one in parameters.values()}}
+    anew = [name for name in parameters if not states.get(name)]
     without_step = []
-    for name in names:
-        missing = sorted(wanted - set(states[name])) if states.get(name) else []
+    for name, parameter in parameters.items():
+        missing = sorted(keys[parameter.ndim] - set(states[name])) if states.get(name) else []
         if missing == [_STEP]:
             without_step.append(name)
         elif missing:
@@ -285,7 +288,7 @@ def _complete(
         for name in without_step:
             states[name][_STEP] = torch.tensor(step)
     if dist.get_rank() == 0:
-        if wanted and anew and len(anew) < len(names):
+        if any(keys.values()) and anew and len(anew) < len(parameters):
             _log.warning("The checkpoint has no optimizer state for %s: it starts from scratch.", ", ".join(anew))
         if without_step:
             _log.warning(
@@ -294,9 +297,9 @@ def _complete(
             )
 
 
-def _state_keys(optimizer: Optimizer) -> set[str]:
+def _state_keys(optimizer: Optimizer, ndim: int) -> set[str]:
     """Return what the optimizer keeps of a parameter, found by a step on one of its own; nothing if that fails."""
-    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter = nn.Parameter(torch.zeros([2] * ndim))
     parameter.grad = torch.zeros_like(parameter)
     twin = copy.copy(optimizer)
     twin.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "capturable": False, "fused": False}]

@@ -15,10 +15,11 @@ import random
 import sys
 import types
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ _ORTHOGONAL_STEPS = (3, 4, 9)
 _LR = 1.0
 """In place of each group's: a schedule's first may be 0, where steps look alike, and adapted sizes grow with it."""
 _MOST_GROUPS = 16
+_SIMPLE = (torch.Tensor, bool, int, float, str, type(None), list, tuple, dict, deque)
+"""Kinds of state whose use shows in a few steps."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,13 @@ class _StuckError(Exception):
 
 
 _by_pieces: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKeyDictionary()
+_by_owners: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKeyDictionary()
 _by_dtensors: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKeyDictionary()
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known to treat each element alone."""
+    return type(optimizer) in (SGD, Adam, AdamW)
 
 
 def try_on_pieces(optimizer: Optimizer) -> Verdict:
@@ -69,7 +78,7 @@ def try_on_pieces(optimizer: Optimizer) -> Verdict:
     Args:
         optimizer: The user's; neither it nor any random state changes.
     """
-    if type(optimizer) in (SGD, Adam, AdamW):
+    if is_known(optimizer):
         return Verdict()
     known = _by_pieces.setdefault(type(optimizer), {})
     key = _options_of(optimizer)
@@ -86,7 +95,7 @@ def try_on_dtensors(optimizer: Optimizer, mesh: DeviceMesh, placements: Sequence
         mesh: Of the DTensors.
         placements: Of parameters with a dimension.
     """
-    if type(optimizer) in (SGD, Adam, AdamW):
+    if is_known(optimizer):
         return Verdict()
     kinds = _kinds_of_shapes(optimizer, mesh.size(mesh.ndim - 1))
     known = _by_dtensors.setdefault(type(optimizer), {})
@@ -102,7 +111,29 @@ def try_on_dtensors(optimizer: Optimizer, mesh: DeviceMesh, placements: Sequence
     return known[key]
 
 
-# ---------------------------------------------------------------------- the two tests
+def try_on_owners(
+    optimizer: Optimizer, shape_of: Callable[[torch.Tensor], torch.Size], *, keeps_shapes: bool
+) -> Verdict:
+    """Return whether the optimizer's class can step on each whole parameter apart from the others.
+
+    It steps on a few tensors together; then on every other one of them, on the rest, and on none, with the tensors
+    replaced before each step.
+
+    Args:
+        optimizer: The user's; neither it nor any random state changes.
+        shape_of: Returns the shape of a parameter before sharding.
+        keeps_shapes: Whether each state must have its parameter's shape, or none.
+    """
+    known = _by_owners.setdefault(type(optimizer), {})
+    kinds = _kinds_of_shapes(optimizer, 1, shape_of)
+    key = f"{_options_of(optimizer)} {kinds} {keeps_shapes}"
+    if key not in known:
+        run = partial(_run_on_owners, kinds=kinds, keeps_shapes=keeps_shapes)
+        known[key] = _on_some_device(optimizer, run)
+    return known[key]
+
+
+# ---------------------------------------------------------------------- the three tests
 def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
     """Step on full tensors, then on the pieces of what they are together."""
     numbers = len(_groups_to_try(optimizer))
@@ -112,6 +143,10 @@ def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
     except _StuckError:  # such as a class that takes no tensor without a dimension
         full = [_weights(_FEWER_SHAPES, device, seed) for seed in range(numbers)]
         first = _Run(optimizer, full)
+    for state, _ in first.states:
+        for key, value in state.items():
+            if not isinstance(value, _SIMPLE):
+                return Verdict(f"its state {key!r} is a {type(value).__name__}: steps beyond those tried may use it")
     flat = [torch.cat([one.flatten() for one in group]) for group in full]
     cuts = [len(group) * 2 // 3 - 1 for group in flat]
     for part in (_head, _tail):
@@ -179,6 +214,37 @@ def _run_on_dtensors(
     return Verdict(needs_closure=first.needs_closure)
 
 
+def _run_on_owners(
+    optimizer: Optimizer, device: torch.device, *, kinds: Sequence[Sequence[tuple[int, bool]]], keeps_shapes: bool
+) -> Verdict:
+    """Step on full tensors, then on what each of two ranks would own, and on what a third one would: nothing."""
+    shapes = [[(4, 6, 2, 2)[:ndim] for ndim, _ in group for _ in range(2)] for group in kinds]
+    full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
+    first = _Run(optimizer, full)
+    if first.needs_closure:
+        return Verdict("its step needs a closure", needs_closure=True)
+    options: list[str] = []
+    for owned in (slice(0, None, 2), slice(1, None, 2), slice(0, 0)):
+
+        def own(tensors: list[list[torch.Tensor]], owned: slice = owned) -> list[list[torch.Tensor]]:
+            return [group[owned] for group in tensors]
+
+        second = _Run(optimizer, own(full), gradients=[own(step) for step in first.gradients], renews=True)
+        for weights, wanted, travelled in zip(second.weights, first.weights, first.travelled, strict=False):
+            if not _equal(weights, own(wanted), own(travelled), first.tolerance, by_tensor=True):
+                return Verdict("it updates a parameter differently when others are elsewhere (tried on small tensors)")
+        for state, parameter in second.states:
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor | bool | int | float | str | None):
+                    return Verdict(f"its state {key!r} is a {type(value).__name__}, which cannot be sharded")
+                if keeps_shapes and isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
+                    return Verdict(f"its state {key!r} has another shape than its parameter")
+        options.append(second.options)
+    if len(set(options)) > 1:
+        return Verdict("the options of its groups depend on the parameters that a rank owns")
+    return Verdict()
+
+
 class _Run:
     """Steps of a twin of an optimizer on given weights.
 
@@ -187,6 +253,7 @@ class _Run:
         weights: For each group to try.
         gradients: For each step and group; without, made along the way.
         sees_dtypes: Whether to find out whether the step computes in fewer bits than its weights have.
+        renews: Whether other tensors with the same values and states replace the weights before each step.
 
     Raises:
         _StuckError: If the class cannot step.
@@ -199,13 +266,19 @@ class _Run:
         *,
         gradients: list[list[list[torch.Tensor]]] | None = None,
         sees_dtypes: bool = False,
+        renews: bool = False,
     ) -> None:
         self.gradients: list[list[list[torch.Tensor]]] = []
         self.weights: list[list[list[torch.Tensor]]] = []
         """After each step."""
         self.travelled: list[list[list[torch.Tensor]]] = []
         """How far each element has come by each step, added up."""
+        self.states: list[tuple[dict[Any, Any], torch.Tensor]] = []
+        """At the end, with their parameters."""
+        self.options = ""
+        """Of the groups, at the end."""
         self.needs_closure = False
+        self._renews = renews
         self.is_coarse = False
         """Whether it computes in half precision, where results depend on the order of sums."""
         self.tolerance = 1e-6 if all(one.dtype == torch.float64 for group in weights for one in group) else 1e-3
@@ -215,6 +288,11 @@ class _Run:
             if callable(train := getattr(self._twin, "train", None)):  # schedule-free: steps in this mode alone
                 train()
             self._run(gradients, sees_dtypes=sees_dtypes)
+            self.states = [(state, one) for one, state in self._twin.state.items() if isinstance(one, torch.Tensor)]
+            groups = [sorted(group.items()) for group in self._twin.param_groups]
+            self.options = repr(
+                [[item for item in group if item[0] not in ("params", "param_names")] for group in groups]
+            )
         except Exception as error:  # whatever a user's class raises
             first_line = str(error).strip().split("\n")[0].rstrip(".")
             raise _StuckError(": ".join(filter(None, [type(error).__name__, first_line]))) from error
@@ -229,6 +307,8 @@ class _Run:
         before = [[one.detach().clone() for one in group] for group in self._held]
         travelled = [[torch.zeros_like(one) for one in group] for group in before]
         for step in range(_NUM_STEPS if given is None else len(given)):
+            if self._renews:
+                self._renew()
             gradients = self._made(step, generator) if given is None else given[step]
             if sees_dtypes and step == 1:
                 with _DtypesSeen() as seen:  # type: ignore[no-untyped-call]
@@ -250,6 +330,15 @@ class _Run:
                 self.travelled.append(travelled)
                 before = after
             self.weights.append(after)
+
+    def _renew(self) -> None:
+        renewed = {one: nn.Parameter(one.detach().clone()) for group in self._held for one in group}
+        self._held = [[renewed[one] for one in group] for group in self._held]
+        for group in self._twin.param_groups:
+            group["params"] = [renewed[one] for one in group["params"]]
+        before: Mapping[Any, Any] = self._twin.state
+        states = {renewed.get(one, one): state for one, state in before.items()}
+        self._twin.state = defaultdict(dict, states)
 
     def _made(self, step: int, generator: torch.Generator) -> list[list[torch.Tensor]]:
         """Return gradients of quite different sizes, from element to element, tensor to tensor and step to step."""
@@ -379,7 +468,7 @@ def _twin_of(optimizer: Optimizer, tensors: list[list[nn.Parameter]]) -> Optimiz
     for group in optimizer.param_groups:
         small = of_option.get(_key_of(group), tensors[0])
         for place, parameter in enumerate(group["params"]):
-            memo[id(parameter)] = small[place % len(small)]
+            memo[id(parameter)] = small[place % len(small)] if small else None
     _check_attributes(optimizer)
     return _copied(optimizer, groups, memo, alive)
 
@@ -461,11 +550,13 @@ def _groups_to_try(optimizer: Optimizer) -> list[dict[str, Any]]:
     return list(by_options.values())[:_MOST_GROUPS]
 
 
-def _kinds_of_shapes(optimizer: Optimizer, num_shards: int) -> list[list[tuple[int, bool]]]:
+def _kinds_of_shapes(
+    optimizer: Optimizer, num_shards: int, shape_of: Callable[[torch.Tensor], torch.Size] = lambda one: one.shape
+) -> list[list[tuple[int, bool]]]:
     """Return how many dimensions the parameters of each group to try have, and whether their rows divide evenly."""
     found: dict[str, set[tuple[int, bool]]] = {_key_of(group): set() for group in optimizer.param_groups}
     for group in optimizer.param_groups:
-        for shape in (parameter.shape for parameter in group["params"]):
+        for shape in map(shape_of, group["params"]):
             found[_key_of(group)].add((min(len(shape), 4), not shape or shape[0] % num_shards == 0))
     return [sorted(found[_key_of(group)]) or [(1, True)] for group in _groups_to_try(optimizer)]
 

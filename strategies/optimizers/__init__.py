@@ -1,0 +1,1 @@
+"""What optimizers may train, and how they step on shards."""
