@@ -40,13 +40,13 @@ def _on_whole_tensors(optimizer: Optimizer, model: nn.Module) -> Patches:
 def _loss(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(step)
     batch = torch.randn(4, 5, generator=generator, dtype=next(model.parameters()).dtype)
-    return model(batch).square().sum()  # type: ignore[no-any-return]
+    return model(batch).square().sum()
 
 
 def _train(model: nn.Module, optimizer: Optimizer, steps: int = 4) -> dict[str, Tensor]:
     for step in range(steps):
         optimizer.zero_grad()
-        _loss(model, step).backward()  # type: ignore[no-untyped-call]
+        _loss(model, step).backward()
         optimizer.step()
     return _full(model)
 
@@ -117,10 +117,10 @@ def _counts(num_layers: int, whole: bool) -> int:
     if whole:
         _on_whole_tensors(optimizer, model)
     _train(model, optimizer, 2)
-    _loss(model, 3).backward()  # type: ignore[no-untyped-call]
+    _loss(model, 3).backward()
     with CommDebugMode() as counter:
         optimizer.step()
-    return counter.get_total_counts()  # type: ignore[no-any-return]
+    return counter.get_total_counts()
 
 
 @pytest.mark.parametrize("num_layers", [2, 6])
@@ -143,7 +143,7 @@ def _fails() -> list[Any]:
     optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
     _on_whole_tensors(optimizer, model)
     before = _full(model)
-    _loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    _loss(model, 0).backward()
     with pytest.raises(RuntimeError, match=r"Failing\.step") as raised:
         optimizer.step()
     after = _full(model)
@@ -166,7 +166,7 @@ def _without_gradients() -> list[Any]:
     _on_whole_tensors(optimizer, model)
     with CommDebugMode() as counter:
         optimizer.step()
-    _loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    _loss(model, 0).backward()
     left_out = _matrices(model)[0]
     left_out.grad, before = None, _full(model)
     optimizer.step()
