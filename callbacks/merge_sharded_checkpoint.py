@@ -54,7 +54,8 @@ _OWN_CHECKPOINT = ".unmerged.ckpt"
 class MergeShardedCheckpoint(Callback):
     """Merges checkpoints of ``trainer.fit`` into safetensors, in the background if wanted.
 
-    Process 0 of all starts ``accelight merge-weights`` as a process of its own with low priority, one merge at a time.
+    Process 0 of all starts ``accelight merge-weights`` as a process of its own, one merge at a time, with low
+    priority (a niceness of 10) unless training waits for it.
     A checkpoint that is to be deleted or overwritten while a merge needs it waits for the merge. What goes wrong is
     raised on all processes when ``fit`` ends; an exception in training ends the merges, and nothing half-done stays.
 
@@ -79,7 +80,9 @@ class MergeShardedCheckpoint(Callback):
             ``monitor``. If none was saved, the weights are saved for this alone.
         weights: ``"ema"`` merges the averages that ``ShardedEMA`` has added to the checkpoints.
         adapter: Write the folders that ``peft.PeftModel.from_pretrained`` loads, of this adapter or (True) of the only
-            one; the checkpoints must be sharded.
+            one; the checkpoints must be sharded. False allows to write a model with adapters under its own names.
+        merge_adapter: Write the base with this adapter, or (True) the only one, merged into it, and the base's
+            configuration; the checkpoints must be sharded and hold the base.
         pretrained_files: False writes the weights alone, also of a Hugging Face model, under the LightningModule's
             names or without ``strip_prefix``.
 
@@ -100,7 +103,8 @@ class MergeShardedCheckpoint(Callback):
         *,
         which: Literal["last", "best"] = "last",
         weights: Literal["model", "ema"] = "model",
-        adapter: str | bool = False,
+        adapter: str | bool | None = None,
+        merge_adapter: str | bool = False,
         pretrained_files: bool = True,
     ) -> None:
         if when not in ("fit_end", "every_save"):
@@ -111,11 +115,13 @@ class MergeShardedCheckpoint(Callback):
             raise ValueError(f"weights must be 'model' or 'ema', got {weights!r}.")
         if max_shard_size is not None:
             parse_size(max_shard_size)
+        if adapter and merge_adapter:
+            raise ValueError("adapter and merge_adapter were both given: one folder is an adapter's or a model's.")
         conversion_target(dtype)
         self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
-        self.weights, self.adapter = weights, adapter
+        self.weights, self.adapter, self.merge_adapter = weights, adapter, merge_adapter
         self.pretrained_files = pretrained_files and not adapter
         self.max_shard_size, self.strip_prefix = max_shard_size, checked_prefix(strip_prefix)
         self.dtype = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -159,7 +165,7 @@ class MergeShardedCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         others = (trainer.datamodule,) if trainer.datamodule is not None else ()  # type: ignore[attr-defined]
         self._files = find_pretrained(pl_module, self.strip_prefix, others) if self.pretrained_files else None
-        if self._files is not None:
+        if self._files is not None and not self.merge_adapter:
             check_loadable(self._files, pl_module, trainer.strategy.model)  # each process by itself, to the same end
             if getattr(trainer.strategy, "save_trainable_only", False):
                 check_complete(self._files, pl_module)
@@ -168,12 +174,15 @@ class MergeShardedCheckpoint(Callback):
 
     def _arguments(self) -> tuple[str, ...]:
         strip_prefix = self.strip_prefix
-        if strip_prefix is None and self._files is not None:
+        if strip_prefix is None and self._files is not None and not self.merge_adapter:
             strip_prefix = self._files.prefix or None
         options = {"max-shard-size": self.max_shard_size, "dtype": self.dtype, "strip-prefix": strip_prefix}
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        if self.adapter:
-            arguments.append("--adapter" if self.adapter is True else f"--adapter={self.adapter}")
+        for option, value in (("--adapter", self.adapter), ("--merge-adapter", self.merge_adapter)):
+            if value:
+                arguments.append(option if value is True else f"{option}={value}")
+        if self.adapter is False or (self.adapter is None and not self.merge_adapter and not self.pretrained_files):
+            arguments.append("--no-adapter")
         arguments += [f"--weights={self.weights}"] if self.weights != "model" else []
         return (*arguments, "--threads=1", *([] if self.safe_serialization else ["--unsafe-serialization"]))
 
@@ -384,10 +393,12 @@ def _has_appeared(path: Path, before: tuple[int, int] | None) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------
-# Merges in processes of their own, one after the other, with low priority.
+# Merges in processes of their own, one after the other; beside training, with low priority.
 
 
-_LOWEST_PRIORITY = 19
+_LOW_PRIORITY = 10
+"""About a tenth of what training gets of a core that both want. At 19, the lowest, busy cores would let a merge, and so
+the removal of what it reads, wait for good."""
 _POLL_S = 0.1
 _GRACE_S = 5.0
 # What launchers set is no business of a process that works alone; and a training job's GPU memory is full.
@@ -441,6 +452,8 @@ class MergeQueue:
         self._process: subprocess.Popen[str] | None = None
         self._cancelled = threading.Event()
         self._all_saved = threading.Event()
+        self._training_waits = threading.Event()
+        """Whether nothing trains until the merges are done."""
 
     def submit(self, job: MergeJob) -> None:
         """Merge a checkpoint when those before are done."""
@@ -453,17 +466,31 @@ class MergeQueue:
 
     def wait_for(self, checkpoint: Path) -> None:
         """Return when a checkpoint is no longer needed."""
-        for job in self.jobs:
-            if job.checkpoint == checkpoint and job.future is not None:
-                _wait(job.future)
+        with self._in_haste():
+            for job in self.jobs:
+                if job.checkpoint == checkpoint and job.future is not None:
+                    _wait(job.future)
 
     def drain(self) -> None:
         """Return when all merges are done; every checkpoint has been written by now."""
         self._all_saved.set()
-        for job in self.jobs:
-            if job.future is not None:
-                _wait(job.future)
+        with self._in_haste():
+            for job in self.jobs:
+                if job.future is not None:
+                    _wait(job.future)
         self._pool.shutdown()
+
+    @contextlib.contextmanager
+    def _in_haste(self) -> Iterator[None]:
+        """Let merges have the priority of training, which waits for them."""
+        self._training_waits.set()
+        with self._lock:
+            if self._process is not None:
+                _set_priority(self._process.pid, 0)
+        try:
+            yield
+        finally:
+            self._training_waits.clear()
 
     def cancel(self) -> None:
         """End the running merge, forget the others, and leave nothing unfinished."""
@@ -535,16 +562,21 @@ class MergeQueue:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the training, which then ends this in order
             )
-        with contextlib.suppress(ProcessLookupError, AttributeError):  # ended already; Windows
-            os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
-        with contextlib.suppress(OSError):  # on Linux priorities may count inside a session only, and this one is new
-            Path(f"/proc/{process.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="ascii")
+        if not self._training_waits.is_set():
+            _set_priority(process.pid, _LOW_PRIORITY)
         _, said = process.communicate()
         with self._lock:
             self._process = None
         if process.returncode:
             text = said.strip().removeprefix("accelight: error: ")
             raise RuntimeError(text or f"its process ended with status {process.returncode} and no message")
+
+
+def _set_priority(pid: int, niceness: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # ended already, not permitted; Windows
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        # On Linux priorities may count inside a session only, and this one is new.
+        Path(f"/proc/{pid}/autogroup").write_text(f"{niceness}", encoding="ascii")
 
 
 def _done(job: MergeJob) -> bool:
@@ -576,7 +608,8 @@ def describe(job: MergeJob) -> str:
 
 _MOST_NAMES = 4
 _INSTEAD = (
-    "For adapters of PEFT, MergeShardedCheckpoint(adapter=True) writes what PeftModel.from_pretrained loads; "
+    "For adapters of PEFT, MergeShardedCheckpoint(adapter=True) writes what PeftModel.from_pretrained loads, and "
+    "merge_adapter=True the base with the adapter merged into it; "
     "MergeShardedCheckpoint(pretrained_files=False) writes only the weights, for load_state_dict of a model that is "
     "built in the same way"
 )

@@ -190,8 +190,16 @@ def _add_merge(add_parser: AddParser) -> None:
         action="store_true",
         help="compare the result with the checkpoint, then remove the checkpoint",
     )
+    of_adapters = parser.add_mutually_exclusive_group()
     help_text = "write what PEFT loads of this adapter (default: the only one)"
-    add("--adapter", nargs="?", const=True, default=False, metavar="NAME", help=help_text)
+    of_adapters.add_argument("--adapter", nargs="?", const=True, metavar="NAME", help=help_text)
+    help_text = "write the base with this adapter merged into it (default: the only one); needs peft"
+    of_adapters.add_argument(
+        *_spellings("merge-adapter"), nargs="?", const=True, default=False, metavar="NAME", help=help_text
+    )
+    help_text = "write a model with adapters under the names of its module"
+    of_adapters.add_argument(*_spellings("no-adapter"), dest="adapter", action="store_false", help=help_text)
+    parser.set_defaults(adapter=None)
     add("--threads", type=int, metavar="N", help="number of copy threads (default: chosen from measurements)")
     add("--verify", action="store_true", help="read the result back and compare every byte with its source")
 
@@ -222,6 +230,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         arguments.remove_checkpoint_dir,
         max_shard_size=arguments.max_shard_size,
         adapter=arguments.adapter,
+        merge_adapter=arguments.merge_adapter,
         threads=arguments.threads,
         verify=arguments.verify,
         **_selection(arguments),

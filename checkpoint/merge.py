@@ -12,15 +12,17 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .adapters import find_adapter, merged_tensors, select_adapter
 from .atomic_dir import AtomicFolder
 from .files import CheckpointError, MergeReport, human_bytes, telling_full_disk
 from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
-from .names import Selection, checked_prefix, patterns, select, select_adapter
+from .names import Selection, checked_prefix, patterns, select
 from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
 from .writing.plan import (
     ADAPTER_CONFIG,
+    Compute,
     Plan,
     PlannedFile,
     check_conflicts,
@@ -187,6 +189,10 @@ class _Request:
     exclude: tuple[str, ...] | None
     weights: Weights
     adapter: str | None
+    """Of the only one, if empty."""
+    merge_adapter: str | None
+    is_raw: bool
+    """Whether a model with adapters may be written under its own names."""
     threads: int
     verify: bool
 
@@ -203,7 +209,8 @@ def merge_fsdp_weights(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     weights: Weights = "model",
-    adapter: str | bool = False,
+    adapter: str | bool | None = None,
+    merge_adapter: str | bool = False,
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
@@ -229,7 +236,11 @@ def merge_fsdp_weights(
         exclude: Patterns over the output's names; names that match one are left out.
         weights: ``"ema"`` takes the averages that ``ShardedEMA`` has added to the checkpoint.
         adapter: Write a folder that ``peft.PeftModel.from_pretrained`` loads (``adapter_model.safetensors`` and
-            ``adapter_config.json``) of this adapter of PEFT; True takes the only one. Its names are PEFT's own.
+            ``adapter_config.json``) of this adapter of PEFT; True takes the only one. Its names are PEFT's own. False
+            writes a model with adapters under its own names, which ``from_pretrained`` does not know; None, the
+            default, refuses that.
+        merge_adapter: Write the base, with this adapter merged into it as PEFT's ``merge_and_unload()`` does it; True
+            takes the only one. Needs peft, and a checkpoint with the base.
         threads: How many copy; None takes what was measured to be best.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name, and the source
@@ -259,18 +270,26 @@ def merge_fsdp_weights(
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
         weights=weights,
-        adapter=None if adapter is False else "" if adapter is True else adapter,
+        adapter=_adapter_name(adapter),
+        merge_adapter=_adapter_name(merge_adapter),
+        is_raw=adapter is False,
         threads=threads or DEFAULT_THREADS,
         verify=verify or remove_checkpoint_dir,
     )
-    others = {
-        "strip_prefix": request.strip_prefix, "include": request.include, "exclude": request.exclude,
-        "max_shard_size": request.max_shard_bytes, "safe_serialization=False": not request.safe,
-    }  # fmt: skip
-    if request.adapter is not None and (given := [name for name, value in others.items() if value]):
+    of_names = {"strip_prefix": strip_prefix, "include": request.include, "exclude": request.exclude}
+    of_files = {"max_shard_size": request.max_shard_bytes, "safe_serialization=False": not request.safe}
+    if request.adapter is not None and (given := [name for name, value in (of_names | of_files).items() if value]):
         raise ValueError(f"adapter= writes one file with PEFT's names; omit {', '.join(given)}.")
+    if request.merge_adapter is not None and (given := [name for name, value in of_names.items() if value]):
+        raise ValueError(f"merge_adapter= writes all of the base, under the base's names; omit {', '.join(given)}.")
+    if request.adapter is not None and request.merge_adapter is not None:
+        raise ValueError("adapter= and merge_adapter= were both given: one folder is an adapter's or a model's.")
     shown = Progress(progress)
     return run_on_main(lambda: _merge(request, shown))
+
+
+def _adapter_name(given: str | bool | None) -> str | None:
+    return None if given is None or given is False else "" if given is True else given
 
 
 def _merge(request: _Request, progress: Progress) -> MergeReport:
@@ -286,6 +305,8 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         max_shard_bytes=request.max_shard_bytes,
         safe=request.safe,
         adapter=request.adapter,
+        merge_adapter=request.merge_adapter,
+        is_raw=request.is_raw,
     )
     check_conflicts(request.output_path, plan)
     config = None if request.adapter is None else _adapter_config(found, request.adapter)
@@ -309,8 +330,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
 
 
 def _adapter_config(found: FoundCheckpoint, adapter: str) -> bytes:
-    source, manifest = found.format.open(found.folder)
-    _, chosen = select_adapter(list(source.tensors), manifest, adapter)
+    _, chosen = find_adapter(found.format.open(found.folder)[1], adapter)
     return json.dumps(dict(chosen.config), indent=2, sort_keys=True).encode()
 
 
@@ -324,14 +344,26 @@ def plan_merge(
     max_shard_bytes: int | None = None,
     safe: bool = True,
     adapter: str | None = None,
+    merge_adapter: str | None = None,
+    is_raw: bool = True,
 ) -> tuple[Source, Selection, Plan]:
     """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
     names = list(source.tensors)
-    if adapter is None:
-        selection = select(names, manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
+    computed: dict[str, Compute] = {}
+    if adapter is not None:
+        selection = select_adapter(names, manifest, adapter)
+    elif merge_adapter is not None:
+        selection, computed = merged_tensors(source, manifest, merge_adapter)
+    elif manifest is not None and manifest.adapters and not is_raw:
+        raise CheckpointError(
+            f"The model has adapters of PEFT ({', '.join(manifest.adapters)}), whose names from_pretrained does not "
+            "know: it would initialize weights anew. adapter=True (--adapter) writes the folder that PEFT loads, "
+            "merge_adapter=True (--merge-adapter) the base with the adapter merged into it, and adapter=False "
+            "(--no-adapter) the names of the module, for load_state_dict of a model that is built in the same way."
+        )
     else:
-        selection, _ = select_adapter(names, manifest, adapter)
+        selection = select(names, manifest, strip_prefix=strip_prefix, include=include, exclude=exclude)
     plan = make_plan(
         selection,
         _locate(source, selection),
@@ -340,6 +372,7 @@ def plan_merge(
         safe=safe,
         infos=source.tensors,
         stem=None if adapter is None else "adapter_model",
+        computed=computed,
     )
     return source, selection, plan
 

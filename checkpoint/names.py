@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from .files import CheckpointError, brief
-from .manifest import MANIFEST_NAME, Adapter, Manifest
+from .files import CheckpointError
+from .manifest import MANIFEST_NAME, Manifest
 
 WRAPPER_NAMES = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that FSDP1, torch.compile and activation checkpointing add."""
@@ -102,37 +102,6 @@ def select(
         result.ties.update(dict.fromkeys(chosen[1:], chosen[0]))
         result.duplicates.update({alias: (names[alias], name) for alias in members[1:] if alias in names})
     return result
-
-
-def select_adapter(source_names: Sequence[str], manifest: Manifest | None, adapter: str) -> tuple[Selection, Adapter]:
-    """Decide what of an adapter is written under which name, and return the adapter.
-
-    Args:
-        source_names: Names in the model, wrappers still in place.
-        manifest: The checkpoint's own, which describes its adapters.
-        adapter: Its name; empty for the only one.
-
-    Raises:
-        CheckpointError: If there is no such adapter, or it is not in the checkpoint.
-    """
-    known = {} if manifest is None else manifest.adapters
-    if not known:
-        raise CheckpointError(
-            "The checkpoint describes no adapters of PEFT. accelight's strategies do so when they save a module with a "
-            "PeftModel in a sharded checkpoint."
-        )
-    if (adapter or len(known) > 1) and adapter not in known:
-        raise CheckpointError(f"There is no adapter {adapter!r}; the checkpoint has {sorted(known)}. Name one of them.")
-    chosen = known[adapter or next(iter(known))]
-    present = {clean_name(name): name for name in source_names}
-    ties = {} if manifest is None else manifest.ties
-    names = {name: present.get(source) or present.get(ties.get(source, "")) for name, source in chosen.names.items()}
-    missing = sorted(name for name, source in names.items() if source is None)
-    if missing:
-        raise CheckpointError(f"The checkpoint lacks {brief(missing)} of the adapter.")
-    written = {name: source for name, source in names.items() if source is not None}
-    skipped = dict.fromkeys(set(source_names) - set(written.values()), "not of the adapter")
-    return Selection(written, skipped=skipped), chosen
 
 
 def _checked_ties(manifest: Manifest | None, names: Mapping[str, str]) -> dict[str, str]:

@@ -186,7 +186,7 @@ class _Comparison:
         self, name: str, found: FileTensor, path: Path, fd: int, files: FilePool, buffer: memoryview
     ) -> str | None:
         tensor = self._expected[name]
-        planned = PlannedTensor(name, tensor, self._wanted(tensor), found.start)
+        planned = PlannedTensor(name, tensor, self._wanted(tensor), None, found.start)
         if found.strides is None:
             position = first_difference(planned, fd, files, buffer, self._count)
         else:

@@ -87,7 +87,7 @@ def test_a_side_that_fails_is_told() -> None:
         take_turns(["a", "fails"], 1, _train, Turns(5, 3, 2), torch.zeros(2, 4))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_a_steps_collectives_are_those_of_the_formula(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_steps_collectives_are_those_of_the_formula(
     assert len(results.kept("scale")["counted"]) == 14
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_merges_of_zero_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
     monkeypatch.setenv("ACCELIGHT_BENCH_PARAMETERS", "1e6")

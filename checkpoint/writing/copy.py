@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -285,10 +285,11 @@ class _Work:
 
 def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield (position in the output tensor, its bytes) in order, as they belong into the output."""
+    if tensor.compute is not None:
+        return _computed_blocks(tensor)
     if tensor.dtype is tensor.source.dtype:
         return TensorReader(tensor.source, files).blocks(buffer)
-
-    return converted_blocks(tensor.source, tensor.dtype, tensor.name, files, buffer)
+    return _converted(TensorReader(tensor.source, files).blocks(buffer), tensor)
 
 
 def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterator[_Work]:
@@ -315,7 +316,7 @@ def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterat
 def _runs(tensor: PlannedTensor, files: FilePool) -> Iterator[Run | None]:
     """Yield a tensor's runs, long ones in parts; None alone if its bytes must be put together first."""
     source = tensor.source
-    if tensor.dtype is not source.dtype:
+    if tensor.dtype is not source.dtype or tensor.compute is not None:
         yield None
         return
     runs: Iterable[Run] | None = _rows(source)
@@ -552,7 +553,7 @@ def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         for planned in file.tensors:
             data = bytearray(planned.num_bytes)
-            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+            for start, block in blocks_of(planned, files, buffer):
                 data[start : start + len(block)] = block
             dtype = getattr(torch, planned.dtype.name)
             shape = planned.source.shape
@@ -564,16 +565,43 @@ def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
         files.close()
 
 
-def converted_blocks(
-    tensor: SourceTensor, target: DType, name: str, files: FilePool, buffer: memoryview
-) -> Iterator[tuple[int, memoryview]]:
-    """Yield (position in the output tensor, bytes) in the target dtype."""
-    for start, view in TensorReader(tensor, files).blocks(buffer):
-        if target is tensor.dtype:
-            yield start, view
-        else:
-            position = start // tensor.dtype.itemsize * target.itemsize
-            yield position, convert_block(view, tensor.dtype, target, f"Tensor {name!r}")
+def read_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, torch.Tensor]:
+    """Return full tensors in memory."""
+    import torch
+
+    found, files = {}, FilePool()
+    try:
+        for name, tensor in tensors.items():
+            data, dtype = bytearray(tensor.num_bytes), getattr(torch, tensor.dtype.name)
+            if data:
+                TensorReader(tensor, files).read_into(0, memoryview(data))
+            found[name] = (
+                torch.frombuffer(data, dtype=dtype).view(tensor.shape)
+                if data
+                else torch.empty(tensor.shape, dtype=dtype)
+            )
+    finally:
+        files.close()
+    return found
+
+
+def _computed_blocks(tensor: PlannedTensor) -> Iterator[tuple[int, memoryview]]:
+    import torch
+
+    assert tensor.compute is not None
+    values = tensor.compute().contiguous()
+    array: Any = values.view(-1).view(torch.uint8).numpy()
+    data = memoryview(array) if values.numel() else memoryview(b"")
+    blocks = ((start, data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
+    return blocks if tensor.dtype is tensor.source.dtype else _converted(blocks, tensor)
+
+
+def _converted(blocks: Iterable[tuple[int, memoryview]], tensor: PlannedTensor) -> Iterator[tuple[int, memoryview]]:
+    """Yield blocks of the source, in the dtype of the output."""
+    source, target = tensor.source.dtype, tensor.dtype
+    for start, view in blocks:
+        position = start // source.itemsize * target.itemsize
+        yield position, convert_block(view, source, target, f"Tensor {tensor.name!r}")
 
 
 def save_bin(file: PlannedFile, stream: IO[bytes]) -> dict[str, Any]:
@@ -601,7 +629,7 @@ def compare_bin(file: PlannedFile, stream: IO[bytes]) -> None:
     try:
         for planned in file.tensors:
             flat = state_dict[planned.name].reshape(-1).view(torch.uint8) if planned.num_bytes else None
-            for start, block in converted_blocks(planned.source, planned.dtype, planned.name, files, buffer):
+            for start, block in blocks_of(planned, files, buffer):
                 if flat is None or not torch.equal(
                     flat[start : start + len(block)], torch.frombuffer(block, dtype=torch.uint8)
                 ):

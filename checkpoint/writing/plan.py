@@ -9,15 +9,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from ..files import CheckpointError
 from ..formats.base import DType, SourceTensor, TensorInfo, is_floating, read_weight_map
 from ..formats.safetensors import Entry, lay_out
 from ..names import Selection
 
-Sized = tuple[SourceTensor, DType]
-"""A tensor, and the dtype it is written as."""
+if TYPE_CHECKING:
+    import torch
+
+Compute = Callable[[], "torch.Tensor"]
+Described = tuple[SourceTensor, DType, Compute | None]
+"""A tensor, the dtype it is written as, and what computes it."""
 
 _Value = TypeVar("_Value")
 
@@ -29,6 +34,8 @@ class PlannedTensor:
     name: str
     source: SourceTensor
     dtype: DType
+    compute: Compute | None
+    """Returns the values, with the source's shape and dtype; None where they are the source's."""
     start: int
     """Position of its bytes in the file; 0 where torch lays the file out."""
 
@@ -47,7 +54,7 @@ class PlannedTensors(Sequence[PlannedTensor]):
         starts: Where each begins; None where torch lays the file out.
     """
 
-    def __init__(self, names: Sequence[str], describe: Callable[[str], Sized], starts: array[int] | None):
+    def __init__(self, names: Sequence[str], describe: Callable[[str], Described], starts: array[int] | None):
         self._names = names
         self._describe = describe
         self._starts = starts
@@ -124,6 +131,7 @@ def make_plan(
     safe: bool = True,
     infos: Mapping[str, TensorInfo] | None = None,
     stem: str | None = None,
+    computed: Mapping[str, Compute] = MappingProxyType({}),
 ) -> Plan:
     """Lay the output out.
 
@@ -135,6 +143,7 @@ def make_plan(
         safe: Safetensors; False for torch's own format.
         infos: What of them is known without their bytes, where that is quicker.
         stem: How files are named; None for the names of models.
+        computed: What computes tensors that are not the source's, by their names in the output.
 
     Raises:
         CheckpointError: If nothing is written, or safetensors cannot hold something.
@@ -146,9 +155,9 @@ def make_plan(
     def target(tensor: TensorInfo) -> DType:
         return dtype if dtype is not None and is_floating(tensor.dtype) else tensor.dtype
 
-    def describe(name: str) -> Sized:
+    def describe(name: str) -> Described:
         tensor = tensors[selection.names[name]]
-        return tensor, target(tensor)
+        return tensor, target(tensor), computed.get(name)
 
     known = tensors if infos is None else infos
 
@@ -177,7 +186,7 @@ def _plan_file(
     name: str,
     members: Sequence[str],
     entry: Callable[[str], Entry],
-    describe: Callable[[str], Sized],
+    describe: Callable[[str], Described],
     ties: Mapping[str, str],
     safe: bool,
 ) -> PlannedFile:

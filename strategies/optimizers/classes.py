@@ -33,8 +33,10 @@ from ..upstream.torch_core import TorchDispatchMode
 
 _NUM_STEPS = 12
 """Enough for warm-ups of ten steps, preconditioners and queues of gradients to take effect."""
-_SHAPES = ((4, 6), (5,), (), (3, 2, 2, 2))
-_FEWER_SHAPES = ((4, 6), (5,))
+_LARGE = (64, 72)
+"""Optimizers with states of 8 bits, in blocks, keep those of fewer than 4,096 elements in full."""
+_SHAPES = ((4, 6), (5,), (), (3, 2, 2, 2), _LARGE)
+_FEWER_SHAPES = ((4, 6), (5,), _LARGE)
 _SCALES = (1.0, 0.05, 20.0, 1.0, 3.0, 0.5)
 """Of the gradients, step by step: below and above the thresholds that clip them."""
 _ORTHOGONAL_STEPS = (3, 4, 9)
@@ -44,6 +46,8 @@ _LR = 1.0
 _MOST_GROUPS = 16
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None), list, tuple, dict, deque)
 """Kinds of state whose use shows in a few steps."""
+_SHARDED_STATES = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
+"""Kinds of state that whole-tensor steps shard; no subclasses, which hold more than one tensor."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +179,12 @@ def _run_on_dtensors(
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     num_shards = mesh.size(mesh.ndim - 1)
-    shapes = [
+    shapes: list[list[tuple[int, ...]]] = [
         [(max(2 * num_shards - (not is_even), 3), 6, 2, 2)[:ndim] for ndim, is_even in group] for group in kinds
     ]  # some rows for every rank
+    for group, known in zip(shapes, kinds, strict=True):
+        if any(ndim == 2 for ndim, _ in known):
+            group.append(_LARGE)
     full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
     try:
         first = _Run(optimizer, full, sees_dtypes=True)
@@ -218,7 +225,11 @@ def _run_on_owners(
     optimizer: Optimizer, device: torch.device, *, kinds: Sequence[Sequence[tuple[int, bool]]], keeps_shapes: bool
 ) -> Verdict:
     """Step on full tensors, then on what each of two ranks would own, and on what a third one would: nothing."""
-    shapes = [[(4, 6, 2, 2)[:ndim] for ndim, _ in group for _ in range(2)] for group in kinds]
+    shapes: list[list[tuple[int, ...]]] = [
+        [(4, 6, 2, 2)[:ndim] for ndim, _ in group for _ in range(2)]
+        + [_LARGE for ndim, _ in group if ndim == 2 for _ in range(2)]
+        for group in kinds
+    ]
     full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
     first = _Run(optimizer, full)
     if first.needs_closure:
@@ -235,7 +246,7 @@ def _run_on_owners(
                 return Verdict("it updates a parameter differently when others are elsewhere (tried on small tensors)")
         for state, parameter in second.states:
             for key, value in state.items():
-                if not isinstance(value, torch.Tensor | bool | int | float | str | None):
+                if type(value) not in _SHARDED_STATES:
                     return Verdict(f"its state {key!r} is a {type(value).__name__}, which cannot be sharded")
                 if keeps_shapes and isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
                     return Verdict(f"its state {key!r} has another shape than its parameter")

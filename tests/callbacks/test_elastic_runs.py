@@ -60,10 +60,8 @@ def _assert_as_if_nothing_had_been(folder: Path, engine: str) -> None:
     assert_goes_on(found, expected)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.machines) for name in ("fsdp1", "zero2"))]
-)
+@pytest.mark.machines
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2"])
 def test_an_agent_is_killed_and_another_comes(engine: str, tmp_path: Path) -> None:
     """2 -> 1 -> 2 processes: the job goes on alone in its first epoch, and together in the second."""
     with _job(tmp_path, engine, "1:2", {"1": ["agent", 2], "2": ["joined", 4]}) as agents:

@@ -51,7 +51,9 @@ OTHERS = [(1, 2), (2, 3), (4, 3), (3, 4)]
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.machines) for pair in OTHERS)]
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [one if one == "fsdp2" else pytest.param(one, marks=pytest.mark.machines) for one in ENGINES]
+)
 def test_a_run_goes_on_with_another_number_of_processes(engine: str, before: int, after: int, tmp_path: Path) -> None:
     """From the checkpoint of each step, in the middle of epochs and at their ends."""
     expected = train_plain(engine)
@@ -106,7 +108,9 @@ def _resume_all(engine: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "hook", [hook if hook in FEW else pytest.param(hook, marks=pytest.mark.machines) for hook in HOOKS]
 )
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.machines), "fsdp2", "zero2"])
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", *(pytest.param(name, marks=pytest.mark.machines) for name in ("ddp", "zero2"))]
+)
 def test_a_checkpoint_of_any_moment(engine: str, hook: str, before: int, after: int, tmp_path: Path) -> None:
     expected = train_plain(engine)
     [whole, *_] = run_on_ranks(before, _save_everywhere, engine, hook, str(tmp_path), timeout_s=120)

@@ -405,7 +405,7 @@ def test_loaders_of_ones_own_that_are_disjoint() -> None:
     assert run_on_ranks(2, accept_disjoint) == [2.5, 2.5]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_of_exact_evaluation_runs() -> None:
     lines = run_script(EXAMPLES / "exact_evaluation.py", "--devices", "2").lines  # compares by itself, too
     shown = [line for line in lines if "one process" in line]

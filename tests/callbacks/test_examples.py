@@ -12,7 +12,7 @@ from tests.scripts import run_script
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_of_stopping_together_runs(tmp_path: Path) -> None:
     output = run_script(EXAMPLES / "stop_together.py", "--output", str(tmp_path)).output
     [(step, process)] = re.findall(r"stopped at step (\d+): non-finite loss, seen by process (\d)$", output, re.M)
@@ -20,7 +20,7 @@ def test_the_example_of_stopping_together_runs(tmp_path: Path) -> None:
     assert process in "01"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_monitoring_gradients() -> None:
     output = run_script(EXAMPLES / "monitor_gradients.py").output
     number = r"'(\d+\.\d+)'"

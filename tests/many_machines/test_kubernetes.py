@@ -61,7 +61,7 @@ def test_what_the_pods_share_fits() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_pods_command_trains(tmp_path: Path) -> None:
     [container] = _job()["spec"]["template"]["spec"]["containers"]
     shell, option, command = container["command"]

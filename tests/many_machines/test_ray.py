@@ -68,7 +68,8 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: f
         torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(name, marks=_LONG) for name in ("fsdp1", "zero2"))])
+@_LONG
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2"])
 def test_a_killed_worker_changes_nothing(strategy: str, runs: Any, tmp_path: Path) -> None:
     """Worker 1 is killed after step 10, in the second epoch: Ray starts both again from the end of the first."""
     weights, losses = {}, {}

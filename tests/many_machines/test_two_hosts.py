@@ -15,9 +15,7 @@ from tests.scripts import run_script
 SCRIPT = Path(__file__).parent / "trains_on_two_hosts.py"
 NUM_STEPS = 60
 _REASON = why_not()
-_LONG = pytest.mark.machines
-
-pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(bool(_REASON), reason=_REASON)]
+pytestmark = [pytest.mark.machines, pytest.mark.skipif(bool(_REASON), reason=_REASON)]
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def _on_one_host(strategy: str) -> dict[str, set[str]]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", *(pytest.param(name, marks=_LONG) for name in ("fsdp1", "zero2"))])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2"])
 def test_two_hosts_train_as_one_does(strategy: str, hosts: TwoHosts) -> None:
     expected, path = _on_one_host(strategy), hosts.folder / "saved.ckpt"
     hosts.torchrun(SCRIPT, strategy, f"--save={path}")
@@ -51,7 +49,6 @@ def test_two_hosts_train_as_one_does(strategy: str, hosts: TwoHosts) -> None:
     assert path.is_dir()
 
 
-@_LONG
 def test_a_trigger_stops_both_hosts_at_the_same_step(hosts: TwoHosts) -> None:
     hosts.torchrun(SCRIPT, "fsdp2", "--stop-at=7")
     assert hosts.end() == [0, 0], hosts.said(0) + hosts.said(1)
@@ -59,7 +56,6 @@ def test_a_trigger_stops_both_hosts_at_the_same_step(hosts: TwoHosts) -> None:
         assert list(_losses(hosts.said(host))) == [f"{step}" for step in range(1, 9)]
 
 
-@_LONG
 def test_a_link_that_is_cut_for_ten_seconds_changes_nothing(hosts: TwoHosts) -> None:
     expected = _on_one_host("fsdp2")
     hosts.torchrun(SCRIPT, "fsdp2", "--pause=0.05")
@@ -72,7 +68,7 @@ def test_a_link_that_is_cut_for_ten_seconds_changes_nothing(hosts: TwoHosts) -> 
     assert _losses(hosts.said(0) + hosts.said(1)) == expected
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero2", marks=_LONG)])
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_a_link_that_is_cut_for_good_ends_both_with_the_name_of_the_other(strategy: str, hosts: TwoHosts) -> None:
     hosts.torchrun(SCRIPT, strategy, "--pause=0.05", "--timeout=15")
     hosts.wait_for("step 10 loss")

@@ -135,7 +135,7 @@ def test_a_state_made_before_lightnings_launcher_tells_the_truth_inside_and_afte
     ]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_trains_the_same_on_one_process_and_on_two() -> None:
     losses = []
     for launcher, nproc in (("python", 1), ("torchrun", 1), ("torchrun", 2)):

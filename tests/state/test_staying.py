@@ -70,7 +70,7 @@ ENDS = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize(
     ("late", "end"), [*((late, "end") for late in LATE), ("in the block", "destroy"), ("in the block", "torch")]
 )

@@ -62,16 +62,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute": {"fsdp1": {"activation_checkpointing": True}, "fsdp2": {"activation_checkpointing": True}},
     "find_unused": {"fsdp1": {"find_unused_parameters": True}, "fsdp2": {"find_unused_parameters": True}},
     "one_unit": {"fsdp1": {"auto_wrap_policy": "no_wrap"}, "fsdp2": {"auto_wrap_policy": "no_wrap"}},
-    "each_batch": {
-        "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
-        "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
-    },
+    "each_batch": {"fsdp1": {}, "fsdp2": {}},
     "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
     },
 }
-"""Ways to run an engine that must not change what is trained.
+"""Ways to run an engine that must not change what is trained; ``each_batch`` reduces gradients after each micro-batch.
 
 Saves in the background are written as late as can be.
 """
@@ -126,7 +123,7 @@ class Script(_Code):
 
     fits: tuple[Fit, ...] = (Fit(),)
     optimizer: str = "sgd"
-    """``sgd`` with momentum, ``decay`` (the same with weight decay), ``adamw``."""
+    """``sgd`` with momentum, ``decay`` (the same with weight decay), ``adamw``, ``ratio`` (`TrustRatio`)."""
     over: str = "all"
     """``all`` parameters, two ``groups``, a ``part``."""
     schedule: str | None = None
@@ -147,6 +144,8 @@ class Script(_Code):
     """One of `OPTIONS`."""
     average: int | None = None
     """Steps between updates of `ShardedEMA`, which evaluates with averages."""
+    items: bool = False
+    """Whether each token weighs the same, and not each micro-batch."""
 
 
 class Planned(Exception):  # noqa: N818 (an event, and no error)
@@ -202,6 +201,29 @@ class Second(nn.Module):
         return self.layers(x)
 
 
+class TrustRatio(torch.optim.Optimizer):
+    """Steps by the norms of whole tensors, with momentum; later steps of a parameter are shorter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                if not state:
+                    state.update(steps=0, momentum=torch.zeros_like(one))
+                state["steps"] += 1
+                ratio = (1 + one.norm()) / (1 + one.grad.norm())
+                state["momentum"].mul_(0.9).add_(one.grad * ratio)
+                one.sub_(state["momentum"] * (group["lr"] / (1 + state["steps"] / 10)))
+        return loss
+
+
 class Data(Dataset[tuple[Tensor, Tensor]]):
     """Rows of a rank, or of all ranks in the order of ranks within each batch."""
 
@@ -246,6 +268,8 @@ class Module(LightningModule):
             block.recomputes = rank is None and script.option == "recompute"
         self.automatic_optimization = script.manual is None
         self.skip_at: int | None = None
+        self.num_items = 0
+        """Of the last micro-batch."""
         self.seen: list[float] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -265,21 +289,32 @@ class Module(LightningModule):
         unused = self.script.unused
         return not ((unused == "unit" and batch_idx % 2) or (unused == "unit_rank" and rank != batch_idx % 2))
 
-    def _loss(self, batch: list[Tensor], batch_idx: int, second: bool) -> Tensor:
-        ranks = range(WORLD_SIZE) if self.rank is None else [self.rank]
-        losses = []
+    @property
+    def ranks(self) -> list[int]:
+        """Those that are played here."""
+        return list(range(WORLD_SIZE)) if self.rank is None else [self.rank]
+
+    def _loss(self, batch: list[Tensor], batch_idx: int, second: bool, by_items: bool = False) -> Tensor:
+        ranks, losses = self.ranks, []
         for rank, tokens, targets in zip(ranks, batch[0].chunk(len(ranks)), batch[1].chunk(len(ranks)), strict=True):
             out = self.net(tokens, self._uses_branch(batch_idx, rank), self._uses_unit(batch_idx, rank))
             if second:
                 out = self.second(out)
-            losses.append(functional.mse_loss(out, targets))
+            if by_items:
+                num_items = num_items_of(batch_idx, rank)
+                out, targets = out.flatten(0, 1)[:num_items], targets.flatten(0, 1)[:num_items]
+            alone = by_items and self.rank is None  # sums, which `ItemsByHand` divides at the end of the window
+            loss = functional.mse_loss(out, targets, reduction="sum" if alone else "mean")
+            losses.append(loss * self.trainer.accumulate_grad_batches / targets.shape[-1] if alone else loss)
         return torch.stack(losses).mean()
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         for block in self.blocks():
             block.num_batches += 1
         if self.script.manual is None:
-            return self._loss(batch, batch_idx, second=False)
+            loss = self._loss(batch, batch_idx, second=False, by_items=self.script.items)
+            self.num_items = sum(num_items_of(batch_idx, rank) for rank in self.ranks)
+            return {"loss": loss, "num_items": self.num_items} if self.script.items else loss
         for optimizer, second in zip(self.optimizers(), (False, True), strict=True):
             toggles = "t" in self.script.manual
             if toggles:
@@ -339,10 +374,17 @@ class Module(LightningModule):
             ]
         elif self.script.over == "part":
             parameters = [p for name, p in module.named_parameters() if "0" in name or "head" in name]
+        if self.script.optimizer == "ratio":
+            return TrustRatio(parameters, lr=0.02)
         if self.script.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
         decay = 0.1 if self.script.optimizer == "decay" else 0.0
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=decay)
+
+
+def num_items_of(batch_idx: int, rank: int) -> int:
+    """Return how many tokens of a batch have a loss, at most `ROWS` * 4; none on one rank of some batches."""
+    return (3, 8, 1, 0, 5)[(batch_idx * WORLD_SIZE + rank) % 5]
 
 
 def _sum_over_ranks(values: Tensor) -> float:
@@ -453,6 +495,23 @@ class Events(Callback):
                     parameter.copy_(weights)
 
 
+class ItemsByHand(Callback):
+    """Divides the gradients of a window by its items, on one device without a strategy of ours."""
+
+    num_items = 0
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.num_items = 0
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        self.num_items += pl_module.num_items
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(WORLD_SIZE / self.num_items)
+
+
 class Averaging(ShardedEMA):
     """Looks at the averages at the end."""
 
@@ -520,6 +579,7 @@ def _play(
             val_check_interval=fit.validate_every,
             check_val_every_n_epoch=None if fit.validate_every else 1,
             callbacks=[
+                *([ItemsByHand()] if script.items and rank is None else []),
                 Events(fit, save),
                 *([] if script.average is None else [Averaging(0.7, every_n_steps=script.average)]),
             ],
@@ -603,17 +663,25 @@ def build_strategy(kind: str, script: Script) -> Any:
     """Return a strategy of the kind, ``ddp`` included."""
     if kind == "ddp":
         return "ddp_find_unused_parameters_true"
+    accumulation = GradientAccumulationPlugin(average_over="items" if script.items else "micro_batches")
     if kind.startswith("zero"):
         from accelight.strategies import AccelDeepSpeedStrategy
 
         config = {"train_micro_batch_size_per_gpu": ROWS, **ds_config(int(kind[-1]))}
-        return AccelDeepSpeedStrategy(hf_ds_config=config, find_unused_parameters=True)
+        return AccelDeepSpeedStrategy(
+            hf_ds_config=config, find_unused_parameters=True, gradient_accumulation=accumulation
+        )
     from accelight.strategies import AccelFSDPStrategy
 
     form = "sharded_state_dict" if script.sharded else "full_state_dict"
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    options: dict[str, Any] = {"state_dict_type": form, "auto_wrap_policy": ModuleWrapPolicy({Block})}
+    options: dict[str, Any] = {
+        "state_dict_type": form,
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "gradient_accumulation": replace(accumulation, sync_each_batch=script.option == "each_batch"),
+        "whole_tensor_optimizers": script.optimizer == "ratio" or None,
+    }
     if kind == "fsdp2":
         options["fsdp_version"] = 2
     elif kind == "fsdp1_flat":

@@ -206,10 +206,12 @@ def pick_script(pick: Pick, kind: str) -> Script:
     """Make a script of choices; DeepSpeed has one optimizer."""
     is_fsdp = kind in FSDP
     manual = pick([None, None, None, None, None, "zbs", "bsz", "bzs", "tzbs", "tbsz"]) if is_fsdp else None
-    num_fits = pick([1, 2, 2, 3])
+    fits = tuple(pick_fit(pick, number, manual is not None) for number in range(pick([1, 2, 2, 3])))
+    # By items, gradients have their scale from `on_before_optimizer_step` on; what they have before is the engine's.
+    scaled = all((one.hook, one.action) != ("on_after_backward", "gradients") for fit in fits for one in fit.events)
     return Script(
-        fits=tuple(pick_fit(pick, number, manual is not None) for number in range(num_fits)),
-        optimizer=pick(["sgd", "decay", "adamw"]),
+        fits=fits,
+        optimizer=pick(["sgd", "decay", "adamw", *(["ratio"] if kind in ("fsdp1", "fsdp2") else [])]),
         over=pick(["all", "all", "groups", "part"]),
         schedule=pick([None, "step", "epoch"]),
         manual=manual,
@@ -219,6 +221,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS]) if is_fsdp else None,
         average=pick([None, None, 1, 2]),
+        items=manual is None and scaled and pick([False, False, True]),
     )
 
 

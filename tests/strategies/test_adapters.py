@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, get_peft_mode
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accelight.callbacks import MergeShardedCheckpoint
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
@@ -29,14 +30,25 @@ CONFIGS: dict[str, Any] = {
     "ia3": IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
     "head": LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
     "embedding": LoraConfig(r=4, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
-}
+    "patterns": LoraConfig(
+        r=4, target_modules=TARGETS, rank_pattern={"0.self_attn.q_proj": 2}, alpha_pattern={"v_proj": 3},
+        use_rslora=True, layers_to_transform=[0], task_type="CAUSAL_LM",
+    ),
+    "all_biases": LoraConfig(r=4, target_modules=TARGETS, bias="all", lora_bias=True, task_type="CAUSAL_LM"),
+    "pissa": LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM"),
+    "conv1d": LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    "tied": LoraConfig(r=4, target_modules=["c_attn", "wte"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+}  # fmt: skip
+FOLDERS = ["lora", "dora", "ia3", "head", "embedding"]
 
 
-def base() -> LlamaForCausalLM:
+def base(kind: str = "lora") -> Any:
     torch.manual_seed(0)
+    if kind in ("conv1d", "tied"):
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16))
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
+        num_key_value_heads=2, tie_word_embeddings=False, attention_bias=kind == "all_biases",
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -44,7 +56,7 @@ def base() -> LlamaForCausalLM:
 class Tuning(LightningModule):
     def __init__(self, kind: str, second: bool = False) -> None:
         super().__init__()
-        self.net: Any = get_peft_model(base(), CONFIGS[kind])
+        self.net: Any = get_peft_model(base(kind), CONFIGS[kind])
         if second:
             self.net.add_adapter("other", CONFIGS["dora"])
 
@@ -56,14 +68,23 @@ class Tuning(LightningModule):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
 
 
-def strategy_of(engine: str, kind: str = "lora") -> Any:
+def load(folder: Path) -> Any:
+    """Return the model of a folder that has all of its weights and no others."""
+    loading: Any = AutoModelForCausalLM
+    model, report = loading.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    return model
+
+
+def strategy_of(engine: str, kind: str = "lora", trainable_only: bool = True) -> Any:
     if engine.startswith("zero"):
         config = {"zero_optimization": {"stage": int(engine[-1])}, "train_micro_batch_size_per_gpu": 2}
         # PEFT saves the frozen embedding beside an adapter of it; DeepSpeed leaves out all that is frozen.
-        return AccelDeepSpeedStrategy(hf_ds_config=config, save_trainable_only=kind != "embedding")
+        return AccelDeepSpeedStrategy(hf_ds_config=config, save_trainable_only=trainable_only and kind != "embedding")
     return AccelFSDPStrategy(
-        fsdp_version=int(engine[-1]), state_dict_type="sharded_state_dict", save_trainable_only=True,
-        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        fsdp_version=int(engine[-1]), state_dict_type="sharded_state_dict", save_trainable_only=trainable_only,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block" if kind in ("conv1d", "tied") else "LlamaDecoderLayer"],
     )  # fmt: skip
 
 
@@ -72,19 +93,30 @@ def data() -> DataLoader[Tensor]:
     return DataLoader(rows, batch_size=2)
 
 
-def tune(engine: str, kind: str, path: str, second: bool = False) -> dict[str, Tensor]:
-    """Train, save, and return what PEFT would save of the trained weights, from a model that is not sharded."""
-    trainer, module = quiet_trainer(strategy_of(engine, kind), 2, max_epochs=1), Tuning(kind, second)
+def tune(engine: str, kind: str, path: str, second: bool = False, *, merged: bool = False) -> dict[str, Tensor]:
+    """Train, save, and return what PEFT would save of the trained weights, from a model that is not sharded.
+
+    Args:
+        engine: Of the strategy.
+        kind: Of adapter.
+        path: Where it saves.
+        second: Whether there is a second adapter.
+        merged: Whether it saves all weights, and returns those of the base that PEFT has merged the adapter into.
+    """
+    strategy = strategy_of(engine, kind, trainable_only=not merged)
+    trainer, module = quiet_trainer(strategy, 2, max_epochs=1), Tuning(kind, second)
     trainer.fit(module, data())
     trainer.save_checkpoint(path)
     trained = {name: value.cpu() for name, value in full_state_dict(trainer.strategy).items()}
     plain = Tuning(kind, second)
     plain.load_state_dict(trained)
-    saved: dict[str, Tensor] = get_peft_model_state_dict(plain.net)
+    saved: dict[str, Tensor] = (
+        plain.net.merge_and_unload().state_dict() if merged else get_peft_model_state_dict(plain.net)
+    )
     return {name: value.clone() for name, value in saved.items()}
 
 
-CELLS = [(kind, engine) for kind in CONFIGS for engine in ("fsdp1", "fsdp2", "zero2", "zero3")]
+CELLS = [(kind, engine) for kind in FOLDERS for engine in ("fsdp1", "fsdp2", "zero2", "zero3")]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +138,36 @@ def test_folders_are_those_of_peft(kind: str, engine: str, tmp_path: Path) -> No
     torch.testing.assert_close(get_peft_model_state_dict(loaded), expected, rtol=0, atol=0)
 
 
+@pytest.mark.core("lora-fsdp1", "dora-fsdp2", "tied-fsdp2", "ia3-zero3")
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_base_with_a_merged_adapter_is_that_of_peft(kind: str, engine: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    tune_all = partial(tune, merged=True)
+    expected = run_on_ranks(2, tune_all, engine, kind, path, timeout_s=120, init_group=False)[0]
+    assert main(["merge-weights", path, str(tmp_path / "merged"), "--merge-adapter", "--verify", "--threads=1"]) == 0
+    base(kind).config.save_pretrained(tmp_path / "merged")
+    loaded = load(tmp_path / "merged")
+    torch.testing.assert_close(dict(loaded.state_dict()), expected, rtol=0, atol=0)
+
+
+def test_models_with_adapters_are_not_merged_under_names_that_nothing_loads(tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    run_on_ranks(2, tune, "fsdp2", "lora", str(path), timeout_s=120, init_group=False)
+    with pytest.raises(CheckpointError, match=r"adapter=True \(--adapter\) writes the folder that PEFT loads"):
+        merge_fsdp_weights(path, tmp_path / "out")
+    assert main(["merge-weights", str(path), str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
+    assert main(["merge-weights", str(path), str(tmp_path / "out"), "--no-adapter"]) == 0
+    assert any(".lora_A.default." in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    with pytest.raises(
+        CheckpointError, match="no base to merge the adapter into: it was saved with save_trainable_only"
+    ):
+        merge_fsdp_weights(path, tmp_path / "out", merge_adapter=True)
+    with pytest.raises(ValueError, match="were both given"):
+        merge_fsdp_weights(path, tmp_path / "out", adapter=True, merge_adapter=True)
+
+
 def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     expected = run_on_ranks(2, tune, "fsdp2", "lora", str(path), True, timeout_s=120, init_group=False)[0]
@@ -125,6 +187,19 @@ def test_the_merge_callback_writes_adapters(tmp_path: Path) -> None:
     loaded: Any = PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     layer = loaded.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.lora_B["default"].weight.abs().sum() > 0
+
+
+def tune_and_merge_into_base(folder: str) -> None:
+    merging = MergeShardedCheckpoint(f"{folder}/merged", merge_adapter=True)
+    strategy = strategy_of("fsdp2", trainable_only=False)
+    quiet_trainer(strategy, 2, max_epochs=1, callbacks=[merging]).fit(Tuning("lora"), data())
+
+
+def test_the_merge_callback_merges_adapters(tmp_path: Path) -> None:
+    run_on_ranks(2, tune_and_merge_into_base, str(tmp_path), timeout_s=120, init_group=False)
+    loaded = load(tmp_path / "merged")
+    layer = loaded.model.layers[0].self_attn.q_proj
+    assert (layer.weight - base().model.layers[0].self_attn.q_proj.weight).abs().max() > 1e-4
 
 
 def test_adapters_of_other_checkpoints_are_refused(tmp_path: Path) -> None:

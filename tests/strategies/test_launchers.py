@@ -64,7 +64,7 @@ def _told(output: str, where: str) -> list[str]:
     return sorted(re.findall(rf"{where}: (\d of \d, local \d of \d, main \w+?, local main (?:True|False))", output))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launcher) -> None:
     result = run_script(SCRIPT, "2", "1", launcher=launcher, nproc=2)
@@ -79,7 +79,7 @@ def test_the_state_tells_the_truth_before_inside_and_after_fit(launcher: Launche
     assert result.output.count("everybody") == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_two_nodes_know_their_places() -> None:
     result = run_script(SCRIPT, "1", "2", launcher="two_nodes", nproc=1)
     places = [f"{i} of 2, local 0 of 1, main {i == 0}, local main True" for i in range(2)]
@@ -129,7 +129,7 @@ trainer.fit(Module(), DataLoader(TensorDataset(torch.arange(8.0).unsqueeze(1)), 
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("strategy", ["accel_fsdp1", "accel_fsdp2", "accel_deepspeed_stage_2"])
 def test_samples_are_dealt_to_all_nodes_that_are_there(strategy: str) -> None:
     """Where ``num_nodes`` was left out, each node used all samples."""

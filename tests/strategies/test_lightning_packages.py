@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,16 +50,21 @@ if __name__ == "__main__":
 """
 
 
+_FOLLOWED: list[Any] = [
+    ("accelight.strategies", "zero", "pytorch_lightning", "pytorch_lightning"),
+    ("pytorch_lightning", "fsdp", "lightning.pytorch", "lightning"),
+]
+_FOLLOWED_AT_NIGHT: list[Any] = [
+    ("pytorch_lightning", "fsdp", "pytorch_lightning", None),
+    ("pytorch_lightning", "accel_deepspeed_stage_2", "pytorch_lightning", None),
+    ("accelight.strategies", "accel_fsdp1", "pytorch_lightning", None),
+    ("accelight.strategies", "accel_fsdp2", "lightning.pytorch", None),
+]
+
+
 @pytest.mark.parametrize(
     ("first", "strategy", "trainer", "variable"),
-    [
-        ("pytorch_lightning", "fsdp", "pytorch_lightning", None),
-        ("pytorch_lightning", "accel_deepspeed_stage_2", "pytorch_lightning", None),
-        ("accelight.strategies", "zero", "pytorch_lightning", "pytorch_lightning"),
-        ("accelight.strategies", "accel_fsdp1", "pytorch_lightning", None),
-        ("accelight.strategies", "accel_fsdp2", "lightning.pytorch", None),
-        ("pytorch_lightning", "fsdp", "lightning.pytorch", "lightning"),
-    ],
+    [*_FOLLOWED, *(pytest.param(*one, marks=pytest.mark.machines) for one in _FOLLOWED_AT_NIGHT)],
 )
 @pytest.mark.exhaustive
 def test_the_package_is_followed(first: str, strategy: str, trainer: str, variable: str | None, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _printed(strategy: str, folder: str) -> list[str]:
     return sorted(line.rstrip() for line in found.splitlines() if line.strip() and "it/s" not in line)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2"])
 def test_a_plain_run_prints_what_ddp_prints_and_the_block(strategy: str, tmp_path: Any) -> None:
     expected, found = _printed("ddp", str(tmp_path / "ddp")), _printed(strategy, str(tmp_path / "ours"))

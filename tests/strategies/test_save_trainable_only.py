@@ -107,6 +107,7 @@ RESUMES: dict[str, tuple[Run, Run]] = {
 }
 
 
+@pytest.mark.core("fsdp2, to fsdp1", "in one file", "zero3")
 @pytest.mark.parametrize("name", RESUMES)
 def test_training_resumes_on_the_base_of_the_module(name: str, tmp_path: Path) -> None:
     run, next_run = RESUMES[name]
@@ -117,6 +118,7 @@ def test_training_resumes_on_the_base_of_the_module(name: str, tmp_path: Path) -
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
+@pytest.mark.core("fsdp2")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_files_bring_the_base(kind: str, tmp_path: Path) -> None:
     save_file(Module().state_dict(), tmp_path / "base.safetensors")
@@ -151,6 +153,7 @@ class Validated(Module):
         self.model(batch[0])
 
 
+@pytest.mark.core("fsdp2", "zero2")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "zero1", "zero2", "zero3"])
 def test_another_base_is_an_error_on_all_ranks(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")

@@ -34,7 +34,7 @@ MOMENTS = {  # within an epoch, at its end, after the next one's first batch
 }
 
 
-@pytest.mark.core("fsdp2-shuffled-4", "zero2-own-4", "fsdp2-own-validated", "zero2-plain-7", "fsdp1-shuffled-epoch_end")
+@pytest.mark.core("fsdp2-shuffled-4", "zero2-own-4", "fsdp1-shuffled-epoch_end")
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "own"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -127,7 +127,7 @@ def _seen_by_script(*args: str) -> list[list[str]]:
     return [line.split()[2:] for line in lines if line.startswith("process ")]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_loaders_with_workers_go_on_too(tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
     whole, resumed = _seen_by_script(path, "begin"), _seen_by_script(path, "resume")

@@ -91,11 +91,10 @@ def _leave(engine: str, ranks: list[int], run: str, hook: str, batch: int, folde
     ],
 )
 @pytest.mark.core(
-    "fsdp2-fit",
+    "fsdp2-fit-validation_start",
     "fsdp2-test-test_start-0-1-one",
     "fsdp1-fit-validation_start-2-3-main",
     "zero2-fit-train_start-1-2-all",
-    "zero2-predict-predict_end-6-7-one",
     "zero3-validate-validation_end-1-3-main",
 )
 @pytest.mark.parametrize("engine", ENGINES)

@@ -23,6 +23,7 @@ def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
 
 
+@pytest.mark.core("zero3-prefetching")
 @pytest.mark.parametrize("engine", ["zero3-prefetching", "zero3-persistent"])
 def test_changes_in_steps_of_stage_3(engine: str) -> None:
     """Parameters are on their way when the step begins; or stay gathered between steps."""

@@ -95,7 +95,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", [1, 2], ids=["one", "two"])
+@pytest.mark.parametrize("devices", [pytest.param(1, id="one"), pytest.param(2, id="two", marks=pytest.mark.machines)])
 def test_it_finds_what_fails_with_ours_alone(checkout: Path, tmp_path: Path, devices: int) -> None:
     known = tmp_path / "known.md"
     known.write_text(KNOWN)

@@ -24,7 +24,7 @@ def test_the_language_model_trains_and_its_merged_weights_are_the_live_ones(tmp_
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_a_student_learns_from_a_partitioned_teacher_without_flooding_the_terminal() -> None:
     """Started by Lightning's own launcher; what Lightning itself prints is left."""
     output = run_script(EXAMPLES / "distill_deepspeed.py", "--steps", "100", timeout_s=200).output

@@ -70,6 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.core("2-fit", "3-validate")
 @pytest.mark.parametrize("how", ["fit", "validate"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_extra_states_are_restored(stage: int, how: str, saved: Path) -> None:
@@ -77,6 +78,7 @@ def test_extra_states_are_restored(stage: int, how: str, saved: Path) -> None:
     assert run_on_ranks(2, _load, stage, f"{saved}/{stage}", how) == [CHANGED] * 2
 
 
+@pytest.mark.core("3]")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_extra_states_are_restored_on_another_number_of_processes(stage: int, saved: Path) -> None:
     """It was lost without a word."""

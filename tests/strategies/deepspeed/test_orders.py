@@ -377,10 +377,8 @@ SCRIPTS: dict[str, list[Fit]] = {
 @pytest.mark.core(
     "fit after a stop in mid-window-3",
     "from checkpoints-3",
-    "part is trained-3",
     "zeroing last-3",
     "drops-2",
-    "beside-2",
     "manual, dropping-1",
     "Adagrad-2",
 )

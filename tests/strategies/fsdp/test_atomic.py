@@ -102,7 +102,11 @@ def test_killed_at_any_moment_the_name_means_a_whole_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("form", "in_background", "only_one", "seconds"),
-    [("sharded", False, False, 0.1), ("sharded", True, True, 0.3), ("full", True, False, 0.2)],
+    [
+        ("sharded", True, True, 0.3),
+        pytest.param("sharded", False, False, 0.1, marks=pytest.mark.exhaustive),
+        pytest.param("full", True, False, 0.2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_training_killed_while_it_saves_leaves_a_checkpoint(
     form: str, in_background: bool, only_one: bool, seconds: float, tmp_path: Path

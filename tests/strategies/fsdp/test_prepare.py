@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_prepared_is_refused(kind: str, message: str) -> 
             raise RuntimeError(text)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_reads_again_what_it_trained() -> None:
     example = Path(__file__).parents[3] / "examples" / "fsdp2_plain_loop.py"
     losses = [line.split(": loss ") for line in run_script(example, launcher="torchrun", nproc=2).lines]

@@ -38,7 +38,7 @@ def test_a_table_and_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert told["world_size"] == 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_what_does_not_fit_is_tried_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--json"]) == 0
     peak = json.loads(capsys.readouterr().out)["peak_bytes"]
@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_tried_otherwise(capsys: pytest.CaptureFixture[str]
     assert "with activation checkpointing (" in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.write_llama_config(str(tmp_path))
     options = ["--hf-config", str(tmp_path / "config.json"), "--batch-size", "4", "--seq-len", "64"]

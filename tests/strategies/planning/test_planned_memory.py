@@ -64,7 +64,7 @@ CASES = {
     "zero3-mixed-accumulate": Case({"zero_stage": 3}, ACTIVATIONS, 4, {**MIXED, "accumulate_grad_batches": 3}),
     "zero3-offloaded": Case({"zero_stage": 3, **OFFLOADED, "offload_param_device": "cpu"}),
 }  # fmt: skip
-CORE = ("fsdp2-weights", "fsdp1-checkpointed", "zero2-weights")
+CORE = ("fsdp2-weights", "zero2-weights")
 
 
 @pytest.fixture(scope="module")
