@@ -65,7 +65,7 @@ def _elsewhere() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_mypy_sees_the_types(python: Path) -> None:
     folder = python.parents[2]
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "--output", "json"]

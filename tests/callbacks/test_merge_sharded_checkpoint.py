@@ -419,7 +419,7 @@ def test_hugging_face_models_load_by_from_pretrained(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(tmp_path / f"{version}").encode("b") == [1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_of_merging_runs() -> None:
     """Lightning keeps the two best of four checkpoints; all four were merged before, each better than the last."""
     lines = run_script(Path(__file__).parents[2] / "examples" / "merge_after_training.py").lines

@@ -349,7 +349,7 @@ print("fit has returned", flush=True)
 NUM_STEPS = 25_000  # of an epoch of this job, which goes on until it is told to end
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize(
     ("launcher", "strategy"), [("torchrun", "ddp"), pytest.param("python", "fsdp2", marks=pytest.mark.machines)]
 )

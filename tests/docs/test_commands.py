@@ -141,7 +141,7 @@ def test_the_shells_prompt_is_not_copied_into_what_has_none() -> None:
             assert block.text.startswith("$ "), f"{page_name(page)}:{block.line}"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_accelerates_config_file_reaches_the_strategy(tmp_path: Path) -> None:
     """The file that the page shows, through Accelerate's own launcher."""
     [config] = blocks(ROOT / "docs" / "from-accelerate.md", "yaml")

@@ -122,7 +122,7 @@ def test_two_nodes_on_loopback() -> None:
     assert sorted(found(r"node of \d", result.output)) == ["node of 0", "node of 2"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_a_state_made_before_lightnings_launcher_tells_the_truth_inside_and_after_fit() -> None:
     result = run_script(LIGHTNING)
     assert sorted(found(r"inside \d of \d: (?:True|False) (?:None|second)", result.output)) == [

@@ -88,7 +88,7 @@ def test_rank_zero_waits_for_a_rank_that_is_very_late() -> None:
     assert any("Process 0 waits for the others, which have not reached main_process_first yet" in one for one in lines)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("launcher", ["torchrun", "two_nodes"])
 def test_late_ranks_end_well_under_torchrun(launcher: Launcher) -> None:
     result = run_script(START + LATE["before the local block"], "1.5", launcher=launcher, nproc=2)

@@ -443,7 +443,7 @@ def test_the_loss_over_no_items_does_not_stop_training() -> None:
     assert run_on_ranks(2, train_watched, "fsdp2") == [-1, -1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_measures_what_averages_over_micro_batches_miss() -> None:
     output = run_script(EXAMPLES / "token_exact.py", timeout_s=400).output
     shares = re.findall(r"average over (\w+) +(\S+) of", output)

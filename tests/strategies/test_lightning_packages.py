@@ -52,9 +52,9 @@ if __name__ == "__main__":
 
 _FOLLOWED: list[Any] = [
     ("accelight.strategies", "zero", "pytorch_lightning", "pytorch_lightning"),
-    ("pytorch_lightning", "fsdp", "lightning.pytorch", "lightning"),
 ]
 _FOLLOWED_AT_NIGHT: list[Any] = [
+    ("pytorch_lightning", "fsdp", "lightning.pytorch", "lightning"),
     ("pytorch_lightning", "fsdp", "pytorch_lightning", None),
     ("pytorch_lightning", "accel_deepspeed_stage_2", "pytorch_lightning", None),
     ("accelight.strategies", "accel_fsdp1", "pytorch_lightning", None),
@@ -101,7 +101,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_other_packages_command_line_builds_strategies(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -22,9 +22,13 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.core("-fsdp2", "input-fsdp1", "micro-batches-zero2", "and resumed-zero3")
+@pytest.mark.core("-fsdp2", "input-fsdp1]", "and resumed-zero3")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=pytest.mark.machines) if one == "zero1" else one for one in KINDS]
+    "kind",
+    [
+        *("fsdp2", "fsdp1", "zero3"),
+        *(pytest.param(kind, marks=pytest.mark.machines) for kind in ("fsdp1_flat", "zero1", "zero2")),
+    ],
 )
 @pytest.mark.parametrize("name", FOUND)
 def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:

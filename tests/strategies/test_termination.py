@@ -138,7 +138,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("launcher", ["python", "torchrun", "by_hand"])
 @pytest.mark.parametrize(
     "strategy",

@@ -9,7 +9,7 @@ from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, problems
 from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
 
 
-@pytest.mark.core("core")
+@pytest.mark.core("core-fsdp2", "core-zero3")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "batch",

@@ -12,7 +12,7 @@ from tests.scripts import run_script
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_language_model_trains_and_its_merged_weights_are_the_live_ones(tmp_path: Path) -> None:
     """The script compares the logits of the engine with those of the merged file, and fails if they differ."""
     options = ["--steps", "4", "--accumulate", "3", "--strategy", "accel_deepspeed_stage_3", "--devices", "2"]

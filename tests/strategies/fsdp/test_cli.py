@@ -70,7 +70,7 @@ trainer:
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_what_the_cli_prints_trains_the_same_again(tmp_path: Path) -> None:
     (tmp_path / "asked.yaml").write_text(CONFIG)
     told = run_script(MODULE + TELL, cwd=tmp_path)
