@@ -35,8 +35,10 @@ _NUM_STEPS = 12
 """Enough for warm-ups of ten steps, preconditioners and queues of gradients to take effect."""
 _LARGE = (64, 72)
 """Optimizers with states of 8 bits, in blocks, keep those of fewer than 4,096 elements in full."""
-_SHAPES = ((4, 6), (5,), (), (3, 2, 2, 2), _LARGE)
-_FEWER_SHAPES = ((4, 6), (5,), _LARGE)
+_NUM_LARGE_STEPS = 2
+"""Of a large matrix: what preconditions it takes long."""
+_SHAPES = ((4, 6), (5,), (), (3, 2, 2, 2))
+_FEWER_SHAPES = ((4, 6), (5,))
 _SCALES = (1.0, 0.05, 20.0, 1.0, 3.0, 0.5)
 """Of the gradients, step by step: below and above the thresholds that clip them."""
 _ORTHOGONAL_STEPS = (3, 4, 9)
@@ -147,6 +149,15 @@ def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
     except _StuckError:  # such as a class that takes no tensor without a dimension
         full = [_weights(_FEWER_SHAPES, device, seed) for seed in range(numbers)]
         first = _Run(optimizer, full)
+    verdict = _compare_pieces(optimizer, full, first)
+    if verdict.problem is None:
+        large = [_weights([_LARGE], device, seed) for seed in range(numbers)]
+        run = _Run(optimizer, large, num_steps=_NUM_LARGE_STEPS, may_rest=True)
+        return _compare_pieces(optimizer, large, run)
+    return verdict
+
+
+def _compare_pieces(optimizer: Optimizer, full: list[list[torch.Tensor]], first: _Run) -> Verdict:
     for state, _ in first.states:
         for key, value in state.items():
             if not isinstance(value, _SIMPLE):
@@ -179,15 +190,33 @@ def _run_on_dtensors(
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     num_shards = mesh.size(mesh.ndim - 1)
-    shapes: list[list[tuple[int, ...]]] = [
+    shapes = [
         [(max(2 * num_shards - (not is_even), 3), 6, 2, 2)[:ndim] for ndim, is_even in group] for group in kinds
     ]  # some rows for every rank
-    for group, known in zip(shapes, kinds, strict=True):
-        if any(ndim == 2 for ndim, _ in known):
-            group.append(_LARGE)
+    verdict = _compare_dtensors(optimizer, mesh, placements, device, shapes, _NUM_STEPS)
+    if verdict.problem is None and _have_matrices(kinds):
+        shapes = [[_LARGE]] * len(kinds)
+        return _compare_dtensors(optimizer, mesh, placements, device, shapes, _NUM_LARGE_STEPS, may_rest=True)
+    return verdict
+
+
+def _have_matrices(kinds: Sequence[Sequence[tuple[int, bool]]]) -> bool:
+    return all(any(ndim == 2 for ndim, _ in group) for group in kinds)
+
+
+def _compare_dtensors(
+    optimizer: Optimizer,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    device: torch.device,
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    num_steps: int,
+    *,
+    may_rest: bool = False,
+) -> Verdict:
     full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
     try:
-        first = _Run(optimizer, full, sees_dtypes=True)
+        first = _Run(optimizer, full, sees_dtypes=True, num_steps=num_steps, may_rest=may_rest)
     except _StuckError as stuck:
         return Verdict(str(stuck))
 
@@ -225,11 +254,7 @@ def _run_on_owners(
     optimizer: Optimizer, device: torch.device, *, kinds: Sequence[Sequence[tuple[int, bool]]], keeps_shapes: bool
 ) -> Verdict:
     """Step on full tensors, then on what each of two ranks would own, and on what a third one would: nothing."""
-    shapes: list[list[tuple[int, ...]]] = [
-        [(4, 6, 2, 2)[:ndim] for ndim, _ in group for _ in range(2)]
-        + [_LARGE for ndim, _ in group if ndim == 2 for _ in range(2)]
-        for group in kinds
-    ]
+    shapes = [[(4, 6, 2, 2)[:ndim] for ndim, _ in group for _ in range(2)] for group in kinds]
     full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
     first = _Run(optimizer, full)
     if first.needs_closure:
@@ -253,6 +278,11 @@ def _run_on_owners(
         options.append(second.options)
     if len(set(options)) > 1:
         return Verdict("the options of its groups depend on the parameters that a rank owns")
+    if _have_matrices(kinds):
+        large = [_weights([_LARGE], device, seed) for seed in range(len(kinds))]
+        for state, _ in _Run(optimizer, large, num_steps=1, may_rest=True).states:
+            if (key := next((key for key, one in state.items() if type(one) not in _SHARDED_STATES), None)) is not None:
+                return Verdict(f"its state {key!r} is a {type(state[key]).__name__}, which cannot be sharded")
     return Verdict()
 
 
@@ -265,6 +295,8 @@ class _Run:
         gradients: For each step and group; without, made along the way.
         sees_dtypes: Whether to find out whether the step computes in fewer bits than its weights have.
         renews: Whether other tensors with the same values and states replace the weights before each step.
+        num_steps: How many, where gradients are made.
+        may_rest: Whether weights may stay as they are, as in the first steps of a warm-up.
 
     Raises:
         _StuckError: If the class cannot step.
@@ -278,6 +310,8 @@ class _Run:
         gradients: list[list[list[torch.Tensor]]] | None = None,
         sees_dtypes: bool = False,
         renews: bool = False,
+        num_steps: int = _NUM_STEPS,
+        may_rest: bool = False,
     ) -> None:
         self.gradients: list[list[list[torch.Tensor]]] = []
         self.weights: list[list[list[torch.Tensor]]] = []
@@ -289,7 +323,7 @@ class _Run:
         self.options = ""
         """Of the groups, at the end."""
         self.needs_closure = False
-        self._renews = renews
+        self._renews, self._num_steps = renews, num_steps
         self.is_coarse = False
         """Whether it computes in half precision, where results depend on the order of sums."""
         self.tolerance = 1e-6 if all(one.dtype == torch.float64 for group in weights for one in group) else 1e-3
@@ -310,14 +344,18 @@ class _Run:
         finally:
             del self._held
             self.__dict__.pop("_twin", None)
-        if gradients is None and not any(bool(one.any()) for group in self.travelled[-1] for one in group):
+        if (
+            gradients is None
+            and not may_rest
+            and not any(bool(one.any()) for group in self.travelled[-1] for one in group)
+        ):
             raise _StuckError("its steps do not change the weights")
 
     def _run(self, given: list[list[list[torch.Tensor]]] | None, *, sees_dtypes: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         before = [[one.detach().clone() for one in group] for group in self._held]
         travelled = [[torch.zeros_like(one) for one in group] for group in before]
-        for step in range(_NUM_STEPS if given is None else len(given)):
+        for step in range(self._num_steps if given is None else len(given)):
             if self._renews:
                 self._renew()
             gradients = self._made(step, generator) if given is None else given[step]

@@ -66,6 +66,17 @@ class MatricesAlone(WithStep):
                 one.grad.mul_(2)
 
 
+class EightBits(WithStep):
+    """Rounds large gradients in blocks, each to 255 values up to its largest."""
+
+    def edit(self, held: list[Any]) -> None:
+        for one in held:
+            if one.numel() >= 4096:
+                blocks = one.grad.flatten().split(256)
+                rounded = [torch.round(block / (top := block.abs().max() / 127)) * top for block in blocks]
+                one.grad.copy_(torch.cat(rounded).view_as(one))
+
+
 class Sign(WithStep):
     def edit(self, held: list[Any]) -> None:
         for one in held:
@@ -171,6 +182,11 @@ def test_classes_that_look_further_than_an_element(kind: Any) -> None:
     assert problem is not None
     assert "in a full parameter and in a flat part" in problem
     assert "in a full parameter" in (try_on_pieces(Wrapping(kind(parameters(), lr=0.1))).problem or "")
+
+
+def test_large_tensors_are_tried_too() -> None:
+    """Optimizers with states of 8 bits keep those of small tensors in full."""
+    assert "a flat part of one" in str(try_on_pieces(EightBits(parameters(), lr=0.1)).problem)
 
 
 def test_options_decide_whether_an_optimizer_is_refused() -> None:
