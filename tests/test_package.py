@@ -158,8 +158,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.machines), 2])
+@pytest.mark.machines
+@pytest.mark.parametrize("version", [1, 2])
 def test_a_plain_run_warns_of_nothing_deprecated(version: int, tmp_path: Path) -> None:
     """Nothing, that is, that a call of accelight's has caused: the warnings of others are at their own places."""
     env = {"FSDP_VERSION": f"{version}", "FOLDER": str(tmp_path)}

@@ -77,7 +77,7 @@ _AS_A_TASK = {
 }
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_without_the_callback_the_signal_saves_nothing_and_says_so(strategy: str, tmp_path: Path) -> None:
     result = run_script(_SIGNALLED, strategy, env=_AS_A_TASK, cwd=tmp_path)

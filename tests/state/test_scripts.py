@@ -110,7 +110,7 @@ def test_a_newcomers_script_under_plain_python() -> None:
     assert "answers ['a', 'b', 'c'] on 1, done (False, True)" in run_script(NEWCOMER).lines
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_two_nodes_on_loopback() -> None:
     result = run_script(NODES, launcher="two_nodes", nproc=2)
     assert sorted(found(r"process .*? (?:None|second)", result.output)) == [

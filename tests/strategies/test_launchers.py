@@ -87,7 +87,7 @@ def test_two_nodes_know_their_places() -> None:
         assert _told(result.output, where) == places
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 def test_the_example_trains_merges_and_uses_its_weights(tmp_path: Path) -> None:
     example = ROOT / "examples" / "train_gpt.py"
     options = ["--steps", "6", "--accumulate", "3", "--strategy", "accel_fsdp1", "--devices", "2"]

@@ -172,7 +172,7 @@ def _fit_again(folder: str) -> None:
     assert sorted(os.listdir(folder)) == [f"{number}" for number in range(7)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_fit_after_fit_leaves_neither_processes_nor_memory(tmp_path: Path) -> None:
     run_on_ranks(2, _fit_again, str(tmp_path))
@@ -391,6 +391,7 @@ def test_a_later_run_that_saves_under_this_name_wins(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / SAVED) == ["later"]
 
 
+@pytest.mark.machines
 @pytest.mark.exhaustive  # waits for the process group's timeout
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_process_that_dies_after_all_ranks_is_waited_for_and_no_longer(tmp_path: Path) -> None:
@@ -411,7 +412,7 @@ fit(int(os.environ["RANK"]), Path(sys.argv[1]), 2, when_saved)
 """
 
 
-@pytest.mark.exhaustive
+@pytest.mark.machines
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_killed_with_its_launcher(tmp_path: Path) -> None:
     """SIGTERM to the launcher, which ends its processes' groups, then SIGKILL to all of them and to itself."""
