@@ -54,10 +54,10 @@ _OWN_CHECKPOINT = ".unmerged.ckpt"
 class MergeShardedCheckpoint(Callback):
     """Merges checkpoints of ``trainer.fit`` into safetensors, in the background if wanted.
 
-    Process 0 of all starts ``accelight merge-weights`` as a process of its own, one merge at a time, with low
-    priority (a niceness of 10) unless training waits for it.
-    A checkpoint that is to be deleted or overwritten while a merge needs it waits for the merge. What goes wrong is
-    raised on all processes when ``fit`` ends; an exception in training ends the merges, and nothing half-done stays.
+    Process 0 of all starts ``accelight merge-weights`` as a separate process, one merge at a time, at low priority
+    (niceness 10) unless training waits for it. A checkpoint that is to be deleted or overwritten while a merge needs it
+    waits for the merge. What goes wrong is raised on all processes when ``fit`` ends; an exception in training ends the
+    merges, and nothing half-done stays.
 
     For a Hugging Face model, its configuration and the tokenizer or processor (attributes ``tokenizer``, ``processor``,
     ``image_processor``, ``feature_extractor`` of the module or the datamodule) are saved beside the weights. A model
@@ -80,7 +80,7 @@ class MergeShardedCheckpoint(Callback):
             ``monitor``. If none was saved, the weights are saved for this alone.
         weights: ``"ema"`` merges the averages that ``ShardedEMA`` has added to the checkpoints.
         adapter: Write the folders that ``peft.PeftModel.from_pretrained`` loads, of this adapter or (True) of the only
-            one; the checkpoints must be sharded. False allows to write a model with adapters under its own names.
+            one; the checkpoints must be sharded.
         merge_adapter: Write the base with this adapter, or (True) the only one, merged into it, and the base's
             configuration; the checkpoints must be sharded and hold the base.
         pretrained_files: False writes the weights alone, also of a Hugging Face model, under the LightningModule's
@@ -103,7 +103,7 @@ class MergeShardedCheckpoint(Callback):
         *,
         which: Literal["last", "best"] = "last",
         weights: Literal["model", "ema"] = "model",
-        adapter: str | bool | None = None,
+        adapter: str | bool = False,
         merge_adapter: str | bool = False,
         pretrained_files: bool = True,
     ) -> None:
@@ -117,6 +117,8 @@ class MergeShardedCheckpoint(Callback):
             parse_size(max_shard_size)
         if adapter and merge_adapter:
             raise ValueError("adapter and merge_adapter were both given: one folder is an adapter's or a model's.")
+        if (adapter or merge_adapter) and strip_prefix is not None:
+            raise ValueError("adapter and merge_adapter write PEFT's or the base's names: omit strip_prefix.")
         conversion_target(dtype)
         self.output_dir = local_path(os.fspath(output_dir), "merged weights")
         self.when, self.which, self.background = when, which, background
@@ -165,6 +167,11 @@ class MergeShardedCheckpoint(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         others = (trainer.datamodule,) if trainer.datamodule is not None else ()  # type: ignore[attr-defined]
         self._files = find_pretrained(pl_module, self.strip_prefix, others) if self.pretrained_files else None
+        if self.merge_adapter and getattr(trainer.strategy, "save_trainable_only", False):
+            raise ValueError(
+                "MergeShardedCheckpoint(merge_adapter=...) needs the base, which save_trainable_only=True leaves out "
+                "of checkpoints. Remove save_trainable_only, or use adapter= and PEFT's merge_and_unload()."
+            )
         if self._files is not None and not self.merge_adapter:
             check_loadable(self._files, pl_module, trainer.strategy.model)  # each process by itself, to the same end
             if getattr(trainer.strategy, "save_trainable_only", False):
@@ -181,7 +188,7 @@ class MergeShardedCheckpoint(Callback):
         for option, value in (("--adapter", self.adapter), ("--merge-adapter", self.merge_adapter)):
             if value:
                 arguments.append(option if value is True else f"{option}={value}")
-        if self.adapter is False or (self.adapter is None and not self.merge_adapter and not self.pretrained_files):
+        if not self.adapter and not self.merge_adapter and self._files is None:  # no from_pretrained misses a name
             arguments.append("--no-adapter")
         arguments += [f"--weights={self.weights}"] if self.weights != "model" else []
         return (*arguments, "--threads=1", *([] if self.safe_serialization else ["--unsafe-serialization"]))
@@ -562,8 +569,8 @@ class MergeQueue:
                 env=environment,
                 start_new_session=True,  # Ctrl-C reaches the training, which then ends this in order
             )
-        if not self._training_waits.is_set():
-            _set_priority(process.pid, _LOW_PRIORITY)
+            if not self._training_waits.is_set():
+                _set_priority(process.pid, _LOW_PRIORITY)
         _, said = process.communicate()
         with self._lock:
             self._process = None

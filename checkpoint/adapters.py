@@ -125,8 +125,6 @@ def merged_tensors(
             selection.names[new] = own
     for alias, one in everything.ties.items():
         new_alias, new = _renamed(alias, head, name, layers)[0], _renamed(one, head, name, layers)[0]
-        if _layer_of(alias.removeprefix(head), layers) is not None:
-            raise CheckpointError(f"{alias} is tied to {one}, and the adapter changes it, too. {_BY_PEFT}")
         if new_alias is not None and new is not None:
             selection.ties[new_alias] = new
     merge = _Merge(source, name, chosen.config)
@@ -194,6 +192,8 @@ class _Merge:
         self._source, self._adapter = source, adapter
         self._config = _peft_config(config)
         self._turn = threading.Lock()
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        """The layer that was merged last, and its tensors: weight and bias are written one after the other."""
 
     def tensor(self, layer: _Layer, name: str) -> torch.Tensor:
         """Return a tensor of a layer, merged.
@@ -203,9 +203,11 @@ class _Merge:
         """
         with self._turn, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of patterns for other layers
-            return self._merge(layer, name)
+            if self._last[0] != layer.path:
+                self._last = (layer.path, self._merge(layer))
+            return self._last[1][name]
 
-    def _merge(self, layer: _Layer, name: str) -> torch.Tensor:
+    def _merge(self, layer: _Layer) -> dict[str, torch.Tensor]:
         import peft
         import torch
 
@@ -214,21 +216,24 @@ class _Merge:
         located = self._source.locate(layer.tensors.values())
         stored = read_tensors({own: located[source] for own, source in layer.tensors.items()})
         base = {own.removeprefix(_BASE): one for own, one in stored.items() if own.startswith(_BASE)}
+        root = _in_place(layer.path, self._layer_of_base(layer.path, base, stored))
         try:
-            root = _in_place(layer.path, self._layer_of_base(layer.path, base, stored))
             config: Any = copy.copy(self._config)
             model = peft.get_peft_model(root, config, adapter_name=self._adapter, autocast_adapter_dtype=False)
             model.load_state_dict({f"{_INNER}{layer.path}.{own}": one for own, one in stored.items()}, assign=True)
             with torch.no_grad():
                 merged: Any = model.merge_and_unload()
-            found: torch.Tensor = merged.get_submodule(layer.path).get_parameter(name).detach()
+            plain = merged.get_submodule(layer.path)
+            found: dict[str, torch.Tensor] = {name: plain.get_parameter(name).detach() for name in base}
         except (ValueError, RuntimeError, AttributeError, TypeError) as error:
             raise CheckpointError(f"PEFT does not merge the adapter into {layer.path}: {error}\n{_BY_PEFT}") from error
-        if (found.dtype, found.shape) != (base[name].dtype, base[name].shape):
-            raise CheckpointError(
-                f"{layer.path}.{name} is {found.dtype} {list(found.shape)} after the merge and was {base[name].dtype} "
-                f"{list(base[name].shape)}. {_BY_PEFT}"
-            )
+        for name, before in base.items():
+            after = found[name]
+            if (after.dtype, after.shape) != (before.dtype, before.shape):
+                raise CheckpointError(
+                    f"{layer.path}.{name} is {after.dtype} {list(after.shape)} after the merge and was {before.dtype} "
+                    f"{list(before.shape)}. {_BY_PEFT}"
+                )
         return found
 
     def _layer_of_base(

@@ -546,8 +546,6 @@ def _widen(view: memoryview) -> memoryview:
 
 def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a planned file, in its order, each fully in memory."""
-    import torch
-
     files = FilePool()
     buffer = memoryview(bytearray(BLOCK_BYTES))
     try:
@@ -555,34 +553,30 @@ def load_tensors(file: PlannedFile) -> Iterator[tuple[str, torch.Tensor]]:
             data = bytearray(planned.num_bytes)
             for start, block in blocks_of(planned, files, buffer):
                 data[start : start + len(block)] = block
-            dtype = getattr(torch, planned.dtype.name)
-            shape = planned.source.shape
-            yield (
-                planned.name,
-                torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype),
-            )
+            yield planned.name, _as_tensor(data, planned.dtype, planned.source.shape)
     finally:
         files.close()
 
 
 def read_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, torch.Tensor]:
     """Return full tensors in memory."""
-    import torch
-
     found, files = {}, FilePool()
     try:
         for name, tensor in tensors.items():
-            data, dtype = bytearray(tensor.num_bytes), getattr(torch, tensor.dtype.name)
-            if data:
-                TensorReader(tensor, files).read_into(0, memoryview(data))
-            found[name] = (
-                torch.frombuffer(data, dtype=dtype).view(tensor.shape)
-                if data
-                else torch.empty(tensor.shape, dtype=dtype)
-            )
+            data = bytearray(tensor.num_bytes)
+            TensorReader(tensor, files).read_into(0, memoryview(data))
+            found[name] = _as_tensor(data, tensor.dtype, tensor.shape)
     finally:
         files.close()
     return found
+
+
+def _as_tensor(data: bytearray, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor in the memory of its bytes."""
+    import torch
+
+    named = getattr(torch, dtype.name)
+    return torch.frombuffer(data, dtype=named).view(shape) if data else torch.empty(shape, dtype=named)
 
 
 def _computed_blocks(tensor: PlannedTensor) -> Iterator[tuple[int, memoryview]]:

@@ -48,8 +48,6 @@ _LR = 1.0
 _MOST_GROUPS = 16
 _SIMPLE = (torch.Tensor, bool, int, float, str, type(None), list, tuple, dict, deque)
 """Kinds of state whose use shows in a few steps."""
-_SHARDED_STATES = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
-"""Kinds of state that whole-tensor steps shard; no subclasses, which hold more than one tensor."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,7 @@ def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
     verdict = _compare_pieces(optimizer, full, first)
     if verdict.problem is None:
         large = [_weights([_LARGE], device, seed) for seed in range(numbers)]
-        run = _Run(optimizer, large, num_steps=_NUM_LARGE_STEPS, may_rest=True)
-        return _compare_pieces(optimizer, large, run)
+        return _compare_pieces(optimizer, large, _Run(optimizer, large, num_steps=_NUM_LARGE_STEPS))
     return verdict
 
 
@@ -196,7 +193,7 @@ def _run_on_dtensors(
     verdict = _compare_dtensors(optimizer, mesh, placements, device, shapes, _NUM_STEPS)
     if verdict.problem is None and _have_matrices(kinds):
         shapes = [[_LARGE]] * len(kinds)
-        return _compare_dtensors(optimizer, mesh, placements, device, shapes, _NUM_LARGE_STEPS, may_rest=True)
+        return _compare_dtensors(optimizer, mesh, placements, device, shapes, _NUM_LARGE_STEPS)
     return verdict
 
 
@@ -211,12 +208,10 @@ def _compare_dtensors(
     device: torch.device,
     shapes: Sequence[Sequence[tuple[int, ...]]],
     num_steps: int,
-    *,
-    may_rest: bool = False,
 ) -> Verdict:
     full = [_weights(group, device, seed) for seed, group in enumerate(shapes)]
     try:
-        first = _Run(optimizer, full, sees_dtypes=True, num_steps=num_steps, may_rest=may_rest)
+        first = _Run(optimizer, full, sees_dtypes=True, num_steps=num_steps)
     except _StuckError as stuck:
         return Verdict(str(stuck))
 
@@ -269,10 +264,10 @@ def _run_on_owners(
         for weights, wanted, travelled in zip(second.weights, first.weights, first.travelled, strict=False):
             if not _equal(weights, own(wanted), own(travelled), first.tolerance, by_tensor=True):
                 return Verdict("it updates a parameter differently when others are elsewhere (tried on small tensors)")
+        if problem := _unsharded_state(second):
+            return Verdict(problem)
         for state, parameter in second.states:
             for key, value in state.items():
-                if type(value) not in _SHARDED_STATES:
-                    return Verdict(f"its state {key!r} is a {type(value).__name__}, which cannot be sharded")
                 if keeps_shapes and isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
                     return Verdict(f"its state {key!r} has another shape than its parameter")
         options.append(second.options)
@@ -280,10 +275,21 @@ def _run_on_owners(
         return Verdict("the options of its groups depend on the parameters that a rank owns")
     if _have_matrices(kinds):
         large = [_weights([_LARGE], device, seed) for seed in range(len(kinds))]
-        for state, _ in _Run(optimizer, large, num_steps=1, may_rest=True).states:
-            if (key := next((key for key, one in state.items() if type(one) not in _SHARDED_STATES), None)) is not None:
-                return Verdict(f"its state {key!r} is a {type(state[key]).__name__}, which cannot be sharded")
+        return Verdict(_unsharded_state(_Run(optimizer, large, num_steps=1)))
     return Verdict()
+
+
+def _unsharded_state(run: _Run) -> str | None:
+    """Return why whole-tensor steps cannot shard a state; subclasses of tensors hold more than one."""
+    for state, _ in run.states:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                is_plain = type(value) in (torch.Tensor, nn.Parameter)
+            else:
+                is_plain = isinstance(value, bool | int | float | str | None)
+            if not is_plain:
+                return f"its state {key!r} is a {type(value).__name__}, which cannot be sharded"
+    return None
 
 
 class _Run:
@@ -295,8 +301,8 @@ class _Run:
         gradients: For each step and group; without, made along the way.
         sees_dtypes: Whether to find out whether the step computes in fewer bits than its weights have.
         renews: Whether other tensors with the same values and states replace the weights before each step.
-        num_steps: How many, where gradients are made.
-        may_rest: Whether weights may stay as they are, as in the first steps of a warm-up.
+        num_steps: How many, where gradients are made. In fewer than usual the weights may stay as they are, as in the
+            first steps of a warm-up.
 
     Raises:
         _StuckError: If the class cannot step.
@@ -311,7 +317,6 @@ class _Run:
         sees_dtypes: bool = False,
         renews: bool = False,
         num_steps: int = _NUM_STEPS,
-        may_rest: bool = False,
     ) -> None:
         self.gradients: list[list[list[torch.Tensor]]] = []
         self.weights: list[list[list[torch.Tensor]]] = []
@@ -346,7 +351,7 @@ class _Run:
             self.__dict__.pop("_twin", None)
         if (
             gradients is None
-            and not may_rest
+            and num_steps == _NUM_STEPS
             and not any(bool(one.any()) for group in self.travelled[-1] for one in group)
         ):
             raise _StuckError("its steps do not change the weights")

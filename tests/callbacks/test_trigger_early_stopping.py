@@ -350,9 +350,7 @@ NUM_STEPS = 25_000  # of an epoch of this job, which goes on until it is told to
 
 
 @pytest.mark.machines
-@pytest.mark.parametrize(
-    ("launcher", "strategy"), [("torchrun", "ddp"), pytest.param("python", "fsdp2", marks=pytest.mark.machines)]
-)
+@pytest.mark.parametrize(("launcher", "strategy"), [("python", "fsdp2"), ("torchrun", "ddp")])
 def test_sigterm_to_one_process_from_outside(launcher: Launcher, strategy: str, tmp_path: Path) -> None:
     """The second process of a running job is told to end; the first one has a part in the checkpoint."""
 

@@ -127,7 +127,7 @@ def test_it_goes_on_within_an_epoch(runs: Any, tmp_path: Path) -> None:
     _assert_equal(weights["killed"], weights["whole"])
 
 
-@pytest.mark.machines
+@_LONG
 def test_they_train_as_a_plain_loop(runs: Any, tmp_path: Path) -> None:
     engines = ["fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"]
     runs.run_on_ray(runs.train_as_plain_loop, runs.Run(" ".join(engines), tmp_path, epochs=2), tmp_path / "storage")

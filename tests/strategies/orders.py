@@ -62,13 +62,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute": {"fsdp1": {"activation_checkpointing": True}, "fsdp2": {"activation_checkpointing": True}},
     "find_unused": {"fsdp1": {"find_unused_parameters": True}, "fsdp2": {"find_unused_parameters": True}},
     "one_unit": {"fsdp1": {"auto_wrap_policy": "no_wrap"}, "fsdp2": {"auto_wrap_policy": "no_wrap"}},
-    "each_batch": {"fsdp1": {}, "fsdp2": {}},
+    "each_batch": {
+        "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
+        "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
+    },
     "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
     },
 }
-"""Ways to run an engine that must not change what is trained; ``each_batch`` reduces gradients after each micro-batch.
+"""Ways to run an engine that must not change what is trained.
 
 Saves in the background are written as late as can be.
 """
@@ -663,13 +666,16 @@ def build_strategy(kind: str, script: Script) -> Any:
     """Return a strategy of the kind, ``ddp`` included."""
     if kind == "ddp":
         return "ddp_find_unused_parameters_true"
-    accumulation = GradientAccumulationPlugin(average_over="items" if script.items else "micro_batches")
+    accumulation = GradientAccumulationPlugin()
+    average_over: Any = "items" if script.items else "micro_batches"
     if kind.startswith("zero"):
         from accelight.strategies import AccelDeepSpeedStrategy
 
         config = {"train_micro_batch_size_per_gpu": ROWS, **ds_config(int(kind[-1]))}
         return AccelDeepSpeedStrategy(
-            hf_ds_config=config, find_unused_parameters=True, gradient_accumulation=accumulation
+            hf_ds_config=config,
+            find_unused_parameters=True,
+            gradient_accumulation=replace(accumulation, average_over=average_over),
         )
     from accelight.strategies import AccelFSDPStrategy
 
@@ -679,7 +685,7 @@ def build_strategy(kind: str, script: Script) -> Any:
     options: dict[str, Any] = {
         "state_dict_type": form,
         "auto_wrap_policy": ModuleWrapPolicy({Block}),
-        "gradient_accumulation": replace(accumulation, sync_each_batch=script.option == "each_batch"),
+        "gradient_accumulation": accumulation,
         "whole_tensor_optimizers": script.optimizer == "ratio" or None,
     }
     if kind == "fsdp2":
@@ -690,6 +696,7 @@ def build_strategy(kind: str, script: Script) -> Any:
         options["use_orig_params"] = True
     if script.option is not None:
         options.update(OPTIONS[script.option]["fsdp2" if kind == "fsdp2" else "fsdp1"])
+    options["gradient_accumulation"] = replace(options["gradient_accumulation"], average_over=average_over)
     return AccelFSDPStrategy(**options)
 
 

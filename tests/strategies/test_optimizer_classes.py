@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from accelight.strategies.optimizers.classes import try_on_dtensors, try_on_pieces
+from accelight.strategies.optimizers.classes import try_on_dtensors, try_on_owners, try_on_pieces
 from tests.ranks import run_on_ranks
 
 
@@ -71,10 +71,11 @@ class EightBits(WithStep):
 
     def edit(self, held: list[Any]) -> None:
         for one in held:
-            if one.numel() >= 4096:
-                blocks = one.grad.flatten().split(256)
+            local = one.grad.to_local() if isinstance(one.grad, DTensor) else one.grad
+            if local.numel() >= 4096:
+                blocks = local.flatten().split(256)
                 rounded = [torch.round(block / (top := block.abs().max() / 127)) * top for block in blocks]
-                one.grad.copy_(torch.cat(rounded).view_as(one))
+                local.copy_(torch.cat(rounded).view_as(local))
 
 
 class Sign(WithStep):
@@ -189,6 +190,21 @@ def test_large_tensors_are_tried_too() -> None:
     assert "a flat part of one" in str(try_on_pieces(EightBits(parameters(), lr=0.1)).problem)
 
 
+def test_states_that_are_subclasses_of_tensors_are_not_sharded() -> None:
+    class Coded(torch.Tensor):
+        pass
+
+    class Coding(WithStep):
+        def edit(self, held: list[Any]) -> None:
+            for one in held:
+                code = torch.zeros_like(one)
+                self.state[one]["code"] = code.as_subclass(Coded) if one.numel() >= 4096 else code
+
+    found = try_on_owners(Coding(parameters(), lr=0.1), lambda one: one.shape, keeps_shapes=False)
+    assert found.problem == "its state 'code' is a Coded, which cannot be sharded"
+    assert try_on_owners(Normed(parameters(), lr=0.1), lambda one: one.shape, keeps_shapes=False).problem is None
+
+
 def test_options_decide_whether_an_optimizer_is_refused() -> None:
     """A trust ratio that an option switches on, in one of the groups alone."""
 
@@ -258,7 +274,8 @@ def _on_mesh() -> list[str | None]:
 
     kinds = [Normed, Centralised, Sharp, Sign, torch.optim.Rprop, OfShards, OnOneRank]
     found = [try_on_dtensors(kind(trained(4), lr=0.1), mesh, [Shard(0)]).problem for kind in kinds]
-    return found + [try_on_dtensors(Flattening(trained(n), lr=0.1), mesh, [Shard(0)]).problem for n in (4, 3)]
+    found += [try_on_dtensors(Flattening(trained(n), lr=0.1), mesh, [Shard(0)]).problem for n in (4, 3)]
+    return [*found, try_on_dtensors(EightBits(trained(4), lr=0.1), mesh, [Shard(0)]).problem]
 
 
 def test_dtensors() -> None:
@@ -270,3 +287,4 @@ def test_dtensors() -> None:
     assert "different weights for DTensors" in first[5]
     assert "KeyError: 'there'" in first[6]
     assert "unevenly" in first[8]
+    assert "different weights for DTensors" in first[9]

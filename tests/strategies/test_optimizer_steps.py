@@ -1,4 +1,4 @@
-"""Steps that stand for an optimizer's own: on local shards, and on whole tensors of which each rank has some."""
+"""Steps that stand for an optimizer's own: on whole tensors, of which each rank has some."""
 
 from __future__ import annotations
 

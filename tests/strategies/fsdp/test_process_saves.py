@@ -391,8 +391,7 @@ def test_a_later_run_that_saves_under_this_name_wins(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / SAVED) == ["later"]
 
 
-@pytest.mark.machines
-@pytest.mark.exhaustive  # waits for the process group's timeout
+@pytest.mark.machines  # waits for the process group's timeout
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_process_that_dies_after_all_ranks_is_waited_for_and_no_longer(tmp_path: Path) -> None:
     writers = kill_all(tmp_path, moment=_when_saved_and_stopped, timeout_s=25)
