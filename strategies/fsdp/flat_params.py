@@ -578,11 +578,13 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
     setattr(handle, VIEWS, views)
 
     def take_away() -> None:
+        computes_on = flat_param._full_param_padded.untyped_storage().data_ptr()
         for (module, own), stand_in in stand_ins.items():
             view = vars(module).get(own)
             if isinstance(view, Tensor):
-                views[module, own] = view
                 object.__setattr__(module, own, stand_in)
+                if view.untyped_storage().data_ptr() == computes_on:  # a state dict shows others: full precision, CPU
+                    views[module, own] = view
 
     def use_sharded_flat_param() -> None:
         type(handle)._use_sharded_flat_param(handle)
@@ -592,7 +594,6 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
         for (module, own), view in views.items():  # a backward that recomputes gets no new ones
             if isinstance(vars(module).get(own), ShardedWeight):
                 object.__setattr__(module, own, view)
-        views.clear()
         type(handle)._use_unsharded_flat_param(handle, unsharded)
 
     replace_for_good(

@@ -27,6 +27,11 @@ MIDDLE = Script(
 )
 
 FOUND: dict[str, Script] = {
+    "a save before backward, recomputed": Script(  # on CUDA, where a full save shows weights on the CPU
+        (Fit(events=(Event("on_before_backward", 0, "save"),)), Fit(call="validate")),
+        manual="tbsz",
+        option="recompute",
+    ),
     "a save before the first step": Script(
         (
             Fit(

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
 
@@ -155,7 +156,7 @@ class Module(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         share = SAMPLES // self.trainer.world_size
         own = slice(self.global_rank * share, (self.global_rank + 1) * share)
-        inputs, targets = (each[batch_idx, own].to(self.model.last.weight.dtype) for each in _batches())
+        inputs, targets = (each[batch_idx, own].to(self.device, self.model.last.weight.dtype) for each in _batches())
         return functional.mse_loss(self.model(inputs), targets)
 
     def configure_optimizers(self) -> Any:
@@ -177,7 +178,9 @@ class Saving(Callback):
             trainer.save_checkpoint(self._path)
 
 
-def _trained(key: str, engine: str, folder: str, *, resumes: bool, whole: bool | None) -> dict[str, Tensor] | str:
+def _trained(
+    key: str, engine: str, folder: str, *, resumes: bool, whole: bool | None, **options: Any
+) -> dict[str, Tensor] | str:
     """Return the weights that a fit leaves, or why it was refused."""
     zero = engine.startswith("zero")
     module = Module(OPTIMIZERS[key]).to(torch.float32 if zero else torch.float64)
@@ -199,13 +202,14 @@ def _trained(key: str, engine: str, folder: str, *, resumes: bool, whole: bool |
         use_distributed_sampler=False,
         plugins=[] if zero else [DoublePrecision()],
         callbacks=[] if resumes else [Saving(f"{folder}/saved.ckpt")],
+        **options,
     )
     try:
         trainer.fit(module, ckpt_path=f"{folder}/saved.ckpt" if resumes else None)
     except ValueError as error:
         return str(error)
     with strategy.full_parameters(module):
-        return {name: one.detach().double().clone() for name, one in module.model.named_parameters()}
+        return {name: one.detach().double().cpu().clone() for name, one in module.model.named_parameters()}
 
 
 @cache
@@ -232,7 +236,7 @@ def _expected(key: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: one.detach().double() for name, one in model.named_parameters()}
 
 
-def problem(key: str, engine: str, folder: Path) -> str:
+def problem(key: str, engine: str, folder: Path, *, on_gpu: bool = False) -> str:
     """Train a cell of the table, and return how it differs from what the table says.
 
     A run on two processes saves; one on three (with ZeRO on two: DeepSpeed's states stay with their number) resumes.
@@ -240,7 +244,7 @@ def problem(key: str, engine: str, folder: Path) -> str:
     entry, zero = OPTIMIZERS[key], engine.startswith("zero")
     answer = entry.answer(engine)
     if answer != "right":
-        [refusal, *_] = run_on_ranks(2, _run, key, engine, str(folder), False, None, timeout_s=120)
+        [refusal, *_] = run_on_ranks(2, _run, key, engine, str(folder), False, None, on_gpu, timeout_s=120)
         if not isinstance(refusal, str):
             return "was not refused"
         if type(entry.make).__name__ != "function" and entry.make.__name__ not in refusal:
@@ -253,7 +257,7 @@ def problem(key: str, engine: str, folder: Path) -> str:
     expected = _expected(key, torch.float32 if zero else torch.float64)
     tolerance = 2e-5 if zero else 1e-9  # sums over ranks have another order
     for resumes, num_ranks in ((False, 2), (True, 2 if zero else 3)):
-        for weights in run_on_ranks(num_ranks, _run, key, engine, str(folder), resumes, whole, timeout_s=120):
+        for weights in run_on_ranks(num_ranks, _run, key, engine, str(folder), resumes, whole, on_gpu, timeout_s=120):
             if isinstance(weights, str):
                 return f"is refused: {weights}"
             far = {name: float((weights[name] - one).abs().max()) for name, one in expected.items()}
@@ -262,5 +266,8 @@ def problem(key: str, engine: str, folder: Path) -> str:
     return ""
 
 
-def _run(key: str, engine: str, folder: str, resumes: bool, whole: bool | None) -> dict[str, Tensor] | str:
-    return _trained(key, engine, folder, resumes=resumes, whole=whole)
+def _run(
+    key: str, engine: str, folder: str, resumes: bool, whole: bool | None, on_gpu: bool
+) -> dict[str, Tensor] | str:
+    options = share_a_device() if on_gpu else {}
+    return _trained(key, engine, folder, resumes=resumes, whole=whole, **options)

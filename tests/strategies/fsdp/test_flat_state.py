@@ -185,6 +185,42 @@ def test_inside_of_summon_full_params_nothing_is_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
+class SavedBeforeBackward(TinyModule):
+    """Recomputed in backward with the views of flat parameters that its forward saw."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(Case(), Outcome())
+        self.path = path
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.path:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _full_saves_in_half_precision(folder: str) -> list[dict[str, Any]]:
+    trained = []
+    for path in ("", f"{folder}/saved.ckpt"):
+        strategy = AccelFSDPStrategy(
+            fsdp_version=1,
+            use_orig_params=False,
+            auto_wrap_policy={Block},
+            activation_checkpointing=True,
+            state_dict_type="full_state_dict",
+        )
+        trainer = quiet_trainer(strategy, dist.get_world_size(), max_steps=2, precision="bf16-mixed")
+        trainer.fit(SavedBeforeBackward(path), rank_loader(dist.get_world_size()))
+        trained.append(_gathered(strategy._checkpointer._state_dict_module()))
+    return trained
+
+
+def test_a_full_save_between_forward_and_backward_leaves_the_views_that_backward_recomputes_with(
+    tmp_path: Path,
+) -> None:
+    """The save shows full precision, in other memory."""
+    for never_saved, saved in run_on_ranks(2, _full_saves_in_half_precision, str(tmp_path)):
+        assert all(torch.equal(saved[name], value) for name, value in never_saved.items())
+
+
 def _double(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     state[f"{prefix}one"] = state[f"{prefix}one"] * 2 + state[f"{prefix}told.linear.weight"].sum()
 
