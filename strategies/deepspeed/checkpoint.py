@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from ..common.checkpoint_files import (
 from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
 from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
+from ..common.quantized import check_constants, constants_aside, is_constant, with_constants
 from ..common.sharded_tensors import local_part, part_of
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches, replace_for_good
@@ -177,7 +178,7 @@ class Checkpointer:
         if base is None:
             return {}
         with with_trained_parameters(self._strategy.deepspeed_engine):
-            shards = self._strategy.parameter_shards()
+            shards = with_constants(self._strategy.parameter_shards(), self._strategy.deepspeed_engine.module)
         unchanged = base.unchanged(shards)
         changed = [name for name, (_, is_trained) in shards.items() if not is_trained and name not in unchanged]
         if changed:
@@ -252,7 +253,8 @@ class Checkpointer:
         """
         base = checkpoint.get(FROZEN_BASE, {})
         if base:
-            check_base(base, self._strategy.parameter_shards(), self._strategy.root_device, "the checkpoint")
+            shards = with_constants(self._strategy.parameter_shards(), self._strategy.deepspeed_engine.module)
+            check_base(base, shards, self._strategy.root_device, "the checkpoint")
         if STORED_WEIGHTS not in checkpoint:
             load_full(self._strategy.deepspeed_engine, checkpoint["state_dict"], strict=strict)
             return
@@ -334,7 +336,8 @@ def save(
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
     with new_folder(path, complete) as folder:
-        with guarded_files(engine, path), with_trained_parameters(engine):
+        aside = constants_aside(engine.module) if exclude_frozen else nullcontext()
+        with guarded_files(engine, path), with_trained_parameters(engine), aside:
             engine.save_checkpoint(
                 str(folder),
                 tag=universal.TAG,
@@ -460,7 +463,12 @@ def load(
         # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
         replace_for_good("ZeRO optimizers", engine.optimizer, _restore_from_bit16_weights=lambda: None)
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    with reading_safely(stored.weights_only), quietly(), with_trained_parameters(engine):
+    with (
+        reading_safely(stored.weights_only),
+        quietly(),
+        with_trained_parameters(engine),
+        constants_aside(engine.module) as constants,
+    ):
         if not universally:
             _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
@@ -475,6 +483,7 @@ def load(
             raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
         if universally:
             _load_what_is_not_trained(engine, path)
+    check_constants(constants, engine.module, path)
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
     window = window_of(engine)
@@ -677,6 +686,8 @@ def load_full(engine: Any, weights: Mapping[str, Tensor], *, strict: bool) -> No
             "DeepSpeed's stage 0 in half precision keeps separate fp32 weights, which a full checkpoint does not "
             "restore. Use stage 1, or load the weights into the module before fit()."
         )
+    check_constants(weights, module, "the checkpoint")
+    weights = {name: weight for name, weight in weights.items() if not is_constant(name, weights)}
     tensors = _check_names(module, weights, strict=strict)
     for name, tensor in tensors.items():
         if name not in weights:

@@ -37,6 +37,7 @@ from ..common.launch import (
 )
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, refuse_module_of_fsdp
+from ..common.quantized import keep_packing, with_constants
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library
 from ..upstream.lightning import (
@@ -559,6 +560,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         module = self.lightning_module
         refuse_module_of_fsdp(module)
         self.adapters = adapters_of(module, is_sharded=False)
+        keep_packing(module)
         self.precision_plugin.convert_module(module)  # in place
         self.deepspeed_plugin.set_moe_leaf_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -571,7 +573,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.frozen_base = None
         if trainer.state.fn == TrainerFn.FITTING and self.save_trainable_only:
             with with_trained_parameters(self.model):
-                self.frozen_base = FrozenBase(self.parameter_shards(), self.root_device)
+                self.frozen_base = FrozenBase(with_constants(self.parameter_shards(), module), self.root_device)
         self._held_weights.model_is_set_up()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:

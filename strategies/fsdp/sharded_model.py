@@ -26,6 +26,7 @@ from torch.utils.weak import TensorWeakRef
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ..common.modules import NAME, SHARDED_FORM, has_extra_state, refuse_module_of_stage_3
+from ..common.quantized import constants_aside
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 
@@ -574,10 +575,13 @@ def _holders_of(held: list[nn.Parameter], ours: Mapping[int, object]) -> list[st
 # torch's state dicts of a sharded model, with modules' extra states.
 
 
-def model_state_dict(module: nn.Module, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """Return what torch has of a sharded model."""
-    with _findable_extra_states(module):
-        return cast("dict[str, Any]", get_model_state_dict(module, options=options))
+def model_state_dict(
+    module: nn.Module, options: StateDictOptions | None = None, *, with_constants: bool = False
+) -> dict[str, Any]:
+    """Return what torch has of a sharded model; ``with_constants``, those of quantized weights, too."""
+    with _findable_extra_states(module), constants_aside(module) as constants:
+        state = cast("dict[str, Any]", get_model_state_dict(module, options=options))
+    return {**state, **constants} if with_constants else state
 
 
 def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:

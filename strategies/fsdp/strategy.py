@@ -47,6 +47,7 @@ from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks
+from ..common.quantized import keep_packing, with_constants
 from ..common.sharded_tensors import FlatShard
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
@@ -680,10 +681,13 @@ class AccelFSDPStrategy(TrainerHooks):
                 self.model = self._layer_sync.apply(self.model)
         is_sharded = recall_form(self.lightning_module, self.engine.version) is not None
         self.adapters = adapters_of(self.lightning_module, is_sharded=is_sharded)
+        keep_packing(self.lightning_module)
         self.model = self._setup_model(self.model)
         self.frozen_base = None
         if fitting and self.save_trainable_only:
-            self.frozen_base = FrozenBase(self.parameter_shards(), self.root_device)
+            self.frozen_base = FrozenBase(
+                with_constants(self.parameter_shards(), self.lightning_module), self.root_device
+            )
         self._held_weights.model_is_set_up()
         access, root = self.engine.shard_access(self.form.root), self.form.root
         self._user_code = UserCode(access, self._modules_with_shards(), always_in_steps=self.engine.hides_shards(root))

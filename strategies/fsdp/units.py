@@ -484,9 +484,19 @@ def _complex(
 
 
 def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: PrecisionSettings) -> Iterator[str]:
-    """4-bit weights of bitsandbytes: whoever converts or rebuilds the tensor that stores them loses them."""
+    """Weights of bitsandbytes. Of 4 bits: whoever converts or rebuilds the tensor that stores them loses them.
+
+    Those of 8 bits are integers, and their module's forward needs the class of the parameter.
+    """
     for name, module in model.named_modules():
-        if module in unsharded or not holds_4bit(module):
+        if module in unsharded:
+            continue
+        if _holds(module, "Int8Params"):
+            yield (
+                f"{clean_name(name)}: 8-bit weights cannot be sharded. Add the module to ignored_modules, quantize to "
+                "4 bits with bnb_4bit_quant_storage=torch.bfloat16, or use AccelDeepSpeedStrategy."
+            )
+        if not holds_4bit(module):
             continue
         for own, parameter in module.named_parameters(recurse=False):
             if type(parameter) is nn.Parameter:  # a bias beside them
@@ -604,8 +614,12 @@ def parameters_by_unit(
 
 def holds_4bit(module: nn.Module) -> bool:
     """Return whether a module itself has 4-bit weights of bitsandbytes."""
+    return _holds(module, "Params4bit")
+
+
+def _holds(module: nn.Module, name: str) -> bool:
     classes = (cls for parameter in module.parameters(recurse=False) for cls in type(parameter).__mro__)
-    return any(cls.__name__ == "Params4bit" for cls in classes)
+    return any(cls.__name__ == name for cls in classes)
 
 
 def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> Iterator[list[nn.Parameter]]:

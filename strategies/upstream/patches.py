@@ -104,9 +104,9 @@ TABLE: dict[str, Patch] = {
     ),
     "sharded modules": Patch(
         "units of FSDP1 and FSDP2, and modules in them",
-        "forward apply named_modules requires_grad_ __deepcopy__ __class__",
+        "forward apply named_modules requires_grad_ __deepcopy__ __class__ support_avx512bf16_for_cpu",
         "units are compiled inside their hooks; users see the names and shards that there are; copies, and freezing a "
-        "part of a flat parameter, are refused; pickles have the modules' own classes",
+        "part of a flat parameter, are refused; pickles have the modules' own classes; 4-bit weights are not repacked",
         "the module is sharded; classes: while it is pickled or checked",
     ),
     "ZeRO optimizers": Patch(

@@ -55,6 +55,8 @@ def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
 def test_an_optimizer_trains_as_the_table_says(name: str, engine: str, tmp_path: Path) -> None:
     if name.startswith("Lion") and engine == "fsdp2" and not _LERPS_DTENSORS:
         pytest.skip("torch before 2.13 has no aten._foreach_lerp of DTensors; the refusal names it")
+    if needs := OPTIMIZERS[name].needs:
+        pytest.importorskip(needs)
     assert problem(name, engine, tmp_path, on_gpu=True) == ""
 
 

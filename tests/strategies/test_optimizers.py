@@ -15,4 +15,6 @@ from tests.strategies.trained_optimizers import ENGINES, OPTIMIZERS, problem
     [name if entry.core else pytest.param(name, marks=pytest.mark.exhaustive) for name, entry in OPTIMIZERS.items()],
 )
 def test_an_optimizer_trains_as_the_table_says(name: str, engine: str, tmp_path: Path) -> None:
+    if needs := OPTIMIZERS[name].needs:
+        pytest.importorskip(needs)
     assert problem(name, engine, tmp_path) == ""

@@ -52,6 +52,13 @@ class SAM(torch.optim.SGD):
         return loss
 
 
+def adamw_of_torchao(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Make an optimizer whose states have 8 bits."""
+    from torchao.optim import AdamW8bit  # not in `dev`: transformers would load its kernels with each import
+
+    return AdamW8bit(params, **options)
+
+
 @dataclass(frozen=True)
 class Entry:
     """A row of the table."""
@@ -67,6 +74,8 @@ class Entry:
     """Whether it trains matrices, and nothing trains the rest."""
     core: bool = False
     """Whether `make test` trains it."""
+    needs: str = ""
+    """A package that may be missing."""
     why: dict[str, str] = field(default_factory=dict)
     """A part of the refusal, by engine."""
 
@@ -120,6 +129,7 @@ _ENTRIES = [
     _by_parameter("LARS (pytorch-optimizer)", pytorch_optimizer.LARS, lr=0.02),
     Entry("Shampoo (pytorch-optimizer)", pytorch_optimizer.Shampoo, {"lr": 0.02}, "refused", "whole", "refused"),
     Entry("SAM (its closure runs twice)", SAM, {"lr": 0.1, "momentum": 0.9}, "refused", "right", "refused"),
+    Entry("`AdamW8bit` (torchao)", adamw_of_torchao, {"lr": 0.02}, "refused", "refused", "refused", needs="torchao"),
     Entry("`LBFGS`", torch.optim.LBFGS, {"lr": 0.1}, "refused", "refused", "refused"),
 ]
 OPTIMIZERS = {re.sub(r"\W+", "_", entry.name).strip("_"): entry for entry in _ENTRIES}

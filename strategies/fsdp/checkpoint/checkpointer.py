@@ -41,6 +41,7 @@ from ...common.checkpoint_files import (
 from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
+from ...common.quantized import with_constants
 from ...common.sharded_tensors import gathered, local_part
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
@@ -189,9 +190,12 @@ class Checkpointer:
         base = self._strategy.frozen_base
         if base is None:
             return {}
-        unchanged = base.unchanged(self._strategy.parameter_shards())
+        unchanged = base.unchanged(self._frozen_and_trained())
         of_adapters = {name for adapter in self._strategy.adapters.values() for name in adapter.names.values()}
         return {name: known for name, known in unchanged.items() if name not in of_adapters}
+
+    def _frozen_and_trained(self) -> dict[str, tuple[Tensor, bool]]:
+        return with_constants(self._strategy.parameter_shards(), self._state_dict_module())
 
     def _names_left_out(self) -> list[str]:
         ties = self._strategy.form.ties
@@ -394,7 +398,7 @@ class Checkpointer:
         module, stored = self._state_dict_module(), checkpoint.get(STORED_WEIGHTS)
         base = checkpoint.get(FROZEN_BASE, {})
         if base:
-            check_base(base, self._strategy.parameter_shards(), self._strategy.root_device, self._path)
+            check_base(base, self._frozen_and_trained(), self._strategy.root_device, self._path)
         if stored is not None:
             stored.load_weights(self._strategy.form, module, strict=strict)
         else:

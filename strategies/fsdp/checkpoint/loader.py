@@ -59,6 +59,7 @@ from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import is_extra_state
+from ...common.quantized import check_constants, constants_of, is_constant
 from ...upstream.lightning_package import lightning_package
 from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
 from ..sharded_model import NamedTensor, ShardedModel, load_model_state_dict, model_state_dict
@@ -165,13 +166,17 @@ class LazyShardedState:
         present = model_state_dict(module)
         prefix = self.prefix(present, form.module_attribute)
         extra = self._extra_states(present, prefix)
+        constants = {name: one.clone() for name, one in constants_of(module).items()}
         parts = tuple(f"{name}." for name in extra)  # DCP saves dictionaries and lists entry by entry
+        known = {**present, **extra, **constants}
         stored = {name for name in (f"{prefix}{one}" for one in self.own()) if not (parts and name.startswith(parts))}
-        wanted = {name: value for name, value in {**present, **extra}.items() if name not in self.left_out}
+        stored = {name for name in stored if name in constants or not is_constant(name, present)}
+        wanted = {name: value for name, value in known.items() if name not in self.left_out}
         weights = _common_names(wanted, stored | extra.keys(), strict, self.path)
         held = {name.removeprefix(prefix): value for name, value in weights.items()}
         _load(self, {self.key: held})
         loaded = {f"{prefix}{name}": value for name, value in held.items()}
+        check_constants({name: loaded.pop(name) for name in constants if name in loaded}, module, self.path)
         load_model_state_dict(module, loaded, strict=strict and not self.left_out)
 
     @without_torch_noise()
@@ -335,8 +340,10 @@ def load_full_weights(
     Raises:
         RuntimeError: If ``strict`` and names are missing or unexpected.
     """
-    wanted = {name: value for name, value in model_state_dict(module).items() if name not in left_out}
-    present = _common_names(wanted, set(stored), strict, path)
+    known = model_state_dict(module)
+    wanted = {name: value for name, value in known.items() if name not in left_out}
+    present = _common_names(wanted, {name for name in stored if not is_constant(name, known)}, strict, path)
+    check_constants(stored, module, path)
     for name, target in present.items():
         if is_extra_state(name):
             present[name] = stored[name]

@@ -71,7 +71,7 @@ def model_state(module: nn.Module, full: FullState | None, device: torch.device)
     """Return the weights: shards (``full`` is None), or full tensors where it says, as a rule on rank 0 alone."""
     if full is None and has_flat_state(module):
         return flat_model_state(module)
-    state = model_state_dict(module, state_dict_options(full, device))
+    state = model_state_dict(module, state_dict_options(full, device), with_constants=True)
     return state if full is None else put_where(state, full)
 
 
