@@ -106,22 +106,9 @@ def write_manifest(
     manifest = Manifest(
         model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out), adapters or {}
     )
-    content: dict[str, object] = {
-        "format_version": FORMAT_VERSION if digests else _FIRST_VERSION,
-        "model_prefix": manifest.model_prefix,
-        "ties": dict(sorted(manifest.ties.items())),
-        "module_attribute": manifest.module_attribute,
-    }
-    if left_out:
-        content["left_out"] = sorted(left_out)
-    if adapters:
-        content["adapters"] = {name: asdict(adapter) for name, adapter in sorted(adapters.items())}
-    if digests:
-        content["digests"] = {name: digests[name].to_json() for name in sorted(digests)}
-        content["crc32"] = _own_crc32(content)
     path = Path(checkpoint_dir) / MANIFEST_NAME
     temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
-    text = json.dumps(content, indent=2) + "\n"
+    text = manifest_text(manifest)
     try:
         with telling_full_disk(path, len(text)):
             temporary.write_text(text, encoding="utf-8")
@@ -129,6 +116,24 @@ def write_manifest(
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return what ``accelight.json`` holds."""
+    content: dict[str, object] = {
+        "format_version": FORMAT_VERSION if manifest.digests else _FIRST_VERSION,
+        "model_prefix": manifest.model_prefix,
+        "ties": dict(sorted(manifest.ties.items())),
+        "module_attribute": manifest.module_attribute,
+    }
+    if manifest.left_out:
+        content["left_out"] = sorted(manifest.left_out)
+    if manifest.adapters:
+        content["adapters"] = {name: asdict(adapter) for name, adapter in sorted(manifest.adapters.items())}
+    if manifest.digests:
+        content["digests"] = {name: manifest.digests[name].to_json() for name in sorted(manifest.digests)}
+        content["crc32"] = _own_crc32(content)
+    return json.dumps(content, indent=2) + "\n"
 
 
 def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
@@ -140,11 +145,23 @@ def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     path = Path(checkpoint_dir) / MANIFEST_NAME
     if not is_regular(path):
         return None
-    text = read_regular(path, _MAX_BYTES, "a manifest")
+    return parse_manifest(read_regular(path, _MAX_BYTES, "a manifest"), str(path))
+
+
+def parse_manifest(text: bytes, what: str) -> Manifest:
+    """Check the content of ``accelight.json``.
+
+    Args:
+        text: All of it.
+        what: Names the file in errors.
+
+    Raises:
+        CheckpointError: If it is not what `write_manifest` writes.
+    """
     try:
         return _parse(json.loads(text.decode("utf-8")))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _parse(content: Any) -> Manifest:
@@ -243,7 +260,7 @@ class FileDigest:
         """The number of zips."""
         return len(self.records) // _WIDTH
 
-    def check(self, path: Path, content: bytes) -> None:
+    def check(self, path: object, content: bytes) -> None:
         """Check the content of a file.
 
         Raises:
@@ -251,7 +268,7 @@ class FileDigest:
         """
         self._check(path, len(content), zlib.crc32(content))
 
-    def _check(self, path: Path, num_bytes: int, crc32: int) -> None:
+    def _check(self, path: object, num_bytes: int, crc32: int) -> None:
         self.check_size(path, num_bytes)
         if self.crc32 is not None and crc32 != self.crc32:
             raise CheckpointError(
@@ -267,7 +284,7 @@ class FileDigest:
         found = FileDigest.of_stream(stream)
         self._check(path, found.num_bytes, found.crc32 or 0)
 
-    def check_size(self, path: Path, num_bytes: int) -> None:
+    def check_size(self, path: object, num_bytes: int) -> None:
         """Check a file's size.
 
         Raises:

@@ -7,7 +7,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ from .torch_save import (
     FileWindow,
     Fixed,
     PlacedTensor,
+    ReadAt,
     TorchArchive,
     place,
     read_progress,
@@ -505,7 +506,7 @@ def _locate_in_file(folder: Path, relative: str, chunks: Sequence[_Chunk], diges
             end, last = start + length, chunk
     fd = open_regular(path)
     try:
-        reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+        reader = RecordReader(partial(os.pread, fd), str(path), os.fstat(fd).st_size)
         for chunk in chunks:
             chunk.pieces[chunk.place] = _locate_chunk(reader, path, chunk, digests)
     finally:
@@ -541,7 +542,7 @@ def _check_records(
         path = file_inside(folder, relative, str(folder))
         fd = open_regular(path)
         try:
-            reader = RecordReader(fd, str(path), os.fstat(fd).st_size)
+            reader = RecordReader(partial(os.pread, fd), str(path), os.fstat(fd).st_size)
             for (offset, length), fqn in sorted(records.items()):
                 on_bytes(reader.check(fqn, offset, length, digests.of(relative, offset)))
         finally:
@@ -575,8 +576,8 @@ _AHEAD = 64 * 1024
 class RecordReader:
     """Locates records in one open file."""
 
-    def __init__(self, fd: int, name: str, file_bytes: int):
-        self._fd = fd
+    def __init__(self, read: ReadAt, name: str, file_bytes: int):
+        self._read = read
         self._name = name
         self._file_bytes = file_bytes
         self._known: dict[tuple[int, bytes], tuple[Fixed, PlacedTensor, int]] = {}
@@ -599,7 +600,7 @@ class RecordReader:
         if known is not None:
             return known
         what = f"{self._name}: tensor {fqn!r}"
-        window = FileWindow(self._fd, offset, length)
+        window = FileWindow(self._read, offset, length)
         try:
             archive = TorchArchive(window, _MAX_PICKLE, what)
             if digest is not None:
@@ -636,7 +637,7 @@ class RecordReader:
         """Return the bytes of a small record; those that follow it are likely to be asked for next."""
         start = offset - self._ahead_from
         if start < 0 or start + length > len(self._ahead):
-            self._ahead, self._ahead_from, start = os.pread(self._fd, _AHEAD, offset), offset, 0
+            self._ahead, self._ahead_from, start = self._read(_AHEAD, offset), offset, 0
         return self._ahead[start : start + length]
 
     def check_range(self, fqn: str, offset: int, length: int) -> None:
@@ -663,7 +664,7 @@ class RecordReader:
         what = f"{self._name}: tensor {fqn!r}"
         self.check_range(fqn, offset, length)
         try:
-            archive = TorchArchive(FileWindow(self._fd, offset, length), _MAX_DIRECTORY, what)
+            archive = TorchArchive(FileWindow(self._read, offset, length), _MAX_DIRECTORY, what)
             check_digest(what, archive.digest, digest)
             return archive.check() if bytes_too else 0
         except (struct.error, UnicodeDecodeError) as error:

@@ -180,19 +180,32 @@ def read_dcp_metadata(path: Path, digest: FileDigest | None = None) -> DCPMetada
     Raises:
         CheckpointError: If it is not one, or not as it was written, or its content is impossible.
     """
+    content = read_regular(path, MAX_METADATA_BYTES, "a description")
+    if digest is not None:
+        digest.check(path, content)
+    return parse_dcp_metadata(content, str(path))
+
+
+def parse_dcp_metadata(content: bytes, what: str) -> DCPMetadata:
+    """Check the content of a ``.metadata`` file.
+
+    Args:
+        content: All of it.
+        what: Names the file in errors.
+
+    Raises:
+        CheckpointError: As `read_dcp_metadata`.
+    """
     try:
-        content = read_regular(path, MAX_METADATA_BYTES, "a description")
-        if digest is not None:
-            digest.check(path, content)
-        return _Checker(str(path)).metadata(load_restricted(content, _ALLOWED, str(path)))
+        return _Checker(what).metadata(load_restricted(content, _ALLOWED, what))
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not the metadata of a DCP checkpoint ({type(error).__name__}: {error})."
+            f"{what}: not the metadata of a DCP checkpoint ({type(error).__name__}: {error})."
         ) from error
     except MemoryError:
-        raise CheckpointError(f"{path}: the metadata is too large for the memory of this process.") from None
+        raise CheckpointError(f"{what}: the metadata is too large for the memory of this process.") from None
 
 
 _KEY_TYPES = frozenset((str, int))

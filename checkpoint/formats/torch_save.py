@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
                 f"DeepSpeed with checkpoint serialization on."
             )
         try:
-            yield TorchArchive(FileWindow(fd, 0, size), max_pickle_bytes, str(path))
+            yield TorchArchive(FileWindow(partial(os.pread, fd), 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a zip archive of torch.save, or cut off: {error}.") from error
         except MemoryError:
@@ -237,7 +238,7 @@ def digest_of_file(path: Path) -> FileDigest:
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        return FileDigest.of_records(size, [directory_digest(fd, 0, size, str(path))])
+        return FileDigest.of_records(size, [directory_digest(partial(os.pread, fd), 0, size, str(path))])
     finally:
         os.close(fd)
 
@@ -317,17 +318,21 @@ Fixed = tuple[tuple[slice, bytes], ...]
 """Places in a zip, and the bytes there."""
 
 
+ReadAt = Callable[[int, int], bytes]
+"""Returns so many bytes from such an offset, or fewer where the file ends: ``partial(os.pread, fd)``."""
+
+
 class FileWindow:
     """The bytes of one record in a file, read where asked for; small ones at once."""
 
-    def __init__(self, fd: int, offset: int, length: int):
-        self._fd = fd
+    def __init__(self, read: ReadAt, offset: int, length: int):
+        self._read = read
         self.offset = offset
         self.length = length
         self.reads: list[tuple[int, int]] = []
-        self._head = os.pread(fd, length if length <= SMALL else _END, offset)
+        self._head = read(length if length <= SMALL else _END, offset)
         self._tail_start = 0 if length <= SMALL else length - _END
-        self._tail = os.pread(fd, _END, offset + self._tail_start) if self._tail_start else self._head
+        self._tail = read(_END, offset + self._tail_start) if self._tail_start else self._head
 
     @property
     def all_bytes(self) -> bytes:
@@ -349,7 +354,7 @@ class FileWindow:
         elif start >= self._tail_start:
             data = self._tail[start - self._tail_start : stop - self._tail_start]
         else:
-            data = os.pread(self._fd, stop - start, self.offset + start)
+            data = self._read(stop - start, self.offset + start)
         if len(data) != stop - start:
             raise CheckpointError(f"{what}: the file ends inside the record, at {len(data)} of {stop - start} bytes.")
         return data
@@ -358,7 +363,7 @@ class FileWindow:
         """Return the CRC-32 of bytes that may be many; those that are not there do not count."""
         found = 0
         for position in range(start, start + size, _BLOCK):
-            block = os.pread(self._fd, min(_BLOCK, start + size - position), self.offset + position)
+            block = self._read(min(_BLOCK, start + size - position), self.offset + position)
             found = zlib.crc32(block, found)
         return found
 
@@ -547,20 +552,20 @@ class TorchArchive:
         return start, size
 
 
-def directory_digest(fd: int, offset: int, length: int, what: str) -> int:
+def directory_digest(read: ReadAt, offset: int, length: int, what: str) -> int:
     """Return the digest of a zip, see `TorchArchive.digest`, without looking further into it.
 
     Raises:
         CheckpointError: If it does not end as a zip.
     """
     size = min(length, _DIRECTORY)
-    end = os.pread(fd, size, offset + length - size)
+    end = read(size, offset + length - size)
     start = _EOCD.unpack_from(end, size - _EOCD.size)[3] if end[-_EOCD.size :].startswith(b"PK\5\6") else _LARGE
     if start == _LARGE:  # a large one, or none
-        _, _, start = _find_directory(FileWindow(fd, offset, length), what)
+        _, _, start = _find_directory(FileWindow(read, offset, length), what)
     if start >= length - size:
         return zlib.crc32(end[start - length + size :])
-    return zlib.crc32(os.pread(fd, length - start, offset + start))
+    return zlib.crc32(read(length - start, offset + start))
 
 
 def _find_directory(window: FileWindow, what: str) -> tuple[int, int, int]:

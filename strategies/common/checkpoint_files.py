@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -33,10 +34,20 @@ from ...checkpoint.atomic_dir import (
     unfinished_name,
 )
 from ...checkpoint.files import is_regular, telling_full_disk
+from ...checkpoint.formats.dcp_metadata import METADATA_NAME
 from ...checkpoint.formats.torch_save import check_bytes
+from ...checkpoint.storage import (
+    ObjectFolder,
+    check_replaceable_objects,
+    is_remote,
+    new_generation,
+    remove_others,
+)
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
+
+_log = logging.getLogger(__name__)
 
 
 class AveragedWeights(Protocol):
@@ -136,13 +147,80 @@ class OwnFolder(NewFolder):
         self.drop()
 
 
-def folder_named(path: Path) -> NewFolder:
+class NewGeneration:
+    """A checkpoint's objects under a URL, which count when `commit` names them; used as a `NewFolder`.
+
+    Args:
+        url: A checkpoint that is there already is replaced, last of all; see [Note: generations] in
+            ``checkpoint/storage.py``.
+        options: Of the file system.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.objects = ObjectFolder(url, options)
+        self.path = self.objects.url
+        self.generation = ""
+
+    @property
+    def unfinished(self) -> str:
+        """Where objects are written, for messages."""
+        return self.objects / self.generation
+
+    def begin(self) -> str:
+        """Return the name of a new generation.
+
+        Raises:
+            IsADirectoryError: If what is there is no checkpoint; nothing is written then.
+        """
+        check_replaceable_objects(self.objects)
+        return new_generation()
+
+    def check_shared(self, name: str) -> None:
+        """Write into the generation that another process has begun."""
+        self.generation = name
+
+    def commit(self, contents: Mapping[str, bytes], description: bytes) -> None:
+        """Write what is missing, name all of it, and remove what was there before.
+
+        Args:
+            contents: Of the generation's last objects.
+            description: ``.metadata``, which names the generation.
+        """
+        for name, content in contents.items():
+            self.objects.put(f"{self.generation}/{name}", content)
+        self.objects.put(METADATA_NAME, description)
+        try:
+            remove_others(self.objects, self.generation)
+        except OSError as error:  # the checkpoint is there; the next save tries again
+            _log.warning("The previous checkpoint under %s could not be removed: %s", self.path, error)
+
+    def finish_own(self) -> None:
+        """Nothing is left to do on the other processes."""
+
+    def drop(self) -> None:
+        """Remove what was written, as far as possible, also while others still write."""
+        with contextlib.suppress(OSError):
+            names = [name for name in self.objects.names() if name.startswith(f"{self.generation}/")]
+            self.objects.remove(names if self.generation else ())
+
+    drop_own = drop
+
+
+def folder_named(path: Path | str, options: Mapping[str, Any] | None = None) -> NewFolder | NewGeneration:
     """Return the folder to write a checkpoint into, as the caller's surroundings ask for it.
 
     Args:
-        path: The name; with `in_own_folders`, of this process's.
+        path: The name, or a URL; with `in_own_folders`, of this process's.
+        options: Of the file system behind a URL.
+
+    Raises:
+        ValueError: For a URL inside of `in_own_folders`.
     """
-    return OwnFolder(path) if writes_own_folders() else NewFolder(path)
+    if is_remote(path):
+        if writes_own_folders():
+            raise ValueError(f"{path}: each process writes a folder of its own here, on a file system. Use a path.")
+        return NewGeneration(str(path), options)
+    return OwnFolder(Path(path)) if writes_own_folders() else NewFolder(Path(path))
 
 
 @contextmanager
@@ -160,7 +238,7 @@ def new_folder(path: Path, complete: Callable[[Path], None], group: dist.Process
         RuntimeError: On every rank, if rank 0 failed outside of the body.
         IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
     """
-    folder = folder_named(path)
+    folder = OwnFolder(path) if writes_own_folders() else NewFolder(path)
     made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
         with raise_on_all_ranks(f"saving {path}", group):
@@ -284,11 +362,6 @@ def check_mark(folder: Path, name: str) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Places of checkpoints: a file system, or the storage behind a URL.
-
-
-def is_remote(path: str) -> bool:
-    """Return whether ``path`` is a URL of something else than the file system (``s3://...``)."""
-    return get_protocol(path) not in ("file", "local")
 
 
 def local_path(path: str, what: str, instead: str = "") -> Path:

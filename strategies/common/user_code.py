@@ -520,11 +520,17 @@ def full_state_dict(strategy: Any, module: nn.Module | None = None) -> dict[str,
         module: Default: the LightningModule.
 
     Raises:
-        RuntimeError: Before the model is sharded.
+        RuntimeError: Before the model is sharded; with ``use_orig_params=False``.
     """
     chosen: nn.Module = strategy.lightning_module if module is None else module
     if not hasattr(strategy, "shard_access"):
         return dict(chosen.state_dict())
+    if any(isinstance(one, FlatParameter) for one in chosen.parameters()):
+        raise RuntimeError(
+            "full_state_dict() cannot show original parameters with use_orig_params=False, where modules have none. "
+            "Set use_orig_params=True (the default), or save the weights: trainer.save_checkpoint(), "
+            "strategy.save_safetensors()."
+        )
     _come(strategy, "calls full_state_dict()")
     with running(GlobalTensors(strategy.shard_access)):
         state = chosen.state_dict()

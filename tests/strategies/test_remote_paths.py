@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: one file goes through Lightning's CheckpointIO, folders are refused, never `./s3:/...`."""
+"""Checkpoints behind URLs: one file goes through Lightning's CheckpointIO; what needs a disk is refused by name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from lightning.pytorch import Callback, Trainer
 
 from accelight.callbacks import MergeShardedCheckpoint
+from accelight.checkpoint.storage import is_remote, without_credentials
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
-from accelight.strategies.common.checkpoint_files import is_remote, local_path
+from accelight.strategies.common.checkpoint_files import local_path
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
 
@@ -63,15 +65,26 @@ def test_a_full_checkpoint_is_saved_to_a_storage_and_resumed_from_there(version:
 
 def refuse_folders(folder: str) -> None:
     os.chdir(folder)
-    sharded = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict")
-    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints must be on a file system"):
-        _train(sharded, 1, "storage:///x.ckpt", None)
     with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints must be on a file system"):
         _train(AccelDeepSpeedStrategy(zero_stage=1), 1, "storage:///x.ckpt", None)
+    local = AccelFSDPStrategy(fsdp_version=1, use_orig_params=False, state_dict_type="local_state_dict")
+    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: local_state_dict checkpoints must be on a file system"):
+        _train(local, 1, "storage:///x.ckpt", None)
+    by_process = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict", async_save="process")
+    with pytest.raises(ValueError, match=r"async_save='process' writes to a file system"):
+        _train(by_process, 1, None, None, callbacks=[_SavesTo("storage:///x.ckpt")])
     strategy = AccelFSDPStrategy(fsdp_version=2)
     _train(strategy, 1, None, None)
     with pytest.raises(ValueError, match="storage:///x: weights must be on a file system"):
         strategy.save_safetensors("storage:///x")
+
+
+class _SavesTo(Callback):
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self._path)
 
 
 def refuse_to_merge(folder: str) -> None:
@@ -96,5 +109,6 @@ def test_which_paths_are_remote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert [is_remote(path) for path in ("s3://b/x", "memory://x", "a/b", "/a:b", "file:///a")] == [
         True, True, False, False, False,
     ]  # fmt: skip
+    assert without_credentials("sftp://me:word@host/a") == "sftp://host/a"
     assert local_path("file:///a/b.ckpt", "it") == Path("/a/b.ckpt")
     assert local_path("a/epoch=1.ckpt", "it") == Path("a/epoch=1.ckpt")

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ....checkpoint.storage import is_remote
 from ....state.process_group import group_store
 from ....state.process_record import set_device
 from ....state.rendezvous import StoreMessages, num_ranks, raise_on_all_ranks
-from ...common.checkpoint_files import is_remote
 from .process_save import SavingProcess
 from .staging import SharedStager, Stager
 

@@ -21,6 +21,7 @@ from ....checkpoint.formats.base import AVERAGED_WEIGHTS
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Adapter, Manifest
 from ....checkpoint.names import clean_name
+from ....checkpoint.storage import ObjectFolder, has_checkpoint, is_remote, remove_checkpoint
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
 from ...common.broadcast import FROZEN_BASE, FrozenBase, check_base
@@ -29,7 +30,6 @@ from ...common.checkpoint_files import (
     bytes_are_checked,
     check_full,
     folder_named,
-    is_remote,
     local_path,
     new_file,
     new_folder,
@@ -62,6 +62,7 @@ from ..weights import listed
 from . import loader, state_dict
 from .async_save import AsyncSaver
 from .loader import find_accelerate_folder, read_metadata
+from .object_reader import read_sharded_objects
 from .optim_state_dict import optimizer_state
 from .planner import SavePlanCache
 from .process_save import HandedSave
@@ -74,6 +75,14 @@ _Stage = Callable[[dict[str, Any]], dict[str, Any]]
 """Copies a state that training continues to change; or returns it as it is, where nothing changes."""
 _Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a checkpoint, with a group for its collectives."""
+
+
+def _write_object(url: str, write: Callable[[str], None]) -> None:
+    """Write a checkpoint of one object where a sharded one may be in the way."""
+    write(url)
+    objects = ObjectFolder(url)
+    if has_checkpoint(objects):
+        remove_checkpoint(objects)
 
 
 class Saved(Protocol):
@@ -282,7 +291,7 @@ class Checkpointer:
             self._strategy.checkpoint_io.save_checkpoint(staged, where, storage_options=storage_options)
 
         if is_remote(path):
-            return lambda group: run_on_rank_zero(partial(write, path), f"saving {path}", group)
+            return lambda group: run_on_rank_zero(partial(_write_object, path, write), f"saving {path}", group)
         file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
         if not own_io:
@@ -291,15 +300,16 @@ class Checkpointer:
         return lambda group: new_file(file, partial(save_torch, staged), group)
 
     def _folder_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
-        if storage_options is not None:
-            raise TypeError("storage_options is for a CheckpointIO, which sharded checkpoints do not use. Remove it.")
-        folder = local_path(path, "sharded checkpoints", "save in one file (state_dict_type='full_state_dict')")
+        remote = is_remote(path) and not self._local
+        if storage_options is not None and not remote:
+            raise TypeError("storage_options is for URLs, and for a CheckpointIO. Remove it.")
+        folder = path if remote else local_path(path, "local_state_dict checkpoints")
         weights, optimizer_states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         averages = checkpoint.pop(AVERAGED_WEIGHTS, {})
         metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
         if self._local:
             local = stage({**local_state(weights, optimizer_states), AVERAGED_WEIGHTS: averages})
-            return partial(save_local, folder, local, metadata)
+            return partial(save_local, Path(folder), local, metadata)
         key, form = self._strategy.engine.model_key, self._strategy.form
         state = state_dict.sharded_state(key, weights, optimizer_states)
         if averages:
@@ -313,12 +323,14 @@ class Checkpointer:
                     f"saving {folder}: async_save='process' writes into one folder that all processes share. Use "
                     "async_save=True."
                 )
+            if remote:
+                raise ValueError(f"saving {path}: async_save='process' writes to a file system. Use async_save=True.")
             stager = saves.shared_stager
-            return HandedSave(folder, state, metadata, manifest, self._plans, stager, saves.process).hand_over(
+            return HandedSave(Path(folder), state, metadata, manifest, self._plans, stager, saves.process).hand_over(
                 saves.group
             )
         staged = stage(state)
-        new = folder_named(folder)
+        new = folder_named(folder, storage_options)
         return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
 
     def remove(self, path: str | Path, remove_file: Callable[[], None]) -> None:
@@ -328,8 +340,12 @@ class Checkpointer:
             path: A folder, or what ``remove_file`` removes.
             remove_file: Lightning's way, which removes files.
         """
-        folder = Path(path)
-        remove = partial(remove_folder, folder) if self._strategy.is_global_zero and folder.is_dir() else remove_file
+        remove = remove_file
+        if self._strategy.is_global_zero and is_remote(path):
+            objects = ObjectFolder(str(path))
+            remove = partial(remove_checkpoint, objects) if has_checkpoint(objects) else remove_file
+        elif self._strategy.is_global_zero and Path(path).is_dir():
+            remove = partial(remove_folder, Path(path))
         if self.saves is None:
             remove()
         else:  # the older checkpoint is the only one until the newer one is complete
@@ -377,6 +393,8 @@ class Checkpointer:
 
     def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
         if is_remote(path):
+            if has_checkpoint(ObjectFolder(path)):
+                return read_sharded_objects(path, weights_only)
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             check_full(checkpoint, path)
             return dict(checkpoint)

@@ -6,6 +6,7 @@ The Trainer reads a checkpoint before the model is sharded. Where a full one has
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -51,10 +52,10 @@ from ....checkpoint.formats.dcp_metadata import (
     Layout,
     StoredRecord,
     offset_key,
-    read_dcp_metadata,
+    parse_dcp_metadata,
 )
 from ....checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
-from ....checkpoint.manifest import Digests, FileDigest, RecordDigests, read_manifest
+from ....checkpoint.manifest import Digests, FileDigest, Manifest, RecordDigests, read_manifest
 from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
@@ -86,9 +87,27 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         manifest = read_manifest(path)
         digests = {} if manifest is None else manifest.digests
         reader = SafeReader(path, digests)
-        names = reader.read_metadata().state_dict_metadata
+        reader.read_metadata()
         checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
-        model_key = _model_key(names, path)
+        return with_stored_states(checkpoint, path, reader, manifest)
+
+
+def with_stored_states(
+    checkpoint: dict[str, Any], path: Path | str, reader: SafeReader, manifest: Manifest | None
+) -> dict[str, Any]:
+    """Put what stands for weights and optimizer states into the Trainer's checkpoint.
+
+    Args:
+        checkpoint: Without them.
+        path: Of the folder, for errors.
+        reader: Of the folder.
+        manifest: In the folder.
+
+    Raises:
+        ValueError: If the folder holds no model weights.
+    """
+    names = reader.read_metadata().state_dict_metadata
+    model_key = _model_key(names, path)
     left_out = frozenset(() if manifest is None else manifest.left_out)
     checkpoint[STORED_WEIGHTS] = LazyShardedState(path, model_key, reader, left_out=left_out)
     if any(name.startswith(f"{AVERAGED_WEIGHTS}.") for name in names):
@@ -132,7 +151,7 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
 class LazyShardedState:
     """The weights, or an optimizer's state, in a folder."""
 
-    path: Path
+    path: Path | str
     key: str
     """Above all of its names."""
     reader: SafeReader = field(repr=False)
@@ -277,7 +296,7 @@ def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = Fals
             raise own from error
 
 
-def _model_key(names: Iterable[str], path: Path) -> str:
+def _model_key(names: Iterable[str], path: Path | str) -> str:
     prefixes = {name.split(".", 1)[0] for name in names}
     for key in MODEL_KEYS:
         if key in prefixes:
@@ -458,7 +477,7 @@ class SafeReader(FileSystemReader):
 
     def _check(self, plan: LoadPlan) -> None:
         """Compare the records that are about to be read with the checksums in them."""
-        digests = RecordDigests(self._digests, self._places, f"{self.path}/{METADATA_NAME}")
+        digests = RecordDigests(self._digests, self._places, self._what)
         bytes_too = bytes_are_checked()
         wanted: dict[str, dict[tuple[int, int], str]] = {}
         for item in plan.items:
@@ -469,7 +488,8 @@ class SafeReader(FileSystemReader):
         for relative, records in wanted.items():
             path = pathlib.Path(self.path) / relative
             with os.fdopen(open_regular(path), "rb") as stream:
-                reader = RecordReader(stream.fileno(), str(path), os.fstat(stream.fileno()).st_size)
+                read_at, size = functools.partial(os.pread, stream.fileno()), os.fstat(stream.fileno()).st_size
+                reader = RecordReader(read_at, str(path), size)
                 for (offset, length), name in sorted(records.items()):
                     reader.check(name, offset, length, digests.of(relative, offset), bytes_too=bytes_too)
 
@@ -482,28 +502,37 @@ class SafeReader(FileSystemReader):
 
     def read_paths(self) -> Mapping[str, tuple[str | int, ...]]:
         """Return where in nested states the folder's entries were; nothing if they were in none."""
-        paths = self._read_objects(pathlib.Path(self.path) / METADATA_NAME).planner_data
+        paths = self._read_objects().planner_data
         return paths if isinstance(paths, Mapping) else {}
 
     def _read_metadata(self) -> Metadata:
-        path = pathlib.Path(self.path) / METADATA_NAME
         try:
-            content = read_dcp_metadata(path, self._digests.get(METADATA_NAME))
+            content = parse_dcp_metadata(self._content(), self._what)
         except CheckpointError:  # what no merge can read: of a dtype that safetensors does not have, say
-            return self._read_objects(path)
+            return self._read_objects()
         for name in content.offsets:
-            _check_inside(path, name)
+            _check_inside(self._what, name)
         self._places = content.offsets
         loaded = torch_metadata(content)
         cast("dcp.StorageMeta", loaded.storage_meta).load_id = self.load_id
         return loaded
 
-    def _read_objects(self, path: pathlib.Path) -> Metadata:
-        """Return torch's objects as the pickle describes them."""
-        content = read_regular(path, MAX_METADATA_BYTES, "a description")
+    @property
+    def _what(self) -> str:
+        """The description, in errors."""
+        return f"{self.path}/{METADATA_NAME}"
+
+    def _content(self) -> bytes:
+        """Return the description's bytes."""
+        content = read_regular(pathlib.Path(self.path) / METADATA_NAME, MAX_METADATA_BYTES, "a description")
         if METADATA_NAME in self._digests:
-            self._digests[METADATA_NAME].check(path, content)
-        loaded = load_restricted(content, _allowed(), str(path))
+            self._digests[METADATA_NAME].check(self._what, content)
+        return content
+
+    def _read_objects(self) -> Metadata:
+        """Return torch's objects as the pickle describes them."""
+        path = self._what
+        loaded = load_restricted(self._content(), _allowed(), path)
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             raise CheckpointError(f"{path}: holds no DCP metadata.")
         offsets: dict[str, set[int]] = {}
@@ -524,7 +553,7 @@ class SafeReader(FileSystemReader):
         return loaded
 
 
-def _check_inside(path: pathlib.Path, name: str) -> None:
+def _check_inside(path: str, name: str) -> None:
     relative = pathlib.PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts:
         raise CheckpointError(f"{path}: points to {name!r}, outside its folder.")

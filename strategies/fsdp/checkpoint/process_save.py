@@ -40,7 +40,7 @@ from ....state.store import poll
 from ...common.checkpoint_files import NewFolder
 from .planner import CachedPlan, LocalSavePlanner, MergedPlan, PlanMessage, SavePlanCache, WriteLocations
 from .staging import SharedMemory, SharedStager, unnamed_file
-from .writer import FolderWriter, finish_folder
+from .writer import FolderWriter, finish_checkpoint
 
 
 @dataclass
@@ -643,7 +643,7 @@ class _PartWriter:
             records = [own, *_records_of_others(folder, part, part.ending.timeout_s)]
             places = [one.places for one in records if one.places is not None]
             if len(places) == part.num_ranks and plan.merged is not None:
-                finish_folder(folder, writer, plan.merged, places, part.ending.metadata, part.ending.manifest)
+                finish_checkpoint(folder, writer, plan.merged, places, part.ending.metadata, part.ending.manifest)
                 return Answer(None, complete=True)
             problem = own.problem
         except Exception as error:  # noqa: BLE001 (reported to the ranks that are left)

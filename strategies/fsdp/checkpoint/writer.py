@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,9 +29,10 @@ from typing_extensions import override
 from ....checkpoint.files import telling_full_disk
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
-from ....checkpoint.manifest import FileDigest, Manifest, write_manifest
+from ....checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, write_manifest
+from ....checkpoint.storage import PART_BYTES
 from ....state.rendezvous import format_errors_by_rank, store_messages
-from ...common.checkpoint_files import NewFolder
+from ...common.checkpoint_files import NewFolder, NewGeneration
 from .planner import (
     CachedPlan,
     LocalSavePlanner,
@@ -55,7 +57,7 @@ class _Report:
 
 
 def save_sharded(
-    folder: NewFolder,
+    folder: NewFolder | NewGeneration,
     state: dict[str, Any],
     metadata: bytes,
     manifest: Manifest,
@@ -76,7 +78,7 @@ def save_sharded(
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
     path, messages, what = folder.path, plans.messages, f"saving {folder.path}"
-    writer = FolderWriter(folder.unfinished)
+    writer: FolderWriter
 
     def finish(reports: list[_Report]) -> list[str]:
         """Complete the folder; on rank 0, when all ranks have reported."""
@@ -85,7 +87,7 @@ def save_sharded(
             return problems
         merged = plans.merge([one.plan for one in reports if one.plan is not None])
         places = [one.places for one in reports if one.places is not None]
-        finish_folder(folder, writer, merged, places, metadata, manifest)
+        finish_checkpoint(folder, writer, merged, places, metadata, manifest)
         return []
 
     made = messages.broadcast_from_rank_zero(folder.begin, f"preparing {folder.unfinished}")
@@ -93,6 +95,7 @@ def save_sharded(
     try:
         try:
             folder.check_shared(made)
+            writer = ObjectWriter(folder) if isinstance(folder, NewGeneration) else FolderWriter(folder.unfinished)
             kept, report = _write(state, writer, plans)
         except Exception as caught:  # noqa: BLE001 (raised on all ranks when rank 0 has sent it)
             report, error = _Report(error=f"{type(caught).__name__}: {caught}"), caught
@@ -123,8 +126,8 @@ def write_metadata(folder: Path, metadata: bytes) -> None:
         path.write_bytes(metadata)
 
 
-def finish_folder(
-    folder: NewFolder,
+def finish_checkpoint(
+    folder: NewFolder | NewGeneration,
     writer: FolderWriter,
     merged: MergedPlan,
     places: Sequence[WriteLocations],
@@ -143,7 +146,12 @@ def finish_folder(
     """
     results = [own.results(indices) for indices, own in zip(merged.indices, places, strict=True)]
     writer.finish(merged.metadata, results)
-    folder.finish(partial(_complete, writer, metadata, manifest))
+    if isinstance(folder, NewFolder):
+        folder.finish(partial(_complete, writer, metadata, manifest))
+        return
+    digests = {METADATA_FILE: FileDigest.of(metadata), **writer.digests}
+    text = manifest_text(replace(manifest, digests=digests))
+    folder.commit({METADATA_FILE: metadata, MANIFEST_NAME: text.encode()}, cast("ObjectWriter", writer).description)
 
 
 def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinished: Path) -> None:
@@ -225,7 +233,7 @@ class FolderWriter(FileSystemWriter):
                 fd, what = stream.fileno(), str(path)
                 for one in own:
                     place = one.storage_data
-                    digest = directory_digest(fd, place.offset, place.length, what)
+                    digest = directory_digest(partial(os.pread, fd), place.offset, place.length, what)
                     written.append(Written(one.index, one.size_in_bytes, place, digest))
         return written
 
@@ -236,6 +244,11 @@ class FolderWriter(FileSystemWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(replace(metadata), results)  # which puts the places into it
+        self._digest_records(results)
+        with (Path(self.path) / METADATA_NAME).open("rb") as stream:
+            self.digests[METADATA_NAME] = FileDigest.of_stream(stream)
+
+    def _digest_records(self, results: list[list[WriteResult]]) -> None:
         records: dict[str, list[tuple[int, int, int]]] = {}
         for one in chain.from_iterable(results):
             if isinstance(one, Written):
@@ -245,8 +258,6 @@ class FolderWriter(FileSystemWriter):
             own.sort()
             end = own[-1][0] + own[-1][1]
             self.digests[name] = FileDigest.of_records(end, [digest for _, _, digest in own])
-        with (Path(self.path) / METADATA_NAME).open("rb") as stream:
-            self.digests[METADATA_NAME] = FileDigest.of_stream(stream)
 
 
 _RECORD_BYTES = 1200  # what torch puts around a tensor, about
@@ -258,3 +269,130 @@ def _num_bytes(item: WriteItem) -> int:
         return _RECORD_BYTES
     sizes = item.tensor_data.chunk.sizes if item.tensor_data.chunk is not None else item.tensor_data.size
     return sizes.numel() * item.tensor_data.properties.dtype.itemsize + _RECORD_BYTES
+
+
+# ------------------------------------------------------------------------------------------------
+# The same into an object store: streams in parts, several at once, and nothing is read back.
+
+
+_NUM_STREAMS = 4
+"""Of a rank. A stream sends one part after the other, and holds two of 8 MiB at most."""
+_END_BYTES = 64 * 1024
+
+
+class ObjectWriter(FolderWriter):
+    """Writes a rank's part into a generation; see [Note: generations] in ``checkpoint/storage.py``.
+
+    Args:
+        folder: Begun.
+    """
+
+    def __init__(self, folder: NewGeneration) -> None:
+        FileSystemWriter.__init__(self, ".", sync_files=False, thread_count=_NUM_STREAMS)
+        self._generation, self._objects = folder.generation, folder.objects
+        self.fs = self._streams = _ObjectStreams(folder)
+        self.path = folder.generation
+        self.digests = {}
+        self.description = b""
+        """On rank 0: ``.metadata``, when all is written."""
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: Future[list[WriteResult]] = Future()
+        results = FileSystemWriter.write_data(self, plan, planner).wait()
+        written.set_result(self._with_digests(results))
+        return written
+
+    @override
+    def _with_digests(self, results: list[WriteResult]) -> list[WriteResult]:
+        written: list[WriteResult] = []
+        for one in results:
+            place, name = one.storage_data, f"{self._generation}/{one.storage_data.relative_path}"
+            digest = self._streams.digests.get((name, place.offset))
+            if digest is None:  # its directory is longer than what was kept of it
+                digest = directory_digest(partial(self._read, name), place.offset, place.length, self._objects / name)
+            written.append(Written(one.index, one.size_in_bytes, replace(place, relative_path=name), digest))
+        return written
+
+    def _read(self, name: str, num_bytes: int, offset: int) -> bytes:
+        return self._objects.read(name, offset, offset + num_bytes)
+
+    @override
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._objects.url, save_id=self.save_id)
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        described = replace(metadata, storage_meta=self.storage_meta())
+        described.version = CURRENT_DCP_VERSION
+        described.storage_data = {one.index: one.storage_data for one in chain.from_iterable(results)}
+        self.description = pickle.dumps(described)
+        self._digest_records(results)
+        self.digests[METADATA_NAME] = FileDigest.of(self.description)
+
+
+class _ObjectStreams(FileSystem):
+    """Streams into a generation's objects, and digests of the records in them."""
+
+    def __init__(self, folder: NewGeneration) -> None:
+        super().__init__()
+        self._objects = folder.objects
+        self.digests: dict[tuple[str, int], int] = {}
+        """By object and offset."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with self._objects.writing(str(path)) as stream:
+            records = _RecordStream(stream, str(path), self.digests)
+            yield cast("io.IOBase", records)
+            records.end_record()
+
+    @override
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+
+class _RecordStream(io.RawIOBase):
+    """Passes on what torch writes, in pieces, and digests each record: torch asks for the position between them."""
+
+    def __init__(self, stream: IO[bytes], name: str, digests: dict[tuple[str, int], int]) -> None:
+        super().__init__()
+        self._stream, self._name, self._digests = stream, name, digests
+        self._position = self._begin = 0
+        self._end = b""
+        """The last bytes that were written."""
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PART_BYTES):
+            self._stream.write(view[at : at + PART_BYTES])
+        self._end = (self._end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
+        self._position += len(view)
+        return len(view)
+
+    @override
+    def tell(self) -> int:
+        self.end_record()
+        return self._position
+
+    def end_record(self) -> None:
+        """Take the digest of what was written since the last record."""
+        if self._position == self._begin:
+            return
+        begins = self._position - len(self._end)
+
+        def read(num_bytes: int, offset: int) -> bytes:
+            if offset < begins:
+                raise EOFError
+            return self._end[offset - begins : offset - begins + num_bytes]
+
+        with suppress(EOFError):
+            length = self._position - self._begin
+            self._digests[self._name, self._begin] = directory_digest(read, self._begin, length, self._name)
+        self._begin = self._position

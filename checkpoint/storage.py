@@ -1,0 +1,268 @@
+"""Checkpoints in object stores: folders of objects under a URL, through fsspec.
+
+[Note: generations] Objects cannot be renamed, so a checkpoint cannot take its name when it is complete, as on a file
+system (`atomic_dir`). Instead each save writes its objects under a name of its own, its generation, and last of all
+one object that names them: ``.metadata``, whose relative paths begin with the generation. A store puts an object whole
+or not at all, so whoever reads ``.metadata`` has the previous checkpoint or the new one. After that the save removes
+the objects of all other generations: of the previous checkpoint, and of saves that were killed.
+
+Source: the object stores' own promise (Amazon S3's consistency model: a PUT is atomic, and reads after it see it).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import IO, Any, TypeVar
+
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
+
+from .files import CheckpointError
+from .formats.dcp_metadata import METADATA_NAME
+from .formats.torch_save import META_NAME
+from .manifest import MANIFEST_NAME
+
+PART_BYTES = 8 * 2**20
+"""What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
+_LIMIT_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss")
+_GENERATION = re.compile(r"[0-9a-f]{32}")
+_OWN = re.compile(
+    rf"{re.escape(METADATA_NAME)}(\.tmp)?|[^/]*\.distcp|{re.escape(META_NAME)}|{re.escape(MANIFEST_NAME)}"
+)
+_T = TypeVar("_T")
+
+
+def is_remote(path: object) -> bool:
+    """Return whether ``path`` is a URL of something else than the file system (``s3://...``)."""
+    return get_protocol(str(path)) not in ("file", "local")
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL as messages may have it: ``user:password@`` is not shown."""
+    return _CREDENTIALS.sub("", url)
+
+
+class ObjectFolder:
+    """Objects whose names begin with a URL; names are relative to it.
+
+    Requests that fail are repeated for a minute, with growing pauses, unless the error is definite.
+
+    Args:
+        url: Of any protocol that fsspec knows.
+        options: Of the file system (``storage_options``); by default from the usual environment.
+
+    Raises:
+        ImportError: If the protocol's package is missing (``s3fs`` for ``s3://``).
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self._fs, root = url_to_fs(url.rstrip("/"), **(options or {}))
+        self._root: str = root
+        self.has_buckets = get_protocol(url) in _WITH_BUCKETS
+        """Whether names are all that there is, and no folders: an object and others below its name may be there."""
+        self.url = without_credentials(url.rstrip("/"))
+        """For messages."""
+
+    def __truediv__(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def __repr__(self) -> str:
+        return f"ObjectFolder({self.url!r})"
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def names(self) -> list[str]:
+        """Return the names of all objects."""
+        start = f"{self._root}/"
+
+        def find() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(self._root)
+            except FileNotFoundError:
+                return []
+            return sorted(one.removeprefix(start) for one in found if one.startswith(start))
+
+        return self._repeated(find, "listing", "")
+
+    def size(self, name: str = "") -> int | None:
+        """Return an object's size in bytes; None where there is none."""
+
+        def size() -> int | None:
+            self._fs.invalidate_cache()
+            try:
+                info = self._fs.info(self._path(name))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return None if info.get("type") == "directory" else int(info["size"])
+
+        return self._repeated(size, "looking for", name)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return the bytes of an object from ``begin`` to ``end``, or to its own.
+
+        Raises:
+            CheckpointError: If it ends earlier.
+            FileNotFoundError: If there is none.
+        """
+        if begin == end:
+            return b""
+
+        def get() -> bytes:
+            if begin == 0 and end is None:
+                return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+
+        found = self._repeated(get, "reading", name)
+        if end is not None and len(found) != end - begin:
+            raise CheckpointError(
+                f"{self / name} ends at byte {begin + len(found)}, expected {end}: it is cut off, or another save's."
+            )
+        return found
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object by one request; there is all of it, or the one before."""
+        self._make_parent(name)
+        self._repeated(lambda: self._fs.pipe_file(self._path(name), content), "writing", name)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a stream into an object, which is there when the body ends; not at all if that fails."""
+        self._make_parent(name)
+        stream = self._repeated(lambda: self._fs.open(self._path(name), "wb", block_size=PART_BYTES), "writing", name)
+        try:
+            yield stream
+            stream.close()
+        except BaseException as error:
+            with suppress(Exception):  # parts that are not yet an object; the next save removes what stays
+                stream.discard()
+            if isinstance(error, OSError) and not isinstance(error, _DEFINITE):
+                raise self._failed("writing", name, error) from error
+            raise
+
+    def _make_parent(self, name: str) -> None:
+        """Make the folders above an object, where the store has folders."""
+        if not self.has_buckets:
+            parent = self._path(name).rpartition("/")[0]
+            self._repeated(lambda: self._fs.makedirs(parent, exist_ok=True), "writing", name)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are not there any more count as removed."""
+        for name in names:
+
+            def remove(name: str = name) -> None:
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(self._path(name))
+
+            self._repeated(remove, "removing", name)
+        self._fs.invalidate_cache()
+
+    def remove_folder(self) -> None:
+        """Remove the folder, and what is in it, where the store has folders."""
+        if not self.has_buckets:
+            with suppress(FileNotFoundError):
+                self._fs.rm(self._root, recursive=True)
+
+    def remove_uploads(self, kept: str = "") -> None:
+        """Abort uploads in parts that killed processes have left under this URL (S3).
+
+        Args:
+            kept: A generation whose uploads continue.
+        """
+        if not (hasattr(self._fs, "list_multipart_uploads") and hasattr(self._fs, "abort_mpu")):
+            return
+        bucket, _, prefix = self._root.partition("/")
+        for upload in self._repeated(lambda: self._fs.list_multipart_uploads(bucket), "listing uploads of", "") or ():
+            key = upload["Key"]
+            if key.startswith(f"{prefix}/") and not (kept and key.startswith(f"{prefix}/{kept}/")):
+                with suppress(Exception):
+                    self._fs.abort_mpu(bucket, key, upload["UploadId"])
+
+    def _repeated(self, request: Callable[[], _T], doing: str, name: str) -> _T:
+        deadline, pause = time.monotonic() + _LIMIT_S, _FIRST_PAUSE_S
+        while True:
+            try:
+                return request()
+            except _DEFINITE:
+                raise
+            except Exception as error:
+                if "Credential" in type(error).__name__ or time.monotonic() + pause > deadline:
+                    raise self._failed(doing, name, error) from error
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _failed(self, doing: str, name: str, error: Exception) -> OSError:
+        reason = without_credentials(f"{type(error).__name__}: {error}")
+        return OSError(f"{doing} {self / name} failed: {reason}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Checkpoints in such a folder: see [Note: generations].
+
+
+def new_generation() -> str:
+    """Return the name of a save, which no other has."""
+    return uuid.uuid4().hex
+
+
+def generation_of(paths: Iterable[str]) -> str:
+    """Return the generation that relative paths begin with; nothing for a checkpoint without one."""
+    first = next(iter(paths), "").partition("/")[0]
+    return first if _GENERATION.fullmatch(first) else ""
+
+
+def has_checkpoint(folder: ObjectFolder) -> bool:
+    """Return whether there is a sharded checkpoint."""
+    return folder.size(METADATA_NAME) is not None
+
+
+def check_replaceable_objects(folder: ObjectFolder) -> None:
+    """Check that a checkpoint may be written under this URL.
+
+    Raises:
+        IsADirectoryError: If there are objects that belong to no checkpoint, and no checkpoint.
+        FileExistsError: If a file has the name, in a store with folders.
+    """
+    if not folder.has_buckets and folder.size() is not None:
+        raise FileExistsError(f"{folder.url} is a file: it is not overwritten by a folder. Choose another name.")
+    names = folder.names()
+    foreign = [name for name in names if not is_own(name)]
+    if foreign and METADATA_NAME not in names:
+        raise IsADirectoryError(
+            f"{folder.url} has objects under it but is not a checkpoint: it is not overwritten. It holds "
+            f"{', '.join(foreign[:3])}. Choose another name, such as {folder / 'last.ckpt'}."
+        )
+
+
+def is_own(name: str) -> bool:
+    """Return whether an object's name is one that a sharded checkpoint gives."""
+    first, _, rest = name.partition("/")
+    return _OWN.fullmatch(rest if rest and _GENERATION.fullmatch(first) else name) is not None
+
+
+def remove_others(folder: ObjectFolder, generation: str) -> None:
+    """Remove the objects of all other saves under this URL; what belongs to no checkpoint stays."""
+    kept = (METADATA_NAME, f"{generation}/")
+    folder.remove(name for name in folder.names() if is_own(name) and not name.startswith(kept))
+    folder.remove_uploads(generation)
+    if folder.size() is not None:  # a checkpoint in one object had this name
+        folder.remove([""])
+
+
+def remove_checkpoint(folder: ObjectFolder) -> None:
+    """Remove a sharded checkpoint; first what makes it one. What belongs to no checkpoint stays."""
+    names = folder.names()
+    own = [name for name in names if is_own(name)]
+    folder.remove(sorted(own, key=lambda name: name != METADATA_NAME))
+    folder.remove_uploads()
+    if len(own) == len(names):
+        folder.remove_folder()

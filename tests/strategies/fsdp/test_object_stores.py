@@ -1,0 +1,380 @@
+"""Sharded checkpoints in an object store: S3's protocol, from a server on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import DataLoader
+
+from accelight.strategies import AccelFSDPStrategy, full_state_dict
+from tests.object_store import BUCKET, Store, running_store
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import quiet_trainer
+
+BATCHES, BATCH = 6, 12
+URL = f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store) -> Iterator[Store]:
+    before = dict(os.environ)
+    os.environ.update(server.environment)
+    files = server.files()
+    for name in files.find(BUCKET):
+        files.rm_file(name)
+    server.requests.clear()
+    yield server
+    server.failing, server.is_down = 0.0, False
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Module(LightningModule):
+    """Sees the same batches whatever the number of processes is; ``width`` makes it large."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(
+            nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        share = BATCH // self.trainer.world_size
+        loss = self.net(batch[self.global_rank * share : (self.global_rank + 1) * share]).square().mean()
+        self.log("loss", loss.detach(), sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def _data() -> DataLoader[Tensor]:
+    samples = torch.randn(BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(2))
+    return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def _fit(
+    epochs: int,
+    *,
+    save_to: str = "",
+    resume_from: str | None = None,
+    version: int = 2,
+    width: int = 32,
+    form: str = "sharded_state_dict",
+    callbacks: Any = (),
+    **options: Any,
+) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy={nn.Linear}, state_dict_type=form, **options)
+    trainer = quiet_trainer(
+        strategy,
+        dist.get_world_size(),
+        max_epochs=epochs,
+        use_distributed_sampler=False,
+        enable_checkpointing=bool(callbacks),
+        callbacks=list(callbacks),
+    )
+    module = Module(width)
+    trainer.fit(module, _data(), ckpt_path=resume_from)
+    if save_to:
+        trainer.save_checkpoint(save_to)
+    if not options.get("use_orig_params", True):
+        return {}
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+def fit(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    return _fit(**arguments)
+
+
+def _on(num_ranks: int, **arguments: Any) -> list[dict[str, Tensor]]:
+    return run_on_ranks(num_ranks, fit, arguments, timeout_s=100)
+
+
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums over ranks in another order
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    """What two epochs leave that nothing interrupts."""
+    return _on(2, epochs=2)[0]
+
+
+RESUMES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "fsdp2": ({"version": 2}, 2, {"version": 2}),
+    "fsdp2 on three, fsdp1": ({"version": 2}, 3, {"version": 1}),
+    "fsdp1 on one, fsdp2": ({"version": 1}, 1, {"version": 2}),
+    "flat, fsdp2 on three": ({"version": 1, "use_orig_params": False}, 3, {"version": 2}),
+    "in the background": ({"version": 2, "async_save": True}, 3, {"version": 2}),
+    "one object": ({"version": 2, "form": "full_state_dict"}, 2, {"version": 1}),
+}
+
+
+@pytest.mark.core("fsdp2]", "fsdp2 on three", "in the background")
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_checkpoint_is_resumed_from_a_store(name: str, store: Store, expected: dict[str, Tensor]) -> None:
+    options, num_ranks, next_options = RESUMES[name]
+    url = f"{URL}/{name.replace(' ', '-')}/saved.ckpt"
+    _on(2, epochs=1, save_to=url, **options)
+    for found in _on(num_ranks, epochs=2, resume_from=url, **next_options):
+        _assert_close(found, expected)
+
+
+def test_a_save_replaces_the_one_before_and_what_killed_ones_left(store: Store) -> None:
+    url, files = f"{URL}/saved.ckpt", store.files()
+    _on(2, epochs=1, save_to=url)
+    first = set(store.names("saved.ckpt/"))
+    left = "0" * 32
+    files.pipe_file(f"{BUCKET}/saved.ckpt/{left}/__0_0.distcp", b"cut off")
+    files.pipe_file(f"{BUCKET}/saved.ckpt/notes.txt", b"a user's")
+    files.call_s3("create_multipart_upload", Bucket=BUCKET, Key=f"saved.ckpt/{left}/__1_0.distcp")
+    _on(2, epochs=1, save_to=url)
+    second = set(store.names("saved.ckpt/"))
+    assert first & second == {".metadata"}
+    assert "notes.txt" in second
+    assert len({name.partition("/")[0] for name in second} - {".metadata", "notes.txt"}) == 1
+    assert not any(name.startswith(left) for name in second)
+    assert not files.list_multipart_uploads(BUCKET)
+    assert files.cat_file(f"{BUCKET}/saved.ckpt/notes.txt") == b"a user's"
+
+
+def test_forms_replace_each_other(store: Store, expected: dict[str, Tensor]) -> None:
+    url = f"{URL}/saved.ckpt"
+    for form in ("sharded_state_dict", "full_state_dict", "sharded_state_dict"):
+        _on(2, epochs=1, save_to=url, form=form)
+        assert any(name == "" for name in store.names("saved.ckpt")) == (form == "full_state_dict")
+        assert (".metadata" in store.names("saved.ckpt/")) == (form == "sharded_state_dict")
+        _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+
+
+def _refused(url: str) -> str:
+    with pytest.raises(RuntimeError) as error:
+        _fit(1, save_to=url)
+    return f"{error.value} {error.value.__cause__}"
+
+
+def test_what_is_no_checkpoint_is_not_overwritten(store: Store) -> None:
+    store.files().pipe_file(f"{BUCKET}/data/train.csv", b"1,2")
+    for message in run_on_ranks(2, _refused, f"{URL}/data"):
+        assert "s3://bucket/data has objects under it but is not a checkpoint" in message
+    assert store.names("data/") == ["train.csv"]
+
+
+def test_ranks_read_their_own_bytes_alone(store: Store) -> None:
+    """Also on another number of processes; momentum is as large as the weights."""
+    width, url = 1024, f"{URL}/saved.ckpt"
+    weights = _on(2, epochs=1, save_to=url, width=width)[0]
+    num_bytes = 2 * sum(one.nbytes for one in weights.values())
+    for num_ranks in (2, 3, 1):
+        store.requests.clear()
+        _on(num_ranks, epochs=1, resume_from=url, width=width)
+        assert num_bytes <= store.num_received(".distcp") <= 1.05 * num_bytes
+
+
+def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tensor]) -> None:
+    store.failing = 0.1
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url)
+    for found in _on(3, epochs=2, resume_from=url):
+        _assert_close(found, expected)
+    assert any(one.status == 503 for one in store.requests)
+    assert any(one.status == 0 for one in store.requests)
+
+
+def _fails(url: str, saves: bool) -> str:
+    from accelight.checkpoint import storage
+
+    storage._LIMIT_S = 2.0
+    with pytest.raises((RuntimeError, OSError)) as error:
+        _fit(1, save_to=url if saves else "", resume_from=None if saves else url)
+    return f"{error.value}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saves", [True, False], ids=["saving", "loading"])
+def test_a_store_that_is_down_is_an_error_on_every_rank(saves: bool, store: Store) -> None:
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url)
+    store.is_down = True
+    for message in run_on_ranks(2, _fails, url, saves, timeout_s=200):
+        assert "s3://bucket/saved.ckpt" in message
+        assert "secret-of-the-tests" not in message
+
+
+def _keeps_best(folder: str) -> tuple[str, str, list[str]]:
+    callback = ModelCheckpoint(
+        folder, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=2
+    )
+    _fit(1, callbacks=[callback])
+    return callback.best_model_path, callback.last_model_path, sorted(callback.best_k_models)
+
+
+def _resumes_last(folder: str, which: str) -> dict[str, Tensor]:
+    callback = ModelCheckpoint(folder, save_last=True, save_top_k=0)
+    return _fit(2, callbacks=[callback], resume_from=which)
+
+
+def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: dict[str, Tensor]) -> None:
+    folder = f"{URL}/run"
+    [(best, last, kept), _] = run_on_ranks(2, _keeps_best, folder)
+    names = {name.partition("/")[0] for name in store.names("run/")}
+    assert names == {path.rpartition("/")[2] for path in (*kept, last)}
+    assert best in kept
+    assert len(kept) == 2
+    for which in (last, "last"):
+        _assert_close(run_on_ranks(2, _resumes_last, folder, which)[0], expected)
+
+
+def test_torch_reads_the_folder(store: Store, tmp_path: Path) -> None:
+    url = f"{URL}/saved.ckpt"
+    expected = _on(2, epochs=1, save_to=url)[0]
+    target = {"state_dict": {name: torch.zeros_like(one) for name, one in expected.items()}}
+    load(target, storage_reader=FsspecReader(url), no_dist=True)
+    assert all(torch.equal(target["state_dict"][name], one) for name, one in expected.items())
+    store.files().get(f"{BUCKET}/saved.ckpt/", f"{tmp_path}/saved.ckpt/", recursive=True)  # downloaded
+    target = {"state_dict": {name: torch.zeros_like(one) for name, one in expected.items()}}
+    load(target, storage_reader=FileSystemReader(tmp_path / "saved.ckpt"), no_dist=True)
+    assert all(torch.equal(target["state_dict"][name], one) for name, one in expected.items())
+
+
+def test_folders_of_torchs_writer_are_resumed(store: Store, expected: dict[str, Tensor], tmp_path: Path) -> None:
+    """As Lightning's development version saves them: all objects in one folder, and ``meta.pt`` beside them."""
+    local, url = tmp_path / "saved.ckpt", f"{URL}/saved.ckpt"
+    weights = _on(2, epochs=1, save_to=str(local))[0]
+    save({"state_dict": weights}, storage_writer=FsspecWriter(url), no_dist=True)
+    files = store.files()
+    assert ".metadata" in store.names("saved.ckpt/")
+    files.pipe_file(f"{BUCKET}/saved.ckpt/meta.pt", (local / "meta.pt").read_bytes())
+    for found in run_on_ranks(2, _weights_of, url):
+        assert all(torch.equal(found[name], one) for name, one in weights.items())
+
+
+def _weights_of(url: str) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear})
+    trainer = quiet_trainer(strategy, dist.get_world_size())
+    trainer.validate(_Validated(), _data(), ckpt_path=url, verbose=False)
+    return {name: one.clone() for name, one in full_state_dict(strategy).items()}
+
+
+class _Validated(Module):
+    def validation_step(self, batch: Tensor) -> None:
+        self.net(batch)
+
+
+_SAVES = """
+import os, sys, torch.distributed as dist
+from tests.strategies.fsdp import test_object_stores as tests
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+tests.save_without_end(sys.argv[3])
+"""
+
+
+class _Counting(Module):
+    """All its weights are the number of steps: a checkpoint of two moments shows."""
+
+    def __init__(self) -> None:
+        super().__init__(256)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return -torch.stack([one.sum() for one in (self.net(batch) * 0).sum(0)]).sum()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            parameter.grad = -torch.ones_like(parameter)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(os.environ["SAVED_TO"])
+        print("saved", self.trainer.global_step, flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def save_without_end(url: str) -> None:
+    os.environ["SAVED_TO"] = url
+    strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear}, state_dict_type="sharded_state_dict")
+    trainer = quiet_trainer(strategy, 2, max_epochs=100, use_distributed_sampler=False)
+    trainer.fit(_Counting(), _data())
+
+
+def _kill_once(store: Store, folder: Path, after_s: float, which: tuple[int, ...]) -> int:
+    """Kill ranks that save without a pause; return the step of the checkpoint that is there."""
+    folder.mkdir()
+    url = f"{URL}/killed.ckpt"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SAVES, str(rank), str(folder), url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert processes[0].stdout is not None
+        assert processes[0].stdout.readline().startswith("saved"), "nothing was saved"
+        time.sleep(after_s)
+        for rank in which:
+            processes[rank].send_signal(signal.SIGKILL)
+        time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    saved = [int(line.split()[1]) for line in processes[0].stdout if line.startswith("saved")]
+    reader = FsspecReader(url)
+    entries = reader.read_metadata().state_dict_metadata
+    weights = {name: one for name, one in entries.items() if name.startswith("state_dict.")}
+    state = {name: torch.zeros(one.size) for name, one in weights.items() if isinstance(one, TensorStorageMetadata)}
+    load(state, storage_reader=reader, no_dist=True)
+    steps = {float(number) for one in state.values() for number in one.unique()}
+    assert len(steps) == 1, f"a checkpoint of {steps}"
+    assert int(max(steps)) >= max([1, *saved])
+    return int(max(steps))
+
+
+def _check_kills(store: Store, tmp_path: Path, num_times: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for number in range(num_times):
+        which = [(0,), (1,), (0, 1)][number % 3]
+        _kill_once(store, tmp_path / str(number), float(torch.rand((), generator=generator)), which)
+    _on(2, epochs=1, save_to=f"{URL}/killed.ckpt")
+    assert len({name.partition("/")[0] for name in store.names("killed.ckpt/")}) == 2  # .metadata, and one generation
+
+
+def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, tmp_path: Path) -> None:
+    _check_kills(store, tmp_path, 1)
+
+
+@pytest.mark.machines
+def test_fifty_killed_saves(store: Store, tmp_path: Path) -> None:
+    _check_kills(store, tmp_path, 50)
