@@ -11,7 +11,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
+
+from .object_path import ObjectFile, ObjectPath
 
 # ------------------------------------------------------------------------------------------------
 # `CheckpointError`, and the display of values from checkpoints in it.
@@ -138,6 +141,8 @@ def is_regular(path: Path) -> bool:
     Raises:
         CheckpointError: If there is something else, or a link that leads to nothing.
     """
+    if isinstance(path, ObjectPath):
+        return path.is_file()
     if not os.path.lexists(path):
         return False
     try:
@@ -150,7 +155,32 @@ def is_regular(path: Path) -> bool:
     return True
 
 
-def open_regular(path: Path) -> int:
+Descriptor = int | ObjectFile
+"""Of a file that is open for reading; see `read_at`, `size_of`, `close`."""
+
+
+def read_at(fd: Descriptor, num_bytes: int, offset: int) -> bytes:
+    """Return so many bytes from such an offset, or fewer where the file ends."""
+    return os.pread(fd, num_bytes, offset) if isinstance(fd, int) else fd.pread(num_bytes, offset)
+
+
+def size_of(fd: Descriptor) -> int:
+    """Return the size of an open file, in bytes."""
+    return os.fstat(fd).st_size if isinstance(fd, int) else fd.size
+
+
+def close(fd: Descriptor) -> None:
+    """Close an open file."""
+    if isinstance(fd, int):
+        os.close(fd)
+
+
+def open_regular(path: Path) -> Descriptor:
+    """Return a regular file, or an object, open for reading."""
+    return path.open_object() if isinstance(path, ObjectPath) else open_file(path)
+
+
+def open_file(path: Path) -> int:
     """Return a descriptor for reading a regular file.
 
     Raises:
@@ -165,7 +195,7 @@ def open_regular(path: Path) -> int:
     raise CheckpointError(f"{path} is not a regular file, expected a file.")
 
 
-def open_limited(path: Path, max_bytes: int, wanted: str) -> int:
+def open_limited(path: Path, max_bytes: int, wanted: str) -> Descriptor:
     """Return a descriptor for reading a regular file that is not too large.
 
     Args:
@@ -177,9 +207,9 @@ def open_limited(path: Path, max_bytes: int, wanted: str) -> int:
         CheckpointError: If it is larger, or no regular file.
     """
     fd = open_regular(path)
-    size = os.fstat(fd).st_size
+    size = size_of(fd)
     if size > max_bytes:
-        os.close(fd)
+        close(fd)
         raise CheckpointError(f"{path} has {size} bytes, more than the limit of {max_bytes} for {wanted}.")
     return fd
 
@@ -195,7 +225,10 @@ def read_regular(path: Path, max_bytes: int, wanted: str) -> bytes:
     Raises:
         CheckpointError: If it is larger, or no regular file.
     """
-    with os.fdopen(open_limited(path, max_bytes, wanted), "rb") as stream:
+    fd = open_limited(path, max_bytes, wanted)
+    if not isinstance(fd, int):
+        return read_at(fd, size_of(fd), 0)
+    with os.fdopen(fd, "rb") as stream:
         return stream.read()
 
 
@@ -204,14 +237,14 @@ class FilePool:
 
     def __init__(self, limit: int = 32):
         self._limit = limit
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[Path, Descriptor] = OrderedDict()
 
-    def fd(self, path: Path) -> int:
+    def fd(self, path: Path) -> Descriptor:
         """Return a descriptor, valid until ``limit`` other files were asked for."""
         fd = self._open.get(path)
         if fd is None:
             if len(self._open) >= self._limit:
-                os.close(self._open.popitem(last=False)[1])
+                close(self._open.popitem(last=False)[1])
             fd = self._open[path] = open_regular(path)
         else:
             self._open.move_to_end(path)
@@ -220,18 +253,19 @@ class FilePool:
     def close(self) -> None:
         """Close all files."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            close(self._open.popitem()[1])
 
 
-def read_exactly(fd: int, path: Path, vectors: list[memoryview], position: int, num_bytes: int) -> None:
+def read_exactly(fd: Descriptor, path: Path, vectors: list[memoryview], position: int, num_bytes: int) -> None:
     """Read ``num_bytes`` into ``vectors``; an end of file in between is an error, not a short result."""
-    got = os.preadv(fd, vectors, position)
+    read = partial(os.preadv, fd) if isinstance(fd, int) else fd.preadv
+    got = read(vectors, position)
     if got == num_bytes:
         return
     for vector in vectors:  # rare (a signal, a network file system): vector by vector, until all is there
         filled = 0
         while filled < len(vector):
-            step = os.preadv(fd, [vector[filled:]], position)
+            step = read([vector[filled:]], position)
             if not step:
                 raise CheckpointError(f"{path} was truncated while it was read: it ends before byte {position}.")
             filled += step
@@ -327,6 +361,10 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
         raise CheckpointError(
             f"{what} names the file {relative!r}, which is not a valid file name on this system."
         ) from None
+    if isinstance(folder, ObjectPath):
+        if not (folder / relative).is_file():
+            raise CheckpointError(f"{what} needs the object {relative!r}, not found in {folder}. Were all copied?")
+        return folder / relative
     root = folder.resolve()
     try:
         path = root.joinpath(*parts).resolve()

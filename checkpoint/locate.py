@@ -12,6 +12,7 @@ from .formats.base import AVERAGED_WEIGHTS, CheckpointInfo, Format, is_optimizer
 from .formats.dcp import DCPAveragesFormat, DCPFormat, DCPSafetensorsFormat
 from .formats.torch_save import read_torch_file
 from .formats.zero import ZeROFormat
+from .storage import source_path
 
 # ------------------------------------------------------------------------------------------------
 # All readable checkpoint formats. Finding, merging, comparing and describing use this list alone.
@@ -71,7 +72,7 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str], weights: Weights = "
 
 
 def _find(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
-    folder = Path(checkpoint_dir)
+    folder = source_path(checkpoint_dir)
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         hint = _hint_at_merged(folder.parent, folder.name)
@@ -183,7 +184,7 @@ def find_newest(folder: str | os.PathLike[str]) -> NewestCheckpoint:
     Args:
         folder: Such as ``ModelCheckpoint(dirpath)``.
     """
-    place = Path(folder)
+    place = source_path(folder)
     found: list[tuple[int, int, float, Path]] = []
     passed_over: dict[str, str] = {}
     for path in sorted(place.iterdir()) if place.is_dir() else ():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Container, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .files import CheckpointError, brief, is_regular, read_regular, telling_full_disk
+from .object_path import ObjectPath
 
 MANIFEST_NAME = "accelight.json"
 FORMAT_VERSION = 2
@@ -136,13 +138,30 @@ def manifest_text(manifest: Manifest) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
+GENERATION = re.compile(r"[0-9a-f]{32}")
+"""What the objects of one save begin with, see [Note: generations] in ``storage.py``; a download has it as a folder."""
+
+
+def description_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint has ``accelight.json`` and ``meta.pt``: as a rule beside ``.metadata``."""
+    folder = checkpoint_dir if isinstance(checkpoint_dir, ObjectPath) else Path(checkpoint_dir)
+    metadata = folder / ".metadata"
+    if (folder / MANIFEST_NAME).is_file() or not metadata.is_file():
+        return folder
+    inside = [one for one in folder.iterdir() if GENERATION.fullmatch(one.name) and (one / MANIFEST_NAME).is_file()]
+    if len(inside) > 1:  # another one is of a save that was killed
+        content = read_regular(metadata, 2**31, "a description")
+        inside = [one for one in inside if f"{one.name}/".encode() in content]
+    return inside[0] if len(inside) == 1 else folder
+
+
 def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest | None:
     """Read ``accelight.json``; None where the folder has none.
 
     Raises:
         CheckpointError: If it is not what `write_manifest` writes.
     """
-    path = Path(checkpoint_dir) / MANIFEST_NAME
+    path = description_folder(checkpoint_dir) / MANIFEST_NAME
     if not is_regular(path):
         return None
     return parse_manifest(read_regular(path, _MAX_BYTES, "a manifest"), str(path))

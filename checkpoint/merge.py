@@ -19,6 +19,8 @@ from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
+from .object_path import ObjectPath
+from .storage import ObjectFolder, is_remote, remove_checkpoint, source_path
 from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
 from .writing.plan import (
     ADAPTER_CONFIG,
@@ -259,8 +261,10 @@ def merge_fsdp_weights(
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ValueError(f"threads must be at least 1, or None, got {threads!r}.")
+    if is_remote(output_path):
+        raise ValueError(f"{output_path}: merged weights must be on a file system. Merge to a path, and upload it.")
     request = _Request(
-        checkpoint_dir=Path(checkpoint_dir),
+        checkpoint_dir=source_path(checkpoint_dir),
         output_path=Path(output_path),
         safe=safe_serialization,
         remove=remove_checkpoint_dir,
@@ -313,7 +317,10 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes), config)
     if request.remove:
         whole = find_checkpoint(request.checkpoint_dir)
-        whole.format.remove(whole.folder)
+        if isinstance(whole.folder, ObjectPath):
+            remove_checkpoint(ObjectFolder(str(whole.folder)))
+        else:
+            whole.format.remove(whole.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
     if request.adapter is not None:
         names.append(ADAPTER_CONFIG)

@@ -11,29 +11,27 @@ Source: the object stores' own promise (Amazon S3's consistency model: a PUT is 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, TypeVar
-
-from fsspec.core import url_to_fs
-from fsspec.utils import get_protocol
 
 from .files import CheckpointError
 from .formats.dcp_metadata import METADATA_NAME
 from .formats.torch_save import META_NAME
-from .manifest import MANIFEST_NAME
+from .manifest import GENERATION, MANIFEST_NAME
+from .object_path import PART_BYTES, ObjectPath
 
-PART_BYTES = 8 * 2**20
-"""What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
 _LIMIT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+_PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss")
-_GENERATION = re.compile(r"[0-9a-f]{32}")
 _OWN = re.compile(
     rf"{re.escape(METADATA_NAME)}(\.tmp)?|[^/]*\.distcp|{re.escape(META_NAME)}|{re.escape(MANIFEST_NAME)}"
 )
@@ -42,12 +40,24 @@ _T = TypeVar("_T")
 
 def is_remote(path: object) -> bool:
     """Return whether ``path`` is a URL of something else than the file system (``s3://...``)."""
-    return get_protocol(str(path)) not in ("file", "local")
+    return _protocol(str(path)) not in ("", "file", "local")
+
+
+def _protocol(path: str) -> str:
+    found = _PROTOCOL.match(path)
+    return found[1].lower() if found else ""
 
 
 def without_credentials(url: str) -> str:
     """Return a URL as messages may have it: ``user:password@`` is not shown."""
     return _CREDENTIALS.sub("", url)
+
+
+def source_path(path: str | os.PathLike[str]) -> Path:
+    """Return where to read a checkpoint: a path, or objects behind a URL in the place of one."""
+    if isinstance(path, ObjectPath):
+        return path
+    return ObjectPath(ObjectFolder(str(path))) if is_remote(path) else Path(path)
 
 
 class ObjectFolder:
@@ -64,9 +74,11 @@ class ObjectFolder:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        from fsspec.core import url_to_fs  # slow to import, and nothing to those who read files
+
         self._fs, root = url_to_fs(url.rstrip("/"), **(options or {}))
         self._root: str = root
-        self.has_buckets = get_protocol(url) in _WITH_BUCKETS
+        self.has_buckets = _protocol(url) in _WITH_BUCKETS
         """Whether names are all that there is, and no folders: an object and others below its name may be there."""
         self.url = without_credentials(url.rstrip("/"))
         """For messages."""
@@ -81,16 +93,23 @@ class ObjectFolder:
         return f"{self._root}/{name}" if name else self._root
 
     def names(self) -> list[str]:
-        """Return the names of all objects."""
+        """Return the names of all objects below the URL."""
+        return sorted(name for name in self.sizes() if name)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all objects in bytes, by name; the object at the URL itself has an empty one."""
         start = f"{self._root}/"
 
-        def find() -> list[str]:
+        def find() -> dict[str, int]:
             self._fs.invalidate_cache()
             try:
-                found = self._fs.find(self._root)
+                found = self._fs.find(self._root, detail=True)
             except FileNotFoundError:
-                return []
-            return sorted(one.removeprefix(start) for one in found if one.startswith(start))
+                return {}
+            sizes = {
+                name.removeprefix(start): int(one["size"]) for name, one in found.items() if name.startswith(start)
+            }
+            return sizes | ({"": int(found[self._root]["size"])} if self._root in found else {})
 
         return self._repeated(find, "listing", "")
 
@@ -166,11 +185,11 @@ class ObjectFolder:
             self._repeated(remove, "removing", name)
         self._fs.invalidate_cache()
 
-    def remove_folder(self) -> None:
-        """Remove the folder, and what is in it, where the store has folders."""
+    def remove_folder(self, name: str = "") -> None:
+        """Remove a folder, and what is in it, where the store has folders."""
         if not self.has_buckets:
             with suppress(FileNotFoundError):
-                self._fs.rm(self._root, recursive=True)
+                self._fs.rm(self._path(name), recursive=True)
 
     def remove_uploads(self, kept: str = "") -> None:
         """Abort uploads in parts that killed processes have left under this URL (S3).
@@ -217,7 +236,7 @@ def new_generation() -> str:
 def generation_of(paths: Iterable[str]) -> str:
     """Return the generation that relative paths begin with; nothing for a checkpoint without one."""
     first = next(iter(paths), "").partition("/")[0]
-    return first if _GENERATION.fullmatch(first) else ""
+    return first if GENERATION.fullmatch(first) else ""
 
 
 def has_checkpoint(folder: ObjectFolder) -> bool:
@@ -246,13 +265,16 @@ def check_replaceable_objects(folder: ObjectFolder) -> None:
 def is_own(name: str) -> bool:
     """Return whether an object's name is one that a sharded checkpoint gives."""
     first, _, rest = name.partition("/")
-    return _OWN.fullmatch(rest if rest and _GENERATION.fullmatch(first) else name) is not None
+    return _OWN.fullmatch(rest if rest and GENERATION.fullmatch(first) else name) is not None
 
 
 def remove_others(folder: ObjectFolder, generation: str) -> None:
     """Remove the objects of all other saves under this URL; what belongs to no checkpoint stays."""
     kept = (METADATA_NAME, f"{generation}/")
-    folder.remove(name for name in folder.names() if is_own(name) and not name.startswith(kept))
+    others = [name for name in folder.names() if is_own(name) and not name.startswith(kept)]
+    folder.remove(others)
+    for name in {name.partition("/")[0] for name in others if "/" in name}:
+        folder.remove_folder(name)
     folder.remove_uploads(generation)
     if folder.size() is not None:  # a checkpoint in one object had this name
         folder.remove([""])

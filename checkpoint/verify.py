@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files import BLOCK_BYTES, CheckpointError, FilePool, file_inside, human_bytes, open_regular, printable_message
+from .files import BLOCK_BYTES, CheckpointError, FilePool, file_inside, human_bytes, open_file, printable_message
 from .formats.base import (
     DType,
     FileTensor,
@@ -159,7 +159,7 @@ class _Comparison:
         """Return what is wrong with each tensor of a file that is not as expected."""
         files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
         wrong: dict[str, str] = {}
-        fd = open_regular(file.path)
+        fd = open_file(file.path)
         try:
             for name, found in file.tensors.items():
                 why = self._describe(name, found) or self._bytes(name, found, file.path, fd, files, buffer)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checkpoint.locate import NewestCheckpoint, find_checkpoint, find_newest
-from ..checkpoint.manifest import read_manifest
+from ..checkpoint.locate import find_checkpoint, find_newest
+from ..checkpoint.manifest import description_folder, read_manifest
 from ..checkpoint.merge import load_state_dict
+from ..checkpoint.storage import source_path
 from ..state.rendezvous import raise_together, run_on_rank_zero
 from .common.broadcast import FROZEN_BASE, check_base
 from .deepspeed.checkpoint import read_trainer_state
@@ -58,10 +59,10 @@ def load_from_checkpoint(
 
     Source: lightning 2.6 ``LightningModule.load_from_checkpoint``.
     """
-    path = Path(checkpoint_path)
+    path = source_path(checkpoint_path)
     if not path.is_dir():
         return module_class.load_from_checkpoint(
-            path, map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
+            str(checkpoint_path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
         )
     checkpoint = _trainer_state(path, weights_only)
     checkpoint["state_dict"] = load_state_dict(path)
@@ -92,9 +93,11 @@ def _check_names(module: LightningModule, stored: set[str], left_out: Container[
 def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
     folder = find_checkpoint(path).folder
     for one in (path, folder):
-        if (one / METADATA_FILE).exists():
+        place = description_folder(one)
+        if (place / METADATA_FILE).exists():
             manifest = read_manifest(one)
-            return read_metadata(one, weights_only, None if manifest is None else manifest.digests.get(METADATA_FILE))
+            digest = None if manifest is None else manifest.digests.get(METADATA_FILE)
+            return read_metadata(place, weights_only, digest)
     if any(folder.glob("*_model_states.pt")):
         return read_trainer_state(folder, weights_only=weights_only is not False)
     return read_metadata(folder, weights_only)  # says that there is none
@@ -121,21 +124,26 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         RuntimeError: On every process, if some do not see the checkpoint that process 0 has found, naming them.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+
+    def find() -> tuple[str | None, dict[str, str]]:
         found = find_newest(folder)
+        return None if found.path is None else str(found.path), found.passed_over
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        path, passed_over = find()
     else:
-        found = run_on_rank_zero(lambda: find_newest(folder), f"Looking for a checkpoint in {folder}")
-        _check_seen_by_all(found, folder)
-    for name, reason in found.passed_over.items():
-        rank_zero_warn(f"newest_checkpoint() skips {Path(folder, name)}: {reason}")
-    return None if found.path is None else str(found.path)
+        path, passed_over = run_on_rank_zero(find, f"Looking for a checkpoint in {folder}")
+        _check_seen_by_all(path, folder)
+    for name, reason in passed_over.items():
+        rank_zero_warn(f"newest_checkpoint() skips {source_path(folder) / name}: {reason}")
+    return path
 
 
-def _check_seen_by_all(found: NewestCheckpoint, folder: str | os.PathLike[str]) -> None:
+def _check_seen_by_all(path: str | None, folder: str | os.PathLike[str]) -> None:
     problems = []
-    if found.path is not None and not found.path.exists():
+    if path is not None and not source_path(path).exists():
         problems.append(
-            f"{found.path} of process 0 does not exist on this process. {folder} must be one folder that all "
+            f"{path} of process 0 does not exist on this process. {folder} must be one folder that all "
             "processes share: use a path on a file system that the machines share."
         )
     raise_together(f"Looking for a checkpoint in {folder}", problems)

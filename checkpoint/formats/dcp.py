@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +10,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..files import CheckpointError, file_inside, is_regular, open_regular, read_regular
-from ..manifest import HINT, Digests, Manifest, RecordDigests, read_manifest
+from ..files import CheckpointError, close, file_inside, is_regular, open_regular, read_at, read_regular, size_of
+from ..manifest import HINT, Digests, Manifest, RecordDigests, description_folder, read_manifest
 from .base import (
     AVERAGED_WEIGHTS,
     MAX_BYTES,
@@ -263,11 +262,12 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
     digests = {} if manifest is None else manifest.digests
     if META_NAME in digests:
-        digests[META_NAME].check(folder / META_NAME, read_regular(folder / META_NAME, _MAX_META_BYTES, META_NAME))
+        meta = description_folder(folder) / META_NAME
+        digests[META_NAME].check(meta, read_regular(meta, _MAX_META_BYTES, META_NAME))
     notes: tuple[str, ...] = ()
     epoch = step = None
     try:
-        epoch, step = read_progress(folder)
+        epoch, step = read_progress(description_folder(folder))
     except CheckpointError as error:
         notes = (f"epoch and step are not known: {error}",)
     prefix = _prefix(names)
@@ -307,7 +307,7 @@ def _kind(folder: Path, manifest: Manifest | None, prefix: str, unknown: str) ->
         return "accelight"
     if folder.name.startswith("pytorch_model_fsdp_"):
         return "accelerate"
-    if (folder / META_NAME).is_file():
+    if (description_folder(folder) / META_NAME).is_file():
         return {"model": "lightning-fsdp", "state_dict": "lightning-model-parallel"}.get(prefix, "lightning")
     return unknown
 
@@ -506,11 +506,11 @@ def _locate_in_file(folder: Path, relative: str, chunks: Sequence[_Chunk], diges
             end, last = start + length, chunk
     fd = open_regular(path)
     try:
-        reader = RecordReader(partial(os.pread, fd), str(path), os.fstat(fd).st_size)
+        reader = RecordReader(partial(read_at, fd), str(path), size_of(fd))
         for chunk in chunks:
             chunk.pieces[chunk.place] = _locate_chunk(reader, path, chunk, digests)
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def _locate_chunk(reader: RecordReader, path: Path, chunk: _Chunk, digests: RecordDigests) -> Piece:
@@ -542,11 +542,11 @@ def _check_records(
         path = file_inside(folder, relative, str(folder))
         fd = open_regular(path)
         try:
-            reader = RecordReader(partial(os.pread, fd), str(path), os.fstat(fd).st_size)
+            reader = RecordReader(partial(read_at, fd), str(path), size_of(fd))
             for (offset, length), fqn in sorted(records.items()):
                 on_bytes(reader.check(fqn, offset, length, digests.of(relative, offset)))
         finally:
-            os.close(fd)
+            close(fd)
 
 
 def _check_as_described(path: Path, fqn: str, dtype: DType, sizes: tuple[int, ...], found: PlacedTensor) -> None:

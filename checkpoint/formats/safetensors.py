@@ -7,14 +7,13 @@ compact JSON, padded with spaces to 8 bytes, behind its length as a little-endia
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import CheckpointError, brief, open_regular
+from ..files import CheckpointError, brief, close, open_regular, read_at, size_of
 from .base import DTYPES, MAX_BYTES, MAX_DIMS, DType, FileTensor, TensorFile
 
 MAX_HEADER_BYTES = 100_000_000  # the library refuses to read more
@@ -132,15 +131,15 @@ def read_safetensors(path: Path) -> TensorFile:
     """
     fd = open_regular(path)
     try:
-        file_bytes = os.fstat(fd).st_size
-        size = int.from_bytes(os.pread(fd, 8, 0), "little")
+        file_bytes = size_of(fd)
+        size = int.from_bytes(read_at(fd, 8, 0), "little")
         if file_bytes < 8 or size > min(MAX_HEADER_BYTES, file_bytes - 8):
             raise CheckpointError(
                 f"{path}: not a safetensors file, or cut off: {file_bytes} bytes, of which the header has {size}."
             )
-        text = os.pread(fd, size, 8)
+        text = read_at(fd, size, 8)
     finally:
-        os.close(fd)
+        close(fd)
     try:
         described = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
         return _parse(path, described, 8 + size, file_bytes)

@@ -20,7 +20,17 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import CheckpointError, brief, file_inside, is_regular, open_regular
+from ..files import (
+    CheckpointError,
+    brief,
+    close,
+    file_inside,
+    is_regular,
+    open_file,
+    open_regular,
+    read_at,
+    size_of,
+)
 from ..manifest import HINT, FileDigest
 from .base import DTYPES, MAX_BYTES, MAX_DIMS, STORAGE_CLASSES, DType, FileTensor, TensorFile, is_contiguous
 from .safe_unpickler import (
@@ -213,20 +223,20 @@ def open_archive(path: Path, max_pickle_bytes: int = MAX_DESCRIPTION_BYTES) -> I
     """
     fd = open_regular(path)
     try:
-        size = os.fstat(fd).st_size
-        if os.pread(fd, 2, 0) == b"\x80\x02":
+        size = size_of(fd)
+        if read_at(fd, 2, 0) == b"\x80\x02":
             raise CheckpointError(
                 f"{path}: saved in torch's old format, not as a zip archive. Load it with torch and save it again, in "
                 f"DeepSpeed with checkpoint serialization on."
             )
         try:
-            yield TorchArchive(FileWindow(partial(os.pread, fd), 0, size), max_pickle_bytes, str(path))
+            yield TorchArchive(FileWindow(partial(read_at, fd), 0, size), max_pickle_bytes, str(path))
         except (struct.error, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a zip archive of torch.save, or cut off: {error}.") from error
         except MemoryError:
             raise CheckpointError(f"{path}: too large for the memory of this process.") from None
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def digest_of_file(path: Path) -> FileDigest:
@@ -237,10 +247,10 @@ def digest_of_file(path: Path) -> FileDigest:
     """
     fd = open_regular(path)
     try:
-        size = os.fstat(fd).st_size
-        return FileDigest.of_records(size, [directory_digest(partial(os.pread, fd), 0, size, str(path))])
+        size = size_of(fd)
+        return FileDigest.of_records(size, [directory_digest(partial(read_at, fd), 0, size, str(path))])
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def check_written(path: Path, digest: FileDigest) -> None:
@@ -268,7 +278,7 @@ def check_bytes(path: Path, share: tuple[int, int] = (0, 1)) -> None:
     Raises:
         CheckpointError: If they are not as they were written.
     """
-    with os.fdopen(open_regular(path), "rb") as stream:
+    with os.fdopen(open_file(path), "rb") as stream:
         is_zip = stream.read(2) == b"PK"
     if is_zip:
         with open_archive(path) as archive:
@@ -319,7 +329,7 @@ Fixed = tuple[tuple[slice, bytes], ...]
 
 
 ReadAt = Callable[[int, int], bytes]
-"""Returns so many bytes from such an offset, or fewer where the file ends: ``partial(os.pread, fd)``."""
+"""Returns so many bytes from such an offset, or fewer where the file ends: ``partial(read_at, fd)``."""
 
 
 class FileWindow:

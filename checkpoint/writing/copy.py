@@ -16,7 +16,16 @@ from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from ..files import BLOCK_BYTES, CheckpointError, FilePool, open_regular, read_exactly, write_exactly
+from ..files import (
+    BLOCK_BYTES,
+    CheckpointError,
+    Descriptor,
+    FilePool,
+    close,
+    open_regular,
+    read_exactly,
+    write_exactly,
+)
 from ..formats.base import DType, Piece, SourceTensor
 from .plan import PlannedFile, PlannedTensor
 
@@ -655,14 +664,14 @@ def decode_piece(tensor: SourceTensor, piece: Piece) -> memoryview:
             read_exactly(fd, piece.path, [memoryview(stored)], piece.start, len(stored))
             values = torch.frombuffer(stored, dtype=dtype).as_strided(piece.sizes, strides)
     finally:
-        os.close(fd)
+        close(fd)
     out = bytearray(prod(piece.sizes) * tensor.dtype.itemsize)
     if out:
         torch.frombuffer(out, dtype=dtype).view(piece.sizes).copy_(values)
     return memoryview(out)
 
 
-def _decode_record(tensor: SourceTensor, piece: Piece, fd: int) -> torch.Tensor:
+def _decode_record(tensor: SourceTensor, piece: Piece, fd: Descriptor) -> torch.Tensor:
     """Undo DCP's stream transforms (compression) of one record."""
     import torch
 

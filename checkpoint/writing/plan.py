@@ -16,6 +16,7 @@ from ..files import CheckpointError
 from ..formats.base import DType, SourceTensor, TensorInfo, is_floating, read_weight_map
 from ..formats.safetensors import Entry, lay_out
 from ..names import Selection
+from ..object_path import ObjectPath
 
 if TYPE_CHECKING:
     import torch
@@ -299,6 +300,8 @@ def check_destination(source: Path, output: Path, *, remove: bool) -> None:
             f"output_path is the folder to write into, and the file in it is named model.safetensors; got {output}. "
             f"Pass its parent folder."
         )
+    if isinstance(source, ObjectPath):
+        return
     if remove and source.is_symlink():
         raise ValueError(f"remove_checkpoint_dir=True, but {source} is a link. Pass the folder it points to.")
     if remove and output.resolve().is_relative_to(source.resolve()):

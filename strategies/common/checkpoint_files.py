@@ -201,7 +201,9 @@ class NewGeneration:
         """Remove what was written, as far as possible, also while others still write."""
         with contextlib.suppress(OSError):
             names = [name for name in self.objects.names() if name.startswith(f"{self.generation}/")]
-            self.objects.remove(names if self.generation else ())
+            if self.generation:
+                self.objects.remove(names)
+                self.objects.remove_folder(self.generation)
 
     drop_own = drop
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import random
 import subprocess
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights
-from accelight.checkpoint.files import FilePool
+from accelight.checkpoint.files import FilePool, read_at
 from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor, check_coverage
 from accelight.checkpoint.writing.copy import TensorReader
 from tests.checkpoint import damage
@@ -156,6 +155,6 @@ def test_tensors_cut_at_random(tmp_path: Path) -> None:
             found[start : start + len(block)] = block
         assert found == full.numpy().tobytes(), (shape, dtype, pieces)
         for run in reader.runs() or ():
-            data = os.pread(files.fd(run.path), run.num_bytes, run.source)
+            data = read_at(files.fd(run.path), run.num_bytes, run.source)
             assert found[run.target : run.target + run.num_bytes] == data
         files.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelight.checkpoint import CheckpointError
-from accelight.checkpoint.files import FilePool
+from accelight.checkpoint.files import FilePool, read_at
 from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor, check_coverage
 from accelight.checkpoint.writing.copy import TensorReader
 
@@ -102,11 +102,10 @@ def test_rows_longer_than_a_block(tmp_path: Path) -> None:
 
 
 def test_files_beyond_the_limit_are_closed(tmp_path: Path) -> None:
-    import os
 
     pool = FilePool(limit=3)
     for number in range(10):
         (tmp_path / str(number)).write_bytes(bytes([number]))
-        assert os.pread(pool.fd(tmp_path / str(number)), 1, 0) == bytes([number])
+        assert read_at(pool.fd(tmp_path / str(number)), 1, 0) == bytes([number])
     assert len(pool._open) == 3
     pool.close()

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, Trainer
 
 from accelight.callbacks import MergeShardedCheckpoint
-from accelight.checkpoint.storage import is_remote, without_credentials
+from accelight.checkpoint.storage import ObjectFolder, is_remote, remove_checkpoint, without_credentials
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import local_path
 from tests.ranks import run_on_ranks
@@ -77,6 +77,35 @@ def refuse_folders(folder: str) -> None:
     _train(strategy, 1, None, None)
     with pytest.raises(ValueError, match="storage:///x: weights must be on a file system"):
         strategy.save_safetensors("storage:///x")
+
+
+def train_sharded(version: int, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:
+    strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type="sharded_state_dict")
+    return _train(strategy, epochs, save_to, resume_from)
+
+
+def test_a_sharded_checkpoint_in_a_store_with_folders(tmp_path: Path) -> None:
+    url, folder = f"storage://{tmp_path}/checkpoints/one.ckpt", tmp_path / "checkpoints" / "one.ckpt"
+    for _ in range(2):
+        run_on_ranks(2, train_sharded, 2, 1, url, None)
+        assert len(os.listdir(folder)) == 2  # .metadata, and one generation
+    whole = train_plain(CASE, 2)
+    second = Outcome(whole.losses[len(whole.losses) // 2 :], [], whole.weights, whole.global_step)
+    assert_same(run_on_ranks(2, train_sharded, 1, 2, None, url)[0], second)
+    assert_same(run_on_ranks(2, train_sharded, 1, 2, None, str(folder))[0], second)  # it is a downloaded folder, too
+    remove_checkpoint(ObjectFolder(url))
+    assert not folder.exists()
+
+
+def _refuse_file(url: str) -> None:
+    with pytest.raises(RuntimeError, match=r"storage:.*one\.ckpt is a file: it is not overwritten by a folder"):
+        train_sharded(2, 1, url, None)
+
+
+def test_a_file_in_a_store_with_folders_stays(tmp_path: Path) -> None:
+    (tmp_path / "one.ckpt").write_bytes(b"others")
+    run_on_ranks(2, _refuse_file, f"storage://{tmp_path}/one.ckpt")
+    assert (tmp_path / "one.ckpt").read_bytes() == b"others"
 
 
 class _SavesTo(Callback):

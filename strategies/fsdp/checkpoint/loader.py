@@ -42,8 +42,8 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ....checkpoint.files import CheckpointError, is_regular, open_regular, read_regular
-from ....checkpoint.formats.base import AVERAGED_WEIGHTS, MODEL_KEYS
+from ....checkpoint.files import CheckpointError, is_regular, open_file, read_regular
+from ....checkpoint.formats.base import AVERAGED_WEIGHTS, MAX_BYTES, MODEL_KEYS
 from ....checkpoint.formats.dcp import RecordReader
 from ....checkpoint.formats.dcp_metadata import (
     MAX_METADATA_BYTES,
@@ -55,7 +55,14 @@ from ....checkpoint.formats.dcp_metadata import (
     parse_dcp_metadata,
 )
 from ....checkpoint.formats.safe_unpickler import SafeCall, Sealed, load_restricted
-from ....checkpoint.manifest import Digests, FileDigest, Manifest, RecordDigests, read_manifest
+from ....checkpoint.manifest import (
+    Digests,
+    FileDigest,
+    Manifest,
+    RecordDigests,
+    description_folder,
+    read_manifest,
+)
 from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
@@ -88,7 +95,7 @@ def read_sharded(path: Path, weights_only: bool | None) -> dict[str, Any]:
         digests = {} if manifest is None else manifest.digests
         reader = SafeReader(path, digests)
         reader.read_metadata()
-        checkpoint = read_metadata(path, weights_only, digests.get(METADATA_FILE))
+        checkpoint = read_metadata(description_folder(path), weights_only, digests.get(METADATA_FILE))
         return with_stored_states(checkpoint, path, reader, manifest)
 
 
@@ -278,11 +285,10 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
             "saved it, and the Trainer cannot resume from it. To start from its weights, merge them (accelight "
             "merge-weights), and pass the result as pretrained_weights, or load it into the module before fit()."
         )
-    with os.fdopen(open_regular(file), "rb") as stream:
-        if digest is not None:
-            digest.check(file, stream.read())
-            stream.seek(0)
-        return dict(torch.load(stream, map_location="cpu", weights_only=weights_only))
+    content = read_regular(file, MAX_BYTES, "the Trainer's state")
+    if digest is not None:
+        digest.check(file, content)
+    return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only))
 
 
 def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
@@ -450,7 +456,7 @@ class _RegularFiles(FileSystem):
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with os.fdopen(open_regular(pathlib.Path(path)), mode) as stream:
+        with os.fdopen(open_file(pathlib.Path(path)), mode) as stream:
             yield cast("io.IOBase", stream)
 
 
@@ -487,7 +493,7 @@ class SafeReader(FileSystemReader):
                 wanted.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), name)
         for relative, records in wanted.items():
             path = pathlib.Path(self.path) / relative
-            with os.fdopen(open_regular(path), "rb") as stream:
+            with os.fdopen(open_file(path), "rb") as stream:
                 read_at, size = functools.partial(os.pread, stream.fileno()), os.fstat(stream.fileno()).st_size
                 reader = RecordReader(read_at, str(path), size)
                 for (offset, length), name in sorted(records.items()):

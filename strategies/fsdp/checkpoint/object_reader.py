@@ -22,7 +22,8 @@ from ....checkpoint.formats.base import is_contiguous
 from ....checkpoint.formats.dcp import RecordReader
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.manifest import MANIFEST_NAME, RecordDigests, parse_manifest
-from ....checkpoint.storage import PART_BYTES, ObjectFolder, generation_of
+from ....checkpoint.object_path import PART_BYTES
+from ....checkpoint.storage import ObjectFolder, generation_of
 from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...upstream.torch_core import _StorageInfo

@@ -30,7 +30,7 @@ from ....checkpoint.files import telling_full_disk
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
 from ....checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, write_manifest
-from ....checkpoint.storage import PART_BYTES
+from ....checkpoint.object_path import PART_BYTES
 from ....state.rendezvous import format_errors_by_rank, store_messages
 from ...common.checkpoint_files import NewFolder, NewGeneration
 from .planner import (

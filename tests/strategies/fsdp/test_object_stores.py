@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader
 
-from accelight.strategies import AccelFSDPStrategy, full_state_dict
+from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
+from accelight.checkpoint.cli import main
+from accelight.strategies import AccelFSDPStrategy, full_state_dict, load_from_checkpoint, newest_checkpoint
 from tests.object_store import BUCKET, Store, running_store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
@@ -378,3 +381,69 @@ def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, t
 @pytest.mark.machines
 def test_fifty_killed_saves(store: Store, tmp_path: Path) -> None:
     _check_kills(store, tmp_path, 50)
+
+
+# ---------------------------------------------------------------------- reading without training
+def _same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    return names == sorted(path.name for path in other.iterdir()) and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
+
+
+def test_merging_from_a_store_equals_merging_a_download(store: Store, tmp_path: Path) -> None:
+    """In the command's process, where torch is not imported, and no more than the bytes of the weights are read."""
+    url, local = f"{URL}/saved.ckpt", tmp_path / "saved.ckpt"
+    weights = _on(2, epochs=1, save_to=url, width=1024)[0]
+    num_bytes = sum(one.nbytes for one in weights.values())
+    store.files().get(f"{BUCKET}/saved.ckpt/", f"{local}/", recursive=True)
+    store.requests.clear()
+    for source, into in ((url, "from_store"), (str(local), "from_disk")):
+        assert main(["merge-weights", source, str(tmp_path / into), "--strip-prefix", "auto"]) == 0
+        if source == url:
+            assert num_bytes <= store.num_received(".distcp") <= 1.05 * num_bytes
+    assert _same_files(tmp_path / "from_store", tmp_path / "from_disk")
+    merged = load_file(tmp_path / "from_store" / "model.safetensors")
+    assert all(torch.equal(merged[name.removeprefix("net.")], one) for name, one in weights.items())
+    assert verify_merged(url, tmp_path / "from_store", strip_prefix="auto").is_equal
+    assert load_state_dict(url).keys() == weights.keys()
+    found = load_from_checkpoint(Module, url, width=1024)
+    assert all(torch.equal(found.state_dict()[name], one) for name, one in weights.items())
+
+
+def test_inspecting_reads_descriptions_alone(store: Store) -> None:
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url, width=1024)
+    store.requests.clear()
+    info = inspect_checkpoint(url)
+    assert (info.global_step, info.has_optimizer) == (BATCHES, True)
+    assert store.num_received(".distcp") == 0
+    assert main(["inspect", url]) == 0
+
+
+def test_the_output_of_a_merge_is_a_path(store: Store) -> None:
+    with pytest.raises(ValueError, match=r"s3://bucket/merged: merged weights must be on a file system"):
+        merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged")
+
+
+def _newest(folder: str) -> str | None:
+    return newest_checkpoint(folder)
+
+
+def test_the_newest_checkpoint_of_a_store_is_found(store: Store) -> None:
+    folder = f"{URL}/run"
+    assert newest_checkpoint(folder) is None
+    _on(2, epochs=2, save_to=f"{folder}/late.ckpt", form="full_state_dict")
+    _on(2, epochs=1, save_to=f"{folder}/early.ckpt")
+    store.files().pipe_file(f"{BUCKET}/run/cut.ckpt/.metadata", b"cut off")
+    with pytest.warns(UserWarning, match=r"skips s3://bucket/run/cut\.ckpt"):
+        assert newest_checkpoint(folder) == f"{folder}/late.ckpt"
+    assert run_on_ranks(2, _newest, folder) == [f"{folder}/late.ckpt"] * 2
+
+
+def test_a_merge_can_remove_the_checkpoint(store: Store, tmp_path: Path) -> None:
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url)
+    store.files().pipe_file(f"{BUCKET}/saved.ckpt/notes.txt", b"a user's")
+    merge_fsdp_weights(url, tmp_path / "merged", remove_checkpoint_dir=True)
+    assert store.names("saved.ckpt/") == ["notes.txt"]
