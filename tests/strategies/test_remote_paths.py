@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 
 from accelight.callbacks import MergeShardedCheckpoint
 from accelight.checkpoint.storage import ObjectFolder, is_remote, remove_checkpoint, without_credentials
-from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
 from accelight.strategies.common.checkpoint_files import local_path
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
@@ -42,8 +42,7 @@ def _train(strategy: Any, epochs: int, save_to: str | None, resume_from: str | N
         trainer.save_checkpoint(save_to)
     outcome.global_step = trainer.global_step
     outcome.weights = {
-        name.removeprefix("model."): value.clone()
-        for name, value in trainer.strategy.lightning_module_state_dict().items()
+        name.removeprefix("model."): value.clone() for name, value in full_state_dict(trainer.strategy).items()
     }
     return outcome
 
