@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 PART_BYTES = 8 * 2**20
 """What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
+_SMALL_BYTES = 64 * 1024
+"""A request below this is for a header."""
 _Base: Any = object
 if TYPE_CHECKING:
     _Base = Path
@@ -160,7 +162,8 @@ class ObjectFile:
             return b""
         begin = offset - self._ahead_from
         if not 0 <= begin <= begin + end - offset <= len(self._ahead):
-            to = min(max(end, offset + PART_BYTES), self.size) if offset == self._end else end
+            is_read_on = offset == self._end and num_bytes >= _SMALL_BYTES
+            to = min(max(end, offset + PART_BYTES), self.size) if is_read_on else end
             self._ahead, self._ahead_from, begin = self._store.read(self._name, offset, to), offset, 0
         self._end = end
         return self._ahead[begin : begin + end - offset]

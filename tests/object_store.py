@@ -46,6 +46,10 @@ class Store:
     failing: float = 0.0
     """Share of the requests that fail, half of them unanswered."""
     is_down: bool = False
+    latency_s: float = 0.0
+    """Before each answer."""
+    bytes_per_s: float = 0.0
+    """Of each connection; 0 is no limit."""
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
@@ -108,6 +112,8 @@ class _Proxy(BaseHTTPRequestHandler):
             status, reason, headers = found.status, found.reason, found.getheaders()
             connection.close()
         self.store.requests.append(Request(self.command, path, query, status, len(body), len(answer)))
+        time.sleep(self.store.latency_s)
+        self._wait_for(len(body) + len(answer))
         self.send_response_only(status, reason)
         for name, value in headers:
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -117,6 +123,10 @@ class _Proxy(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer)
+
+    def _wait_for(self, num_bytes: int) -> None:
+        if self.store.bytes_per_s:
+            time.sleep(num_bytes / self.store.bytes_per_s)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 (http.server's names)
 

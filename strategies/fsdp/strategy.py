@@ -493,8 +493,9 @@ class AccelFSDPStrategy(TrainerHooks):
             13 times otherwise. Default None.
         broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
             forward of a fit, where and when ddp broadcasts them. Default True.
-        pretrained_weights: Safetensors file or folder that all ranks see, with the model's names or those inside the
-            one attribute that holds it. The model is built without memory, and each rank reads its own slices.
+        pretrained_weights: Safetensors file or folder that all ranks see, or its URL, with the model's names or those
+            inside the one attribute that holds it. The model is built without memory, and each rank reads its own
+            slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
         async_save: Write checkpoints in the background while training continues; the loop waits at most for the copy to

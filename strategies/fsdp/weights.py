@@ -7,8 +7,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.formats.base import read_weight_map
+from ...checkpoint.formats.base import FileTensor, read_weight_map
+from ...checkpoint.formats.safetensors import read_safetensors
+from ...checkpoint.object_path import PART_BYTES, ObjectPath
+from ...checkpoint.storage import source_path
 from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
@@ -69,7 +74,7 @@ def prepare_with_weights(
             send_shards(process, tensors, taken.state_dict, taken.buffers, targets)
         else:
             prefixes = ("", f"{form.module_attribute}.") if form.module_attribute else ("",)
-            read_slices(Path(pretrained_weights), tensors, taken.buffers, targets, prefixes=prefixes)
+            read_slices(pretrained_weights, tensors, taken.buffers, targets, prefixes=prefixes)
     return form
 
 
@@ -530,8 +535,8 @@ def fsdp2_load_safetensors(
     Args:
         accelerator: Anything with ``device`` and ``is_main_process``.
         model: Sharded, on the meta device or with values.
-        path: A safetensors file, or a folder with ``model.safetensors.index.json`` or ``model.safetensors``. Where a
-            file's metadata says ``alias: name``, the tensor serves both.
+        path: A safetensors file, or a folder with ``model.safetensors.index.json`` or ``model.safetensors``; or a URL
+            of one. Where a file's metadata says ``alias: name``, the tensor serves both.
         buffers_from: A module with the same names, or its buffers by name, for non-persistent buffers that are on the
             meta device on this rank: files do not hold them.
         prefix: What the model's names begin with and the files' do not, such as ``"model."`` where a LightningModule
@@ -570,7 +575,7 @@ def read_slices(
     what = f"Loading {path} into the sharded model"
     with ExitStack() as files:
         with raise_on_all_ranks(what):
-            opened = _open(Path(path), files)
+            opened = _open(source_path(path), files)
             names = {name for named in tensors for name in named.names}
             prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in names for name in opened))
             stored = {f"{prefix}{name}": tensor for name, tensor in opened.items()}
@@ -584,6 +589,17 @@ def read_slices(
                     part.copy_(buffers[named.name])
                 elif 0 not in sizes:
                     part.copy_(found[named.names].read(offsets, sizes))
+
+
+class _Readable(Protocol):
+    """A tensor in a file, or in an object."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all of it."""
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a part of it, and read no more."""
 
 
 @dataclass(frozen=True)
@@ -605,10 +621,51 @@ class _Stored:
         return self.file.get_slice(self.name)[where]
 
 
-def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
-    """Return every tensor by its name, and by each alias in a file's metadata."""
+_NUM_REQUESTS = 6
+
+
+@dataclass(frozen=True)
+class _StoredObject:
+    """A tensor in a safetensors file behind a URL; of a part, whole rows are read."""
+
+    path: ObjectPath
+    tensor: FileTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Return a part of it."""
+        shape, first, num_rows = self.shape or (1,), (*offsets, 0)[0], (*sizes, 1)[0]
+        row = self.tensor.dtype.itemsize * prod(shape[1:])
+        start, num_bytes, data = self.tensor.start + first * row, num_rows * row, bytearray(num_rows * row)
+
+        def fill(at: int) -> None:
+            piece = self.path.open_object().pread(min(PART_BYTES, num_bytes - at), start + at)
+            data[at : at + len(piece)] = piece
+
+        with ThreadPoolExecutor(_NUM_REQUESTS) as pool:
+            list(pool.map(fill, range(0, num_bytes, PART_BYTES)))
+        rows = torch.frombuffer(data, dtype=getattr(torch, self.tensor.dtype.name)).view(num_rows, *shape[1:])
+        for dim in range(1, len(sizes)):
+            rows = rows.narrow(dim, offsets[dim], sizes[dim])
+        return rows.view(()) if not self.shape else rows
+
+
+def _tensors_in(path: Path, files: ExitStack) -> tuple[dict[str, _Readable], dict[str, str]]:
+    """Return the tensors of a safetensors file, and its metadata."""
+    if isinstance(path, ObjectPath):
+        found = read_safetensors(path)
+        return {name: _StoredObject(path, one) for name, one in found.tensors.items()}, dict(found.metadata)
     from safetensors import safe_open
 
+    file = files.enter_context(safe_open(path, framework="pt"))
+    return {name: _Stored(file, name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
+
+
+def _open(path: Path, files: ExitStack) -> dict[str, _Readable]:
+    """Return every tensor by its name, and by each alias in a file's metadata."""
     index: dict[str, str] | None = None
     if path.is_dir() and (path / INDEX_FILE).is_file():
         index = read_weight_map(path / INDEX_FILE)
@@ -623,14 +680,12 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
     missing = [str(one) for one in paths if not one.is_file()]
     if missing:
         raise FileNotFoundError(f"no such file: {listed(missing)}.")
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, _Readable] = {}
     aliases: dict[str, str] = {}
     for one in paths:
-        file = files.enter_context(safe_open(one, framework="pt"))
-        aliases.update(file.metadata() or {})  # as safetensors' save_model and our merger note tied tensors
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            if index is None or index.get(name) == one.name:
-                stored[name] = _Stored(file, name)
+        tensors, metadata = _tensors_in(one, files)
+        aliases.update(metadata)  # as safetensors' save_model and our merger note tied tensors
+        stored.update({name: own for name, own in tensors.items() if index is None or index.get(name) == one.name})
     absent = sorted(set(index or ()) - set(stored))
     if absent:
         raise ValueError(f"{path / INDEX_FILE} names tensors that its files do not hold: {listed(absent)}.")
@@ -638,10 +693,10 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Stored]:
 
 
 def _match(
-    tensors: Sequence[NamedTensor], stored: Mapping[str, _Stored]
-) -> tuple[dict[tuple[str, ...], _Stored], list[str]]:
+    tensors: Sequence[NamedTensor], stored: Mapping[str, _Readable]
+) -> tuple[dict[tuple[str, ...], _Readable], list[str]]:
     """Return what is stored for each tensor's names, and what is wrong."""
-    found: dict[tuple[str, ...], _Stored] = {}
+    found: dict[tuple[str, ...], _Readable] = {}
     problems: list[str] = []
     missing: list[str] = []
     persistent = [named for named in tensors if named.persistent]

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -447,3 +447,31 @@ def test_a_merge_can_remove_the_checkpoint(store: Store, tmp_path: Path) -> None
     store.files().pipe_file(f"{BUCKET}/saved.ckpt/notes.txt", b"a user's")
     merge_fsdp_weights(url, tmp_path / "merged", remove_checkpoint_dir=True)
     assert store.names("saved.ckpt/") == ["notes.txt"]
+
+
+def _begin_with(url: str, version: int) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy={nn.Linear}, pretrained_weights=url)
+    trainer = quiet_trainer(strategy, dist.get_world_size(), max_steps=0)
+    module = Module(1024)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    trainer.fit(module, _data())
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+@pytest.mark.core("True-2")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("shards", [True, False])
+def test_first_weights_come_from_a_store(shards: bool, version: int, store: Store, tmp_path: Path) -> None:
+    weights = Module(1024).state_dict()
+    state = {"state_dict": weights}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
+    merge_fsdp_weights(tmp_path / "saved", tmp_path / "merged", max_shard_size="3MB" if shards else None)
+    store.files().put(f"{tmp_path}/merged/", f"{BUCKET}/base/", recursive=True)
+    num_bytes = sum(one.nbytes for one in weights.values())
+    for url in (f"{URL}/base",) if shards else (f"{URL}/base", f"{URL}/base/model.safetensors"):
+        store.requests.clear()
+        for found in run_on_ranks(2, _begin_with, url, version):
+            assert all(torch.equal(found[name], one) for name, one in weights.items())
+        assert num_bytes <= store.num_received(".safetensors") <= 1.05 * num_bytes
