@@ -578,12 +578,12 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
     setattr(handle, VIEWS, views)
 
     def take_away() -> None:
-        computes_on = flat_param._full_param_padded.untyped_storage().data_ptr()
+        is_shown = handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
         for (module, own), stand_in in stand_ins.items():
             view = vars(module).get(own)
             if isinstance(view, Tensor):
                 object.__setattr__(module, own, stand_in)
-                if view.untyped_storage().data_ptr() == computes_on:  # a state dict shows others: full precision, CPU
+                if not is_shown:  # a state dict shows other memory than forward and backward: full precision, the CPU
                     views[module, own] = view
 
     def use_sharded_flat_param() -> None:
