@@ -109,7 +109,7 @@ def _load(way: str, url: str, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from accelight.checkpoint.storage import ObjectFolder
-    from accelight.strategies.fsdp.checkpoint.object_reader import ObjectReader
+    from accelight.strategies.fsdp.checkpoint.loader import ObjectReader
 
     if way == _TORCHS:
         load(state, storage_reader=FsspecReader(url))

@@ -139,7 +139,15 @@ class ObjectFolder:
         def get() -> bytes:
             if begin == 0 and end is None:
                 return bytes(self._fs.cat_file(self._path(name)))
-            return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+            try:
+                return bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+            except _DEFINITE:
+                raise
+            except Exception:  # stores refuse ranges beyond the end
+                size = self.size(name)
+                if size is None or size > begin:
+                    raise
+                return b""
 
         found = self._repeated(get, "reading", name)
         if end is not None and len(found) != end - begin:
@@ -211,8 +219,8 @@ class ObjectFolder:
         while True:
             try:
                 return request()
-            except _DEFINITE:
-                raise
+            except _DEFINITE as error:  # stores do not name the object
+                raise type(error)(f"{doing} {self / name}: {without_credentials(str(error))}") from error
             except Exception as error:
                 if "Credential" in type(error).__name__ or time.monotonic() + pause > deadline:
                     raise self._failed(doing, name, error) from error

@@ -43,8 +43,17 @@ from ..common.checkpoint_files import (
 )
 from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
-from ..common.modules import ShardingArtifacts, find_ties, is_extra_state, load_extra_states, strip_sharding
-from ..common.quantized import check_constants, constants_aside, is_constant, with_constants
+from ..common.modules import (
+    ShardingArtifacts,
+    check_constants,
+    constants_aside,
+    find_ties,
+    is_constant,
+    is_extra_state,
+    load_extra_states,
+    strip_sharding,
+    with_constants,
+)
 from ..common.sharded_tensors import local_part, part_of
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches, replace_for_good

@@ -36,8 +36,7 @@ from ..common.launch import (
     warn_of_other_precision,
 )
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
-from ..common.modules import PRUNING, adapters_of, check_callbacks, refuse_module_of_fsdp
-from ..common.quantized import keep_packing, with_constants
+from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library
 from ..upstream.lightning import (

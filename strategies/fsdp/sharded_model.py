@@ -25,8 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
-from ..common.modules import NAME, SHARDED_FORM, has_extra_state, refuse_module_of_stage_3
-from ..common.quantized import constants_aside
+from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 

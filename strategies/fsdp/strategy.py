@@ -46,8 +46,7 @@ from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradien
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
-from ..common.modules import PRUNING, adapters_of, check_callbacks
-from ..common.quantized import keep_packing, with_constants
+from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, with_constants
 from ..common.sharded_tensors import FlatShard
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states

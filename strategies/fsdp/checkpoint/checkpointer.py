@@ -40,8 +40,14 @@ from ...common.checkpoint_files import (
 )
 from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
-from ...common.modules import ShardingArtifacts, extra_states, is_extra_state, load_extra_states, strip_sharding
-from ...common.quantized import with_constants
+from ...common.modules import (
+    ShardingArtifacts,
+    extra_states,
+    is_extra_state,
+    load_extra_states,
+    strip_sharding,
+    with_constants,
+)
 from ...common.sharded_tensors import gathered, local_part
 from ...common.user_code import running_as_library
 from ...upstream.lightning import (
@@ -61,8 +67,7 @@ from ..step import is_inside
 from ..weights import listed
 from . import loader, state_dict
 from .async_save import AsyncSaver
-from .loader import find_accelerate_folder, read_metadata
-from .object_reader import read_sharded_objects
+from .loader import find_accelerate_folder, read_metadata, read_sharded_objects
 from .optim_state_dict import optimizer_state
 from .planner import SavePlanCache
 from .process_save import HandedSave

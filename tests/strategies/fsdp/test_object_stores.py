@@ -253,6 +253,35 @@ def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: di
         _assert_close(run_on_ranks(2, _resumes_last, folder, which)[0], expected)
 
 
+def _refuses_to_load(url: str) -> str:
+    with pytest.raises(RuntimeError) as error:
+        _fit(2, resume_from=url)
+    return f"{error.value}"
+
+
+def test_damaged_checkpoints_are_errors_that_name_the_object(store: Store) -> None:
+    url, files = f"{URL}/saved.ckpt", store.files()
+    _on(2, epochs=1, save_to=url)
+    shard = next(name for name in store.names("saved.ckpt/") if name.endswith("__1_0.distcp"))
+    damages: dict[str, tuple[str, bytes]] = {
+        f"{shard} ends at byte": (shard, files.cat_file(f"{BUCKET}/saved.ckpt/{shard}")[:100]),
+        f"{shard}": (shard, b""),
+        ".metadata": (".metadata", b""),
+        "accelight.json": (f"{shard.partition('/')[0]}/accelight.json", b"{}"),
+        "meta.pt has": (f"{shard.partition('/')[0]}/meta.pt", b"short"),
+    }
+    for words, (name, content) in damages.items():
+        whole = files.cat_file(f"{BUCKET}/saved.ckpt/{name}")
+        files.pipe_file(f"{BUCKET}/saved.ckpt/{name}", content)
+        for message in run_on_ranks(2, _refuses_to_load, url):
+            assert words in message
+            assert "process" in message
+        files.pipe_file(f"{BUCKET}/saved.ckpt/{name}", whole)
+    files.rm_file(f"{BUCKET}/saved.ckpt/{shard}")
+    for message in run_on_ranks(2, _refuses_to_load, url):
+        assert shard in message
+
+
 def test_torch_reads_the_folder(store: Store, tmp_path: Path) -> None:
     url = f"{URL}/saved.ckpt"
     expected = _on(2, epochs=1, save_to=url)[0]
