@@ -3,8 +3,8 @@
 [Note: generations] Objects cannot be renamed, so a checkpoint cannot take its name when it is complete, as on a file
 system (`atomic_dir`). Instead each save writes its objects under a name of its own, its generation, and last of all
 one object that names them: ``.metadata``, whose relative paths begin with the generation. A store puts an object whole
-or not at all, so whoever reads ``.metadata`` has the previous checkpoint or the new one. After that the save removes
-the objects of all other generations: of the previous checkpoint, and of saves that were killed.
+or not at all, so ``.metadata`` describes either the previous checkpoint or the new one. After that the save removes the
+objects of all other generations: of the previous checkpoint, and of saves that were killed.
 
 Source: the object stores' own promise (Amazon S3's consistency model: a PUT is atomic, and reads after it see it).
 """
@@ -172,8 +172,8 @@ class ObjectFolder:
         except BaseException as error:
             with suppress(Exception):  # parts that are not yet an object; the next save removes what stays
                 stream.discard()
-            if isinstance(error, OSError) and not isinstance(error, _DEFINITE):
-                raise self._failed("writing", name, error) from error
+            if isinstance(error, OSError):
+                raise self._named(error, "writing", name) from error
             raise
 
     def _make_parent(self, name: str) -> None:
@@ -219,17 +219,19 @@ class ObjectFolder:
         while True:
             try:
                 return request()
-            except _DEFINITE as error:  # stores do not name the object
-                raise type(error)(f"{doing} {self / name}: {without_credentials(str(error))}") from error
             except Exception as error:
-                if "Credential" in type(error).__name__ or time.monotonic() + pause > deadline:
-                    raise self._failed(doing, name, error) from error
+                is_definite = isinstance(error, _DEFINITE) or "Credential" in type(error).__name__
+                if is_definite or time.monotonic() + pause > deadline:
+                    raise self._named(error, doing, name) from error
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _failed(self, doing: str, name: str, error: Exception) -> OSError:
-        reason = without_credentials(f"{type(error).__name__}: {error}")
-        return OSError(f"{doing} {self / name} failed: {reason}")
+    def _named(self, error: Exception, doing: str, name: str) -> Exception:
+        """Return an error that names the object, which stores do not."""
+        for kind in _DEFINITE:
+            if isinstance(error, kind):
+                return kind(f"{doing} {self / name}: {without_credentials(str(error))}")
+        return OSError(f"{doing} {self / name} failed: {without_credentials(f'{type(error).__name__}: {error}')}")
 
 
 # ------------------------------------------------------------------------------------------------

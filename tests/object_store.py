@@ -46,6 +46,8 @@ class Store:
     failing: float = 0.0
     """Share of the requests that fail, half of them unanswered."""
     is_down: bool = False
+    forbidden: str = ""
+    """Requests to write objects whose paths have these words are refused."""
     latency_s: float = 0.0
     """Before each answer."""
     bytes_per_s: float = 0.0
@@ -77,10 +79,12 @@ class Store:
         """Return how many bytes of objects whose paths have these words were sent to readers."""
         return sum(one.num_received for one in self.requests if one.method == "GET" and words in one.path)
 
-    def draw(self) -> str:
-        """Return what is to happen to the next request: nothing, ``error``, or ``silence``."""
+    def draw(self, method: str, path: str) -> str:
+        """Return what is to happen to the next request: nothing, ``error``, ``refusal`` or ``silence``."""
         if self.is_down:
             return "silence"
+        if self.forbidden and self.forbidden in path and method in ("PUT", "POST"):
+            return "refusal"
         if self._random.random() >= self.failing:
             return ""
         return self._random.choice(("error", "silence"))
@@ -95,13 +99,13 @@ class _Proxy(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if length else b""
         path, _, query = self.path.partition("?")
-        fate = self.store.draw()
+        fate = self.store.draw(self.command, path)
         if fate == "silence":
             self.store.requests.append(Request(self.command, path, query, 0, len(body), 0))
             self.close_connection = True
             return
-        if fate == "error":
-            status, reason, answer = 503, "Slow Down", b""
+        if fate in ("error", "refusal"):
+            status, reason, answer = (503, "Slow Down", b"") if fate == "error" else (403, "Forbidden", b"")
             headers: list[tuple[str, str]] = []
         else:
             connection = http.client.HTTPConnection("127.0.0.1", self.behind, timeout=60)

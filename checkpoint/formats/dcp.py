@@ -261,13 +261,14 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
     """
     names, skipped = select_model(metadata, None if manifest is None else manifest.model_prefix, str(folder))
     digests = {} if manifest is None else manifest.digests
+    described = description_folder(folder)
     if META_NAME in digests:
-        meta = description_folder(folder) / META_NAME
+        meta = described / META_NAME
         digests[META_NAME].check(meta, read_regular(meta, _MAX_META_BYTES, META_NAME))
     notes: tuple[str, ...] = ()
     epoch = step = None
     try:
-        epoch, step = read_progress(description_folder(folder))
+        epoch, step = read_progress(described)
     except CheckpointError as error:
         notes = (f"epoch and step are not known: {error}",)
     prefix = _prefix(names)
@@ -307,7 +308,7 @@ def _kind(folder: Path, manifest: Manifest | None, prefix: str, unknown: str) ->
         return "accelight"
     if folder.name.startswith("pytorch_model_fsdp_"):
         return "accelerate"
-    if (description_folder(folder) / META_NAME).is_file():
+    if (folder / META_NAME).is_file():
         return {"model": "lightning-fsdp", "state_dict": "lightning-model-parallel"}.get(prefix, "lightning")
     return unknown
 

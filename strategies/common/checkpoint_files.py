@@ -160,6 +160,7 @@ class NewGeneration:
         self.objects = ObjectFolder(url, options)
         self.path = self.objects.url
         self.generation = ""
+        self._may_be_named = False
 
     @property
     def unfinished(self) -> str:
@@ -188,6 +189,7 @@ class NewGeneration:
         """
         for name, content in contents.items():
             self.objects.put(f"{self.generation}/{name}", content)
+        self._may_be_named = True  # from here on, also if the answer to the request is lost
         self.objects.put(METADATA_NAME, description)
         try:
             remove_others(self.objects, self.generation)
@@ -198,14 +200,17 @@ class NewGeneration:
         """Nothing is left to do on the other processes."""
 
     def drop(self) -> None:
-        """Remove what was written, as far as possible, also while others still write."""
+        """Remove what was written, as far as possible, unless the checkpoint may be named already."""
+        if not self.generation or self._may_be_named:
+            return
         with contextlib.suppress(OSError):
-            names = [name for name in self.objects.names() if name.startswith(f"{self.generation}/")]
-            if self.generation:
-                self.objects.remove(names)
-                self.objects.remove_folder(self.generation)
+            self.objects.remove(name for name in self.objects.names() if name.startswith(f"{self.generation}/"))
+            self.objects.remove_folder(self.generation)
 
-    drop_own = drop
+    def drop_own(self) -> None:
+        """Do so on process 0, the one that knows whether it has named the checkpoint."""
+        if dist.get_rank() == 0:
+            self.drop()
 
 
 def folder_named(path: Path | str, options: Mapping[str, Any] | None = None) -> NewFolder | NewGeneration:

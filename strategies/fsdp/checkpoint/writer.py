@@ -300,6 +300,8 @@ class ObjectWriter(FolderWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written: Future[list[WriteResult]] = Future()
         results = FileSystemWriter.write_data(self, plan, planner).wait()
+        if self._streams.error is not None:
+            raise self._streams.error
         written.set_result(self._with_digests(results))
         return written
 
@@ -339,14 +341,20 @@ class _ObjectStreams(FileSystem):
         self._objects = folder.objects
         self.digests: dict[tuple[str, int], int] = {}
         """By object and offset."""
+        self.error: Exception | None = None
+        """What a stream failed with: torch's threads do not report it."""
 
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with self._objects.writing(str(path)) as stream:
-            records = _RecordStream(stream, str(path), self.digests)
-            yield cast("io.IOBase", records)
-            records.end_record()
+        try:
+            with self._objects.writing(str(path)) as stream:
+                records = _RecordStream(stream, str(path), self.digests)
+                yield cast("io.IOBase", records)
+                records.end_record()
+        except Exception as error:
+            self.error = error
+            raise
 
     @override
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.cli import main
 from accelight.strategies import AccelFSDPStrategy, full_state_dict, load_from_checkpoint, newest_checkpoint
+from accelight.strategies.common import checkpoint_files
 from tests.object_store import BUCKET, Store, running_store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
@@ -51,7 +53,7 @@ def store(server: Store) -> Iterator[Store]:
         files.rm_file(name)
     server.requests.clear()
     yield server
-    server.failing, server.is_down = 0.0, False
+    server.failing, server.is_down, server.forbidden = 0.0, False, ""
     os.environ.clear()
     os.environ.update(before)
 
@@ -186,6 +188,36 @@ def test_what_is_no_checkpoint_is_not_overwritten(store: Store) -> None:
     for message in run_on_ranks(2, _refused, f"{URL}/data"):
         assert "s3://bucket/data has objects under it but is not a checkpoint" in message
     assert store.names("data/") == ["train.csv"]
+
+
+def test_an_object_that_cannot_be_written_is_named_on_every_rank(store: Store, expected: dict[str, Tensor]) -> None:
+    """Also where a thread beside the rank's own writes it; the checkpoint before stays."""
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url)
+    before = store.names("saved.ckpt/")
+    store.forbidden = "__1_"
+    for message in run_on_ranks(2, _refused, url):
+        assert "process 1: PermissionError: writing s3://bucket/saved.ckpt/" in message
+        assert "/__1_" in message
+    store.forbidden = ""
+    assert store.names("saved.ckpt/") == before
+    _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+
+
+def _fails_after_naming(url: str) -> str:
+    def fail(*_: Any) -> None:
+        raise KeyError("after the PUT of .metadata")
+
+    with mock.patch.object(checkpoint_files, "remove_others", fail), pytest.raises(RuntimeError) as error:
+        _fit(1, save_to=url)
+    return f"{error.value}"
+
+
+def test_a_checkpoint_that_is_named_is_not_taken_for_a_failed_one(store: Store, expected: dict[str, Tensor]) -> None:
+    url = f"{URL}/saved.ckpt"
+    for message in run_on_ranks(2, _fails_after_naming, url):
+        assert "after the PUT of .metadata" in message
+    _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
 
 
 def test_ranks_read_their_own_bytes_alone(store: Store) -> None:
