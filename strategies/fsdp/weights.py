@@ -591,17 +591,6 @@ def read_slices(
                     part.copy_(found[named.names].read(offsets, sizes))
 
 
-class _Readable(Protocol):
-    """A tensor in a file, or in an object."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of all of it."""
-
-    def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a part of it, and read no more."""
-
-
 @dataclass(frozen=True)
 class _Stored:
     """A tensor in an open file."""
@@ -651,6 +640,9 @@ class _StoredObject:
         for dim in range(1, len(sizes)):
             rows = rows.narrow(dim, offsets[dim], sizes[dim])
         return rows.view(()) if not self.shape else rows
+
+
+_Readable = _Stored | _StoredObject
 
 
 def _tensors_in(path: Path, files: ExitStack) -> tuple[dict[str, _Readable], dict[str, str]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.strategies.orders import ACTIONS, HOOKS, OPTIONS, Event, Fit, Script
@@ -233,3 +234,21 @@ def pick_script(pick: Pick, kind: str) -> Script:
 @st.composite
 def scripts(draw: st.DrawFn, kind: str) -> Script:
     return pick_script(lambda options: draw(st.sampled_from(options)), kind)
+
+
+def for_random_scripts(kind: str, check: Callable[[Script], None], *, number: int, num_scripts: int) -> None:
+    """Check random scripts for a kind of strategy, the same ones for a number each time."""
+
+    @seed(number)
+    @settings(
+        max_examples=num_scripts,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(scripts(kind))
+    def run(script: Script) -> None:
+        check(script)
+
+    run()

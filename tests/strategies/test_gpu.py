@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 
 from tests.gpu import share_a_device
 from tests.ranks import forget_processes, run_on_ranks
 from tests.strategies.orders import Script, check
-from tests.strategies.scripts import FOUND, KINDS, scripts
+from tests.strategies.scripts import FOUND, KINDS, for_random_scripts
 from tests.strategies.trained_optimizers import OPTIMIZERS, problem
 from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, problems
 from tests.strategies.user_patterns import ENGINES
@@ -69,19 +68,8 @@ def test_orders_that_once_trained_wrong(kind: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_orders(kind: str) -> None:
-    @seed(int(os.environ.get("ACCELIGHT_ORDERS_SEED", "0")))
-    @settings(
-        max_examples=NUM_SCRIPTS,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(scripts(kind))
-    def run(script: Script) -> None:
-        _check(script, kind)
-
-    run()
+    number = int(os.environ.get("ACCELIGHT_ORDERS_SEED", "0"))
+    for_random_scripts(kind, lambda script: _check(script, kind), number=number, num_scripts=NUM_SCRIPTS)
 
 
 def _check(script: Script, kind: str) -> None:

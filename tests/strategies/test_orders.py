@@ -6,10 +6,9 @@ import math
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
 
-from tests.strategies.orders import Script, check
-from tests.strategies.scripts import FOUND, KINDS, scripts
+from tests.strategies.orders import check
+from tests.strategies.scripts import FOUND, KINDS, for_random_scripts
 
 IN_ONE_TEST = 5
 NUM_SCRIPTS = int(os.environ.get("ACCELIGHT_ORDERS", "5"))
@@ -38,16 +37,4 @@ def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_orders(number: int, kind: str) -> None:
-    @seed(number)
-    @settings(
-        max_examples=IN_ONE_TEST,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(scripts(kind))
-    def run(script: Script) -> None:
-        check(script, kind)
-
-    run()
+    for_random_scripts(kind, lambda script: check(script, kind), number=number, num_scripts=IN_ONE_TEST)
