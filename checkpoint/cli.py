@@ -172,7 +172,7 @@ def _add_merge(add_parser: AddParser) -> None:
         "ZeRO) into safetensors.",
     )
     add = parser.add_argument
-    add("output_path", metavar="OUT", help="folder for model.safetensors; created if missing")
+    add("output_path", metavar="OUT", help="folder or URL for model.safetensors; created if missing")
     add(
         *_spellings("max-shard-size"),
         type=_checked(_size),

@@ -20,7 +20,7 @@ from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
 from .names import Selection, checked_prefix, patterns, select
 from .object_path import ObjectPath
-from .storage import ObjectFolder, is_remote, remove_checkpoint, source_path
+from .storage import ObjectFolder, remove_checkpoint, source_path
 from .writing.copy import OnBytes, compare_tensors, copy_tensors, same_bytes
 from .writing.plan import (
     ADAPTER_CONFIG,
@@ -33,6 +33,7 @@ from .writing.plan import (
     parse_size,
     stale_files,
 )
+from .writing.upload import upload_plan
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +226,8 @@ def merge_fsdp_weights(
     Args:
         checkpoint_dir: A folder of torch.distributed.checkpoint as Accelerate, Lightning, accelight or torch itself
             save it, a ZeRO folder of DeepSpeed, or the folder above one of these if that holds one model.
-        output_path: Folder for ``model.safetensors``; made where missing. A file of that name is replaced.
+        output_path: Folder for ``model.safetensors``; made where missing. A file of that name is replaced. It may be
+            the URL of an object store; one that has the checkpoint, too, copies the bytes itself where it can.
         safe_serialization: False writes ``pytorch_model.bin`` instead, with the full model in memory.
         remove_checkpoint_dir: Remove the folder that was merged, after the output was read back and compared. Beside
             one it was given, an optimizer's folder stays; DeepSpeed's ``latest`` goes with the tag folder it names.
@@ -243,10 +245,10 @@ def merge_fsdp_weights(
             default, refuses that.
         merge_adapter: Write the base, with this adapter merged into it as PEFT's ``merge_and_unload()`` does it; True
             takes the only one. Needs peft, and a checkpoint with the base.
-        threads: How many copy; None takes what was measured to be best.
+        threads: How many copy; None takes what was measured to be best. Five upload to an object store.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
-        verify: Read the output back and compare every byte with its source before it gets its name, and the source
-            with the checksums that torch wrote when it was saved.
+        verify: Read the output back and compare every byte with its source before it gets its name (in an object
+            store, after that), and the source with the checksums that torch wrote when it was saved.
 
     Returns:
         What was written, tied and left out.
@@ -261,11 +263,9 @@ def merge_fsdp_weights(
     """
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ValueError(f"threads must be at least 1, or None, got {threads!r}.")
-    if is_remote(output_path):
-        raise ValueError(f"{output_path}: merged weights must be on a file system. Merge to a path, and upload it.")
     request = _Request(
         checkpoint_dir=source_path(checkpoint_dir),
-        output_path=Path(output_path),
+        output_path=source_path(output_path),
         safe=safe_serialization,
         remove=remove_checkpoint_dir,
         max_shard_bytes=None if max_shard_size is None else parse_size(max_shard_size),
@@ -311,6 +311,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         adapter=request.adapter,
         merge_adapter=request.merge_adapter,
         is_raw=request.is_raw,
+        by_size=request.safe and _is_copied_in_store(found.folder, request.output_path),
     )
     check_conflicts(request.output_path, plan)
     config = None if request.adapter is None else _adapter_config(found, request.adapter)
@@ -328,11 +329,25 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         destination=request.output_path,
         files=tuple(names),
         num_tensors=sum(len(file.tensors) for file in plan.files),
-        num_bytes=sum((request.output_path / name).stat().st_size for name in names),
+        num_bytes=_num_bytes(request.output_path, names),
         seconds=time.monotonic() - started,
         ties=dict(selection.ties),
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
+    )
+
+
+def _num_bytes(folder: Path, names: Iterable[str]) -> int:
+    written = ObjectPath(folder.store, folder.name_in_store) if isinstance(folder, ObjectPath) else folder
+    return sum((written / name).stat().st_size for name in names)
+
+
+def _is_copied_in_store(source: Path, output: Path) -> bool:
+    """Return whether a store copies the bytes itself, for which small tensors should adjoin."""
+    return (
+        isinstance(source, ObjectPath)
+        and isinstance(output, ObjectPath)
+        and ObjectFolder.of(output).can_copy_from(source)
     )
 
 
@@ -353,6 +368,7 @@ def plan_merge(
     adapter: str | None = None,
     merge_adapter: str | None = None,
     is_raw: bool = True,
+    by_size: bool = False,
 ) -> tuple[Source, Selection, Plan]:
     """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
     source, manifest = found.format.open(found.folder)
@@ -380,6 +396,7 @@ def plan_merge(
         infos=source.tensors,
         stem=None if adapter is None else "adapter_model",
         computed=computed,
+        by_size=by_size,
     )
     return source, selection, plan
 
@@ -408,6 +425,23 @@ def _write(
     config: bytes | None = None,
 ) -> None:
     progress.start(plan.num_bytes * (3 if request.verify else 1))
+    if isinstance(request.output_path, ObjectPath):
+        if request.verify:
+            check(progress.add)
+        try:
+            upload_plan(
+                plan,
+                request.output_path,
+                is_safe=request.safe,
+                is_verified=request.verify,
+                companions={} if config is None else {ADAPTER_CONFIG: config},
+                stale=stale_files(request.output_path, plan),
+                on_bytes=progress.add,
+            )
+            progress.finish()
+        finally:
+            progress.close()
+        return
     try:
         with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
             if request.safe:

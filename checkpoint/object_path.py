@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 PART_BYTES = 8 * 2**20
 """What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
 _SMALL_BYTES = 64 * 1024
-"""A request below this is for a header."""
+"""A request of this or less is for a header."""
 _Base: Any = object
 if TYPE_CHECKING:
     _Base = Path
@@ -62,6 +62,11 @@ class ObjectPath(_Base):  # type: ignore[misc] # to a type checker a Path, whose
     def store(self) -> Store:
         """Where it is."""
         return self._store
+
+    @property
+    def name_in_store(self) -> str:
+        """The name there; nothing for all of it."""
+        return self._name
 
     @property
     def name(self) -> str:
@@ -162,11 +167,15 @@ class ObjectFile:
             return b""
         begin = offset - self._ahead_from
         if not 0 <= begin <= begin + end - offset <= len(self._ahead):
-            is_read_on = offset == self._end and num_bytes >= _SMALL_BYTES
+            is_read_on = offset == self._end and num_bytes > _SMALL_BYTES
             to = min(max(end, offset + PART_BYTES), self.size) if is_read_on else end
+            self._ahead = b""  # not in memory beside what comes
             self._ahead, self._ahead_from, begin = self._store.read(self._name, offset, to), offset, 0
         self._end = end
-        return self._ahead[begin : begin + end - offset]
+        found = self._ahead[begin : begin + end - offset]
+        if begin + end - offset == len(self._ahead):
+            self._ahead = b""
+        return found
 
     def preadv(self, vectors: Sequence[memoryview], offset: int) -> int:
         """Fill ``vectors`` as ``os.preadv`` does."""

@@ -11,6 +11,7 @@ Source: the object stores' own promise (Amazon S3's consistency model: a PUT is 
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -176,6 +177,82 @@ class ObjectFolder:
                 raise self._named(error, "writing", name) from error
             raise
 
+    @contextmanager
+    def replacing(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a stream as `writing` does; in a store with folders, too, the name means all of it or the one before.
+
+        There it is ``.NAME.unfinished`` until then, for the next attempt to overwrite where this one is killed.
+        """
+        if self.has_buckets:
+            with self.writing(name) as stream:
+                yield stream
+            return
+        folder, slash, last = name.rpartition("/")
+        unfinished = f"{folder}{slash}.{last}.unfinished"
+        try:
+            with self.writing(unfinished) as stream:
+                yield stream
+            self._repeated(lambda: self._move(unfinished, name), "writing", name)
+        except BaseException:
+            with suppress(Exception):
+                self.remove([unfinished])
+            raise
+
+    def _move(self, name: str, to: str) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._path(name)):  # else an earlier attempt has moved it
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(to))  # no store replaces by a move for certain
+            self._fs.mv(self._path(name), self._path(to))
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a stream of an object, which can be searched."""
+        stream = self._repeated(lambda: self._fs.open(self._path(name), "rb", block_size=PART_BYTES), "reading", name)
+        with stream:
+            yield stream
+
+    @classmethod
+    def of(cls, path: ObjectPath) -> ObjectFolder:
+        """Return the folder that a path is."""
+        store = path.store
+        assert isinstance(store, cls)
+        return store if path.name_in_store == "" else store.below(path.name_in_store)
+
+    def below(self, name: str) -> ObjectFolder:
+        """Return the folder of a name, in the same store."""
+        other = copy.copy(self)
+        other._root, other.url = self._path(name), self / name
+        return other
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether an object can be uploaded in parts of any order, see `begin_upload`: S3."""
+        return hasattr(self._fs, "call_s3")
+
+    def begin_upload(self, name: str) -> Upload:
+        """Begin an object that is uploaded in parts, where the store `takes_parts`."""
+        return Upload(self, name)
+
+    def can_copy_from(self, path: ObjectPath) -> bool:
+        """Return whether the store can copy an object itself: it is in the same store, for the same user."""
+        store = path.store
+        return self.takes_parts and isinstance(store, ObjectFolder) and store._fs is self._fs
+
+    def copy_source(self) -> dict[str, str]:
+        """Return what S3 calls this object as the source of a copy."""
+        bucket, key, _ = self._fs.split_path(self._root)
+        return {"Bucket": bucket, "Key": key}
+
+    def request(self, doing: str, name: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """Make a request of S3's protocol about an object; see boto3's methods of a client."""
+        bucket, key, _ = self._fs.split_path(self._path(name))
+
+        def call() -> dict[str, Any]:
+            return dict(self._fs.call_s3(method, Bucket=bucket, Key=key, **arguments))
+
+        return self._repeated(call, doing, name)
+
     def _make_parent(self, name: str) -> None:
         """Make the folders above an object, where the store has folders."""
         if not self.has_buckets:
@@ -199,18 +276,18 @@ class ObjectFolder:
             with suppress(FileNotFoundError):
                 self._fs.rm(self._path(name), recursive=True)
 
-    def remove_uploads(self, kept: str = "") -> None:
+    def remove_uploads(self, is_left: Callable[[str], bool]) -> None:
         """Abort uploads in parts that killed processes have left under this URL (S3).
 
         Args:
-            kept: A generation whose uploads continue.
+            is_left: Returns whether the object of a name is to be given up.
         """
         if not (hasattr(self._fs, "list_multipart_uploads") and hasattr(self._fs, "abort_mpu")):
             return
         bucket, _, prefix = self._root.partition("/")
         for upload in self._repeated(lambda: self._fs.list_multipart_uploads(bucket), "listing uploads of", "") or ():
             key = upload["Key"]
-            if key.startswith(f"{prefix}/") and not (kept and key.startswith(f"{prefix}/{kept}/")):
+            if key.startswith(f"{prefix}/") and is_left(key.removeprefix(f"{prefix}/")):
                 with suppress(Exception):
                     self._fs.abort_mpu(bucket, key, upload["UploadId"])
 
@@ -232,6 +309,51 @@ class ObjectFolder:
             if isinstance(error, kind):
                 return kind(f"{doing} {self / name}: {without_credentials(str(error))}")
         return OSError(f"{doing} {self / name} failed: {without_credentials(f'{type(error).__name__}: {error}')}")
+
+
+class Upload:
+    """An object in parts, which is there when it is `complete`. Parts come in any order, from several threads.
+
+    Source: Amazon S3's multipart upload: 1 to 10,000 parts, all but the last of at least 5 MiB and at most 5 GiB.
+    """
+
+    def __init__(self, folder: ObjectFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._id = self._request("create_multipart_upload")["UploadId"]
+        self._parts: dict[int, dict[str, Any]] = {}
+
+    def _request(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return self._folder.request("writing", self._name, method, **arguments)
+
+    def put(self, number: int, content: bytes | bytearray) -> None:
+        """Upload a part; numbers begin at 1."""
+        answer = self._request("upload_part", UploadId=self._id, PartNumber=number, Body=bytes(content))
+        self._keep(number, answer)
+
+    def copy(self, number: int, source: ObjectPath, begin: int, end: int) -> None:
+        """Let the store copy bytes of another of its objects as a part."""
+        answer = self._request(
+            "upload_part_copy",
+            UploadId=self._id,
+            PartNumber=number,
+            CopySource=ObjectFolder.of(source).copy_source(),
+            CopySourceRange=f"bytes={begin}-{end - 1}",
+        )
+        self._keep(number, answer["CopyPartResult"])
+
+    def _keep(self, number: int, answer: Mapping[str, Any]) -> None:
+        sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"}
+        self._parts[number] = {"PartNumber": number, "ETag": answer["ETag"], **sums}
+
+    def complete(self) -> None:
+        """Put the parts together: the object is there."""
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        self._request("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+
+    def abort(self) -> None:
+        """Give the parts up, as far as possible."""
+        with suppress(Exception):
+            self._request("abort_multipart_upload", UploadId=self._id)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -285,7 +407,7 @@ def remove_others(folder: ObjectFolder, generation: str) -> None:
     folder.remove(others)
     for name in {name.partition("/")[0] for name in others if "/" in name}:
         folder.remove_folder(name)
-    folder.remove_uploads(generation)
+    folder.remove_uploads(lambda name: not name.startswith(f"{generation}/"))
     if folder.size() is not None:  # a checkpoint in one object had this name
         folder.remove([""])
 
@@ -295,6 +417,6 @@ def remove_checkpoint(folder: ObjectFolder) -> None:
     names = folder.names()
     own = [name for name in names if is_own(name)]
     folder.remove(sorted(own, key=lambda name: name != METADATA_NAME))
-    folder.remove_uploads()
+    folder.remove_uploads(lambda _: True)
     if len(own) == len(names):
         folder.remove_folder()

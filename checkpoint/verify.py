@@ -9,7 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .files import BLOCK_BYTES, CheckpointError, FilePool, file_inside, human_bytes, open_file, printable_message
+from .files import (
+    BLOCK_BYTES,
+    CheckpointError,
+    Descriptor,
+    FilePool,
+    close,
+    file_inside,
+    human_bytes,
+    open_regular,
+    printable_message,
+)
 from .formats.base import (
     DType,
     FileTensor,
@@ -26,6 +36,7 @@ from .formats.torch_save import read_state_dict_file
 from .locate import Weights, find_checkpoint
 from .merge import Progress, ProgressCallback
 from .names import Selection, checked_prefix, patterns, select
+from .storage import source_path
 from .writing.copy import OnBytes, blocks_of, first_difference
 from .writing.plan import RESULT_NAMES, PlannedTensor
 
@@ -107,7 +118,7 @@ def verify_merged(
     found = find_checkpoint(checkpoint_dir, weights)
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
-    files, differences = read_result(Path(output_path))
+    files, differences = read_result(source_path(output_path))
     expected = _expected(selection, files)
     located = source.locate(set(expected.values()))
     comparison = _Comparison({name: located[one] for name, one in expected.items()}, target or source.dtype, shown.add)
@@ -159,14 +170,14 @@ class _Comparison:
         """Return what is wrong with each tensor of a file that is not as expected."""
         files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
         wrong: dict[str, str] = {}
-        fd = open_file(file.path)
+        fd = open_regular(file.path)
         try:
             for name, found in file.tensors.items():
                 why = self._describe(name, found) or self._bytes(name, found, file.path, fd, files, buffer)
                 if why is not None:
                     wrong[name] = f"{file.path.name}: {why}"
         finally:
-            os.close(fd)
+            close(fd)
             files.close()
         return wrong
 
@@ -183,7 +194,7 @@ class _Comparison:
         return f"{found.dtype.name} {list(found.shape)}, expected {dtype.name} {list(tensor.shape)}"
 
     def _bytes(
-        self, name: str, found: FileTensor, path: Path, fd: int, files: FilePool, buffer: memoryview
+        self, name: str, found: FileTensor, path: Path, fd: Descriptor, files: FilePool, buffer: memoryview
     ) -> str | None:
         tensor = self._expected[name]
         planned = PlannedTensor(name, tensor, self._wanted(tensor), None, found.start)

@@ -64,6 +64,22 @@ class Store:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    @contextlib.contextmanager
+    def empty(self) -> Iterator[None]:
+        """Let the body of a test begin with no object and no request, and let no fault outlive it."""
+        before = dict(os.environ)
+        os.environ.update(self.environment)
+        files = self.files()
+        for name in files.find(BUCKET):
+            files.rm_file(name)
+        self.requests.clear()
+        try:
+            yield
+        finally:
+            self.failing, self.is_down, self.forbidden, self.latency_s = 0.0, False, "", 0.0
+            os.environ.clear()
+            os.environ.update(before)
+
     def files(self) -> Any:
         """Return the file system, as fsspec has it, without anything that it keeps."""
         from s3fs import S3FileSystem
@@ -181,6 +197,7 @@ def running_store() -> Iterator[Store]:
         thread.start()
         before = dict(os.environ)
         os.environ.update(store.environment)
+        store.files().clear_instance_cache()  # fsspec keeps file systems, whatever the environment is by now
         try:
             store.files().mkdir(BUCKET)
             yield store

@@ -47,6 +47,8 @@ def lay_out(
     names: Iterable[str],
     describe: Callable[[str], Entry],
     metadata: Mapping[str, str],
+    *,
+    by_size: bool = False,
 ) -> Layout:
     """Return the header of a file, and where its tensors lie.
 
@@ -54,6 +56,7 @@ def lay_out(
         names: Of the tensors.
         describe: Returns a tensor's entry.
         metadata: The header's.
+        by_size: Put the smallest first, among those of one alignment; else by name, as the library does.
 
     Raises:
         CheckpointError: If safetensors has no word for a dtype, a name is no text, or the header grows too large.
@@ -64,7 +67,7 @@ def lay_out(
         by_rank.setdefault(describe(name).dtype.rank, []).append(name)
     for rank in sorted(by_rank, reverse=True):
         own = by_rank.pop(rank)
-        own.sort()
+        own.sort(key=(lambda name: (describe(name).num_bytes, name)) if by_size else None)
         ordered += own
     parts, blocks = [f'{{"__metadata__":{_json(dict(metadata))}'], []
     starts, position = array("q"), 0

@@ -7,7 +7,6 @@ Measured on ext4 (1 GB from two files, fsync included): ``pread`` and ``pwrite``
 from __future__ import annotations
 
 import io
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ..files import (
     FilePool,
     close,
     open_regular,
+    read_at,
     read_exactly,
     write_exactly,
 )
@@ -301,13 +301,13 @@ def blocks_of(tensor: PlannedTensor, files: FilePool, buffer: memoryview) -> Ite
     return _converted(TensorReader(tensor.source, files).blocks(buffer), tensor)
 
 
-def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterator[_Work]:
+def _all_work(planned: list[tuple[PlannedFile, int]]) -> Iterator[_Work]:
     """Yield the work in the output's order; short runs are put together up to one block."""
     for file, fd in planned:
         runs: list[Run] = []
         start = stop = 0
         for tensor in file.tensors:
-            for run in _runs(tensor, files):
+            for run in _runs(tensor):
                 if run is None:
                     yield _Work(fd, tensor.start, [], tensor)
                     continue
@@ -322,15 +322,17 @@ def _all_work(planned: list[tuple[PlannedFile, int]], files: FilePool) -> Iterat
             yield _Work(fd, start, runs)
 
 
-def _runs(tensor: PlannedTensor, files: FilePool) -> Iterator[Run | None]:
+def runs_of(tensor: PlannedTensor) -> Iterable[Run] | None:
+    """Return a tensor as runs of bytes that the output has, too; None if its bytes must be put together first."""
+    if tensor.dtype is not tensor.source.dtype or tensor.compute is not None:
+        return None
+    runs = _rows(tensor.source)
+    return TensorReader(tensor.source, FilePool()).runs() if runs is None else runs
+
+
+def _runs(tensor: PlannedTensor) -> Iterator[Run | None]:
     """Yield a tensor's runs, long ones in parts; None alone if its bytes must be put together first."""
-    source = tensor.source
-    if tensor.dtype is not source.dtype or tensor.compute is not None:
-        yield None
-        return
-    runs: Iterable[Run] | None = _rows(source)
-    if runs is None:
-        runs = TensorReader(source, files).runs()
+    runs = runs_of(tensor)
     if runs is None:
         yield None
         return
@@ -436,13 +438,11 @@ def copy_tensors(planned: list[tuple[PlannedFile, int]], threads: int, on_bytes:
             write_exactly(fd, memoryview(block), position)
             position += len(block)
         on_bytes(position)
-    files = FilePool()
-    copier = _Copier(_all_work(planned, files))
+    copier = _Copier(_all_work(planned))
     if threads == 1:
         copier.run(on_bytes)
     else:
         _run_threads(copier, threads, on_bytes)
-    files.close()
     if copier.error is not None:
         raise copier.error
 
@@ -463,7 +463,7 @@ def _run_threads(copier: _Copier, threads: int, on_bytes: OnBytes) -> None:
     on_bytes(copier.take_bytes())
 
 
-def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
+def compare_tensors(file: PlannedFile, fd: Descriptor, on_bytes: OnBytes) -> None:
     """Compare what a written file holds with its sources, byte for byte.
 
     Raises:
@@ -471,7 +471,7 @@ def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
     """
     position = 0
     for block in file.header:
-        if os.pread(fd, len(block), position) != block:
+        if read_at(fd, len(block), position) != block:
             raise CheckpointError(f"{file.name}: the header read back is not the one written. The disk may be failing.")
         position += len(block)
     files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
@@ -488,11 +488,11 @@ def compare_tensors(file: PlannedFile, fd: int, on_bytes: OnBytes) -> None:
 
 
 def first_difference(
-    tensor: PlannedTensor, fd: int, files: FilePool, buffer: memoryview, on_bytes: OnBytes
+    tensor: PlannedTensor, fd: Descriptor, files: FilePool, buffer: memoryview, on_bytes: OnBytes
 ) -> int | None:
     """Return the first byte of a tensor in which a written file differs from the source; None if they are equal."""
     for position, block in blocks_of(tensor, files, buffer):
-        expected, found = bytes(block), os.pread(fd, len(block), tensor.start + position)  # bytes: a memcmp
+        expected, found = bytes(block), read_at(fd, len(block), tensor.start + position)  # bytes: a memcmp
         if found != expected:
             same = (one == other for one, other in zip(found, expected, strict=False))
             return position + next((index for index, equal in enumerate(same) if not equal), len(found))

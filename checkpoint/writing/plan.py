@@ -133,6 +133,7 @@ def make_plan(
     infos: Mapping[str, TensorInfo] | None = None,
     stem: str | None = None,
     computed: Mapping[str, Compute] = MappingProxyType({}),
+    by_size: bool = False,
 ) -> Plan:
     """Lay the output out.
 
@@ -145,6 +146,7 @@ def make_plan(
         infos: What of them is known without their bytes, where that is quicker.
         stem: How files are named; None for the names of models.
         computed: What computes tensors that are not the source's, by their names in the output.
+        by_size: Order the tensors of a safetensors file by size, so that small ones adjoin.
 
     Raises:
         CheckpointError: If nothing is written, or safetensors cannot hold something.
@@ -175,7 +177,7 @@ def make_plan(
     for file_name, group in zip(file_names(len(groups), stem, suffix), groups, strict=True):
         members = set(group) if selection.ties else set()
         ties = {alias: name for alias, name in selection.ties.items() if name in members}
-        files.append(_plan_file(file_name, group, entry, describe, ties, safe))
+        files.append(_plan_file(file_name, group, entry, describe, ties, safe, by_size))
         if len(groups) > 1:
             file_of |= dict.fromkeys([*group, *([] if safe else ties)], file_name)  # torch's files hold both names
     if len(files) == 1:
@@ -190,6 +192,7 @@ def _plan_file(
     describe: Callable[[str], Described],
     ties: Mapping[str, str],
     safe: bool,
+    by_size: bool,
 ) -> PlannedFile:
     if not safe:
         num_bytes = sum(entry(fqn).num_bytes for fqn in members)
@@ -197,7 +200,7 @@ def _plan_file(
     if "format" in ties:
         raise CheckpointError("A tied tensor is named 'format', which the safetensors header reserves.")
     metadata = {"format": "pt", **dict(sorted(ties.items()))}
-    laid_out = lay_out(members, entry, metadata)
+    laid_out = lay_out(members, entry, metadata, by_size=by_size)
     tensors = PlannedTensors(laid_out.names, describe, laid_out.starts)
     return PlannedFile(name, laid_out.header, laid_out.num_bytes, tensors, ties)
 
@@ -304,7 +307,7 @@ def check_destination(source: Path, output: Path, *, remove: bool) -> None:
         return
     if remove and source.is_symlink():
         raise ValueError(f"remove_checkpoint_dir=True, but {source} is a link. Pass the folder it points to.")
-    if remove and output.resolve().is_relative_to(source.resolve()):
+    if remove and not isinstance(output, ObjectPath) and output.resolve().is_relative_to(source.resolve()):
         raise ValueError(
             f"remove_checkpoint_dir=True would remove the output with it: {output} is inside {source}. "
             f"Choose an output folder outside the checkpoint."

@@ -46,16 +46,8 @@ def server() -> Iterator[Store]:
 
 @pytest.fixture
 def store(server: Store) -> Iterator[Store]:
-    before = dict(os.environ)
-    os.environ.update(server.environment)
-    files = server.files()
-    for name in files.find(BUCKET):
-        files.rm_file(name)
-    server.requests.clear()
-    yield server
-    server.failing, server.is_down, server.forbidden = 0.0, False, ""
-    os.environ.clear()
-    os.environ.update(before)
+    with server.empty():
+        yield server
 
 
 class Module(LightningModule):
@@ -480,11 +472,6 @@ def test_inspecting_reads_descriptions_alone(store: Store) -> None:
     assert (info.global_step, info.has_optimizer) == (BATCHES, True)
     assert store.num_received(".distcp") == 0
     assert main(["inspect", url]) == 0
-
-
-def test_the_output_of_a_merge_is_a_path(store: Store) -> None:
-    with pytest.raises(ValueError, match=r"s3://bucket/merged: merged weights must be on a file system"):
-        merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged")
 
 
 def _newest(folder: str) -> str | None:

@@ -1,0 +1,191 @@
+"""Merges whose output is an object store: S3's protocol, and a store with folders."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from accelight.checkpoint import CheckpointError, merge_fsdp_weights, verify_merged
+from accelight.checkpoint.cli import main
+from accelight.checkpoint.storage import ObjectFolder
+from tests.object_store import BUCKET, Store, running_store
+
+URL = f"s3://{BUCKET}"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: Store) -> Iterator[Store]:
+    with server.empty():
+        yield server
+
+
+def _weights(rows: int = 2048, layers: int = 2) -> dict[str, Tensor]:
+    """Matrices of ``rows`` KiB, and small tensors beside each."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(layers):
+        weights[f"layer{layer}.norm"] = torch.randn(1001, generator=generator)
+        weights[f"layer{layer}.matrix"] = torch.randn(rows, 256, generator=generator)
+        weights[f"layer{layer}.half"] = torch.randn(333, 3, generator=generator).to(torch.bfloat16)
+    return weights
+
+
+def _save(folder: Path, weights: dict[str, Tensor]) -> Path:
+    save({"state_dict": weights}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def _merged(store: Store, name: str) -> dict[str, Tensor]:
+    return load(store.files().cat_file(f"{BUCKET}/{name}/model.safetensors"))
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert found[name].dtype == one.dtype
+        assert torch.equal(found[name], one), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save(tmp_path_factory.mktemp("local") / "saved", _weights(16 * 1024))
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"max_shard_size": "17MB"}, {"safe_serialization": False}])
+def test_the_output_equals_that_on_a_disk(
+    options: dict[str, object], store: Store, saved: Path, tmp_path: Path
+) -> None:
+    local = merge_fsdp_weights(saved, tmp_path / "merged", **options)  # type: ignore[arg-type]
+    report = merge_fsdp_weights(saved, f"{URL}/merged", **options)  # type: ignore[arg-type]
+    assert (report.files, report.num_bytes) == (local.files, local.num_bytes)
+    for name in report.files:
+        assert store.files().cat_file(f"{BUCKET}/merged/{name}") == (tmp_path / "merged" / name).read_bytes()
+    assert store.names("merged/") == sorted(report.files)
+    assert verify_merged(saved, f"{URL}/merged", dtype=options.get("dtype")).is_equal  # type: ignore[arg-type]
+
+
+def test_the_store_copies_what_it_has(store: Store, saved: Path) -> None:
+    """Of 32 MiB, what is sent and read is a part of 5 MiB at most: the header's, with the small tensors."""
+    store.files().put(f"{saved}/", f"{BUCKET}/saved.ckpt/", recursive=True)
+    store.requests.clear()
+    merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged")
+    sent = sum(one.num_sent for one in store.requests if one.method in ("PUT", "POST"))
+    assert sent < 5.1 * MIB
+    assert store.num_received(".distcp") < 5.2 * MIB  # with the records' headers
+    _assert_equal(_merged(store, "merged"), _weights(16 * 1024))
+    assert main(["verify", f"{URL}/saved.ckpt", f"{URL}/merged"]) == 0
+
+
+@pytest.mark.exhaustive
+def test_less_than_a_hundredth_passes_through_this_process(store: Store, tmp_path: Path) -> None:
+    weights = _weights(270 * 1024, 2)
+    store.files().put(f"{_save(tmp_path / 'saved', weights)}/", f"{BUCKET}/saved.ckpt/", recursive=True)
+    store.requests.clear()
+    assert main(["merge-weights", f"{URL}/saved.ckpt", f"{URL}/merged"]) == 0
+    passed = sum(
+        one.num_sent + one.num_received for one in store.requests if ".ckpt" in one.path or "merged" in one.path
+    )
+    assert passed < 2 * 0.01 * 2 * 270 * MIB  # read and sent
+    _assert_equal(_merged(store, "merged"), weights)
+
+
+def test_a_merge_replaces_an_earlier_one(store: Store, saved: Path, tmp_path: Path) -> None:
+    merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="17MB")
+    store.files().pipe_file(f"{BUCKET}/merged/notes.txt", b"a user's")
+    report = merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="30MB")
+    assert store.names("merged/") == sorted([*report.files, "notes.txt"])
+    with pytest.raises(ValueError, match=r"s3://bucket/merged holds .*, which loaders prefer to pytorch_model\.bin"):
+        merge_fsdp_weights(saved, f"{URL}/merged", safe_serialization=False)
+
+
+def test_a_checkpoint_is_compared_and_removed(store: Store, saved: Path) -> None:
+    store.files().put(f"{saved}/", f"{BUCKET}/saved.ckpt/", recursive=True)
+    merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged", remove_checkpoint_dir=True)
+    assert store.names("") == ["merged/model.safetensors"]
+    _assert_equal(_merged(store, "merged"), _weights(16 * 1024))
+
+
+def test_requests_that_fail_are_repeated(store: Store, saved: Path) -> None:
+    store.failing = 0.1
+    merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="17MB", verify=True)
+    store.failing = 0.0
+    assert verify_merged(saved, f"{URL}/merged").is_equal
+
+
+def test_what_cannot_be_written_is_named_and_leaves_nothing(store: Store, saved: Path) -> None:
+    store.forbidden = "merged"
+    with pytest.raises(PermissionError, match=r"writing s3://bucket/merged/model\.safetensors"):
+        merge_fsdp_weights(saved, f"{URL}/merged")
+    store.forbidden = ""
+    assert store.names("") == []
+
+
+def test_a_damaged_source_leaves_the_output_before(store: Store, saved: Path, tmp_path: Path) -> None:
+    merge_fsdp_weights(saved, f"{URL}/merged")
+    before = store.files().cat_file(f"{BUCKET}/merged/model.safetensors")
+    damaged = _save(tmp_path / "saved", {name: 2 * one for name, one in _weights(16 * 1024).items()})
+    [data] = damaged.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 4] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="CRC"):
+        merge_fsdp_weights(damaged, f"{URL}/merged", verify=True)
+    assert store.files().cat_file(f"{BUCKET}/merged/model.safetensors") == before
+    assert _uploads(store) == []
+
+
+def _uploads(store: Store) -> list[str]:
+    return [one["Key"] for one in store.files().list_multipart_uploads(BUCKET)]
+
+
+def test_a_killed_merge_leaves_the_output_before(store: Store, saved: Path, tmp_path: Path) -> None:
+    merge_fsdp_weights(saved, f"{URL}/merged")
+    before = store.files().cat_file(f"{BUCKET}/merged/model.safetensors")
+    other = _save(tmp_path / "saved", {name: 2 * one for name, one in _weights(16 * 1024).items()})
+    store.latency_s = 1.0
+    store.requests.clear()
+    merge = subprocess.Popen([sys.executable, "-m", "accelight", "merge-weights", str(other), f"{URL}/merged"])
+    deadline = time.monotonic() + 60
+    while not any(one.method == "PUT" for one in store.requests):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(merge.pid, signal.SIGKILL)
+    merge.wait()
+    store.latency_s = 0.0
+    assert store.files().cat_file(f"{BUCKET}/merged/model.safetensors") == before
+    assert _uploads(store) == ["merged/model.safetensors"]
+    merge_fsdp_weights(other, f"{URL}/merged")
+    assert _uploads(store) == []
+    assert torch.equal(_merged(store, "merged")["layer0.norm"], 2 * _weights()["layer0.norm"])
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "17MB"}, {"safe_serialization": False}, {"verify": True}])
+def test_a_store_with_folders_gets_whole_files(options: dict[str, object], saved: Path, tmp_path: Path) -> None:
+    url = f"memory:/{tmp_path}/merged"
+    report = merge_fsdp_weights(saved, url, **options)  # type: ignore[arg-type]
+    merge_fsdp_weights(saved, url, **options)  # type: ignore[arg-type]
+    merge_fsdp_weights(saved, tmp_path / "merged", **options)  # type: ignore[arg-type]
+    assert ObjectFolder(url).names() == sorted(report.files)
+    for name in report.files:
+        with fsspec.open(f"{url}/{name}", "rb") as stream:
+            assert stream.read() == (tmp_path / "merged" / name).read_bytes()
