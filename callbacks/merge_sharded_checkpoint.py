@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -31,8 +32,11 @@ from typing_extensions import override
 
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.formats.base import conversion_target
+from ..checkpoint.formats.dcp_metadata import METADATA_NAME
 from ..checkpoint.merge import run_on_main
 from ..checkpoint.names import checked_prefix, clean_name
+from ..checkpoint.object_path import ObjectPath
+from ..checkpoint.storage import ObjectFolder, has_checkpoint, is_remote, without_credentials
 from ..checkpoint.writing.plan import parse_size
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import local_path
@@ -66,7 +70,8 @@ class MergeShardedCheckpoint(Callback):
 
     Args:
         output_dir: Folder for ``model.safetensors``; with ``when="every_save"``, for one such folder for each
-            checkpoint, under the checkpoint's name without its ending.
+            checkpoint, under the checkpoint's name without its ending. It may be a URL of an object store, and so may
+            sharded checkpoints be; credentials come from the environment.
         when: ``"fit_end"`` merges one checkpoint after training: see ``which``. ``"every_save"`` merges each.
         safe_serialization: False writes ``pytorch_model.bin``.
         remove_checkpoint_dir: Remove each checkpoint that was merged, after the result was read back and compared.
@@ -120,7 +125,7 @@ class MergeShardedCheckpoint(Callback):
         if (adapter or merge_adapter) and strip_prefix is not None:
             raise ValueError("adapter and merge_adapter write PEFT's or the base's names: omit strip_prefix.")
         conversion_target(dtype)
-        self.output_dir = local_path(os.fspath(output_dir), "merged weights")
+        self.output_dir = _place(output_dir)
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
         self.weights, self.adapter, self.merge_adapter = weights, adapter, merge_adapter
@@ -201,18 +206,20 @@ class MergeShardedCheckpoint(Callback):
             return
         if trainer.ckpt_path is not None:  # was being saved when its state was taken
             restored.append(str(trainer.ckpt_path))
-        for checkpoint in map(Path, dict.fromkeys(restored)):
-            if checkpoint.exists():
+        for checkpoint in map(_place, dict.fromkeys(restored)):
+            if _exists(checkpoint):
                 self._submit(MergeJob(checkpoint, self._output_for(checkpoint)))
 
     def _saving(self, trainer: Trainer, save: Callable[..., None]) -> Callable[..., None]:
         """Return the strategy's ``save_checkpoint`` that reports each checkpoint: every save goes through it."""
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-            path = _file_system_path(filepath)
+            path = _place(filepath)
+            if isinstance(path, ObjectPath):
+                _check_sharded(path, trainer)
             if self.when == "every_save":
                 run_on_main(partial(self._make_way, path))  # a merge may still read what is about to be overwritten
-            before = identity_of(path)
+            before = identity_of(path) if self._queue is not None else None
             save(checkpoint, filepath, storage_options=storage_options)
             self._last_saved, self._num_saved = path, self._num_saved + 1
             if self.when == "every_save":
@@ -225,14 +232,14 @@ class MergeShardedCheckpoint(Callback):
             self._queue.wait_for(path)
             self._remove_waiting()
 
-    def _merge_saved(self, trainer: Trainer, path: Path, before: tuple[int, int] | None) -> None:
+    def _merge_saved(self, trainer: Trainer, path: Path, before: object) -> None:
         if not self.background:
             wait_for_saves = getattr(trainer.strategy, "wait_for_saves", None)
             if wait_for_saves is not None:
                 wait_for_saves()
             run_on_main(partial(self._merge_now, path))
         elif self._queue is not None:
-            is_complete = partial(_has_appeared, path, before) if _saves_later(trainer) else path.exists
+            is_complete = partial(_has_appeared, path, before) if _saves_later(trainer) else partial(_exists, path)
             self._submit(MergeJob(path, self._output_for(path), is_complete))
 
     def _merge_now(self, path: Path) -> None:
@@ -253,7 +260,7 @@ class MergeShardedCheckpoint(Callback):
         """Return a folder of its own for a checkpoint, the same each time."""
         name = checkpoint.name.removesuffix(".ckpt")
         jobs = self._queue.jobs if self._queue is not None else []
-        taken = {Path(output): Path(source) for source, output in self.merged.items()}
+        taken = {_place(output): _place(source) for source, output in self.merged.items()}
         taken |= {job.output: job.checkpoint for job in jobs}
         output, version = self.output_dir / name, 1
         while taken.get(output, checkpoint) != checkpoint:
@@ -262,7 +269,7 @@ class MergeShardedCheckpoint(Callback):
 
     def _remove_or_spare(self, filepath: Any) -> None:
         """Remove a checkpoint, but what a merge still needs only when it is merged. The strategy's, during fit."""
-        path = _file_system_path(filepath)
+        path = _place(filepath)
         if self._queue is not None and self._queue.needs(path):
             self._to_remove.append(path)
         else:
@@ -275,7 +282,7 @@ class MergeShardedCheckpoint(Callback):
         needed = [path for path in self._to_remove if self._queue.needs(path)]
         free, self._to_remove = [path for path in self._to_remove if path not in needed], needed
         for path in free:
-            self._remove(path)
+            self._remove(str(path) if isinstance(path, ObjectPath) else path)
 
     @override
     def on_train_batch_end(
@@ -288,6 +295,9 @@ class MergeShardedCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If nothing was saved, save the weights for the merge: in `on_fit_end` the strategy is gone."""
         if self.when == "fit_end" and self._num_saved == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if isinstance(self.output_dir, ObjectPath):
+                trainer.save_checkpoint(str(self.output_dir / _OWN_CHECKPOINT), True)
+                return
             trainer.save_checkpoint(self.output_dir.parent / f".{self.output_dir.name}{_OWN_CHECKPOINT}", True)
 
     @override
@@ -313,9 +323,9 @@ class MergeShardedCheckpoint(Callback):
 
     def _submit_final(self, trainer: Trainer) -> None:
         best = self._best(trainer) if self.which == "best" else None
-        chosen = _file_system_path(best) if best else self._last_saved
+        chosen = _place(best) if best else self._last_saved
         if chosen is None and trainer.ckpt_path is not None:  # resumed where training had ended already
-            chosen = Path(trainer.ckpt_path)
+            chosen = _place(trainer.ckpt_path)
         if chosen is None:
             rank_zero_warn("MergeShardedCheckpoint: no checkpoint was saved, so nothing is merged.")
             return
@@ -379,9 +389,45 @@ class MergeShardedCheckpoint(Callback):
         self.merged, self._restored = dict(state_dict["merged"]), list(state_dict["pending"])
 
 
-def _file_system_path(checkpoint: str | os.PathLike[str]) -> Path:
-    """Return a checkpoint's path, the same whatever way it was given; ValueError for a URL of a storage."""
-    return Path(os.path.abspath(local_path(os.fspath(checkpoint), "checkpoints that MergeShardedCheckpoint merges")))
+def _place(path: str | os.PathLike[str]) -> Path:
+    """Return where a checkpoint or a result is, the same whatever way it was given.
+
+    Raises:
+        ValueError: For a URL with a password, which the command line of a merge would show.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    url = os.fspath(path)
+    if not is_remote(url):
+        return Path(os.path.abspath(local_path(url, "merged weights")))
+    if without_credentials(url) != url:
+        raise ValueError(
+            f"{without_credentials(url)}: MergeShardedCheckpoint takes no password in a URL, since each merge has a "
+            "command line. Set credentials in the environment, or in fsspec's configuration."
+        )
+    return ObjectPath(ObjectFolder(url), "", {})
+
+
+def _check_sharded(place: Path, trainer: Trainer) -> None:
+    """Check that a checkpoint in an object store will be sharded: one object is not merged.
+
+    Raises:
+        ValueError: If not.
+    """
+    settings = getattr(getattr(trainer.strategy, "engine", None), "settings", None)
+    if getattr(settings, "state_dict_type", None) != "sharded_state_dict":
+        raise ValueError(
+            f"{place}: MergeShardedCheckpoint merges sharded checkpoints from object stores, and a checkpoint in one "
+            "file from a disk alone. Use AccelFSDPStrategy(state_dict_type='sharded_state_dict'), or save to a disk."
+        )
+
+
+def _exists(place: Path) -> bool:
+    return identity_of(place) is not None if isinstance(place, ObjectPath) else place.exists()
+
+
+def _is_sharded(place: Path) -> bool:
+    return has_checkpoint(ObjectFolder.of(place)) if isinstance(place, ObjectPath) else place.is_dir()
 
 
 def _no_strategy(filepath: Any) -> None:
@@ -394,7 +440,7 @@ def _saves_later(trainer: Trainer) -> bool:
     return hasattr(strategy, "wait_for_saves") or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
 
 
-def _has_appeared(path: Path, before: tuple[int, int] | None) -> bool:
+def _has_appeared(path: Path, before: object) -> bool:
     now = identity_of(path)
     return now is not None and now != before
 
@@ -406,7 +452,7 @@ def _has_appeared(path: Path, before: tuple[int, int] | None) -> bool:
 _LOW_PRIORITY = 10
 """About a tenth of what training gets of a core that both want. At 19, the lowest, busy cores would let a merge, and so
 the removal of what it reads, wait for good."""
-_POLL_S = 0.1
+_POLL_S, _POLL_STORE_S = 0.1, 1.0
 _GRACE_S = 5.0
 # What launchers set is no business of a process that works alone; and a training job's GPU memory is full.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -517,25 +563,29 @@ class MergeQueue:
         while not job.is_complete():
             if self._cancelled.is_set() or self._all_saved.is_set():
                 break
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_STORE_S if isinstance(job.checkpoint, ObjectPath) else _POLL_S)
         if not job.is_complete():
             raise RuntimeError("it was never complete")
-        is_new = not job.output.exists()
+        is_new = not _has_content(job.output)
+        written: list[str] = []
         try:
             if job.write_companions is not None:
-                job.write_companions(job.output)
+                written = _write_companions(job.write_companions, job.output)
             self._merge(job)
         except BaseException:
             if is_new:  # with weights missing, a configuration is no model
-                shutil.rmtree(job.output, ignore_errors=True)
+                _remove_result(job.output, written)
             raise
 
     def _merge(self, job: MergeJob) -> None:
         remove = self.options.remove or job.temporary
-        if job.checkpoint.is_dir():
+        if _is_sharded(job.checkpoint):
             self._command(["accelight.checkpoint", *self._merge_arguments(job, job.checkpoint, remove)])
             return
-        folder = job.output.with_name(f".{job.output.name}.unpacked")
+        if isinstance(job.checkpoint, ObjectPath):  # restored from the state of a run that saved elsewhere
+            raise CheckpointError("it is not a sharded checkpoint; one object is not merged")
+        beside = job.checkpoint if isinstance(job.output, ObjectPath) else job.output
+        folder = beside.with_name(f".{beside.name}.unpacked")
         try:
             shutil.rmtree(folder, ignore_errors=True)
             self._command(["accelight.callbacks.single_file", str(job.checkpoint), str(folder)])
@@ -595,13 +645,43 @@ def _wait(future: Future[None]) -> None:
         future.exception()
 
 
-def identity_of(path: Path) -> tuple[int, int] | None:
-    """Return what distinguishes a file or folder from one that takes its name later; None while there is none."""
+def identity_of(place: Path) -> object:
+    """Return what distinguishes a checkpoint from one that takes its name later; None while there is none."""
+    if isinstance(place, ObjectPath):
+        folder = ObjectFolder.of(place)
+        return folder.identity(METADATA_NAME) or folder.identity("")
     try:
-        status = path.stat()
+        status = place.stat()
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def _has_content(output: Path) -> bool:
+    return bool(ObjectFolder.of(output).names()) if isinstance(output, ObjectPath) else output.exists()
+
+
+def _write_companions(write: Callable[[Path], None], output: Path) -> list[str]:
+    """Let what belongs beside the weights be written; return the objects' names, for a store."""
+    if not isinstance(output, ObjectPath):
+        write(output)
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in files]
+        store = ObjectFolder.of(output)
+        for name, path in zip(names, files, strict=True):
+            store.put(name, path.read_bytes())
+    return names
+
+
+def _remove_result(output: Path, names: list[str]) -> None:
+    if isinstance(output, ObjectPath):
+        with contextlib.suppress(OSError):
+            ObjectFolder.of(output).remove(names)
+    else:
+        shutil.rmtree(output, ignore_errors=True)
 
 
 def describe(job: MergeJob) -> str:

@@ -127,6 +127,20 @@ class ObjectFolder:
 
         return self._repeated(size, "looking for", name)
 
+    def identity(self, name: str = "") -> str | None:
+        """Return what changes when an object is written anew; None where there is none."""
+
+        def identity() -> str | None:
+            self._fs.invalidate_cache()
+            try:
+                if self._fs.info(self._path(name)).get("type") == "directory":
+                    return None
+                return str(self._fs.ukey(self._path(name)))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        return self._repeated(identity, "looking for", name)
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of an object from ``begin`` to ``end``, or to its own.
 

@@ -9,19 +9,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from accelight.callbacks import MergeShardedCheckpoint
+from accelight.callbacks.merge_sharded_checkpoint import MergeJob, MergeOptions, MergeQueue
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.cli import main
+from accelight.checkpoint.object_path import ObjectPath
 from accelight.checkpoint.storage import ObjectFolder
+from accelight.strategies import AccelFSDPStrategy, full_state_dict
 from tests.object_store import BUCKET, Store, running_store
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 URL = f"s3://{BUCKET}"
 MIB = 2**20
@@ -189,3 +198,84 @@ def test_a_store_with_folders_gets_whole_files(options: dict[str, object], saved
     for name in report.files:
         with fsspec.open(f"{url}/{name}", "rb") as stream:
             assert stream.read() == (tmp_path / "merged" / name).read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------
+# During training.
+
+
+def train(
+    output: str,
+    checkpoints: str | None,
+    form: str = "sharded_state_dict",
+    asynchronous: bool = False,
+    when: Any = "fit_end",
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    strategy = AccelFSDPStrategy(fsdp_version=2, state_dict_type=form, async_save=asynchronous)
+    merge = MergeShardedCheckpoint(output, when)
+    callbacks: list[Callback] = [merge]
+    if checkpoints is not None:
+        callbacks.append(ModelCheckpoint(checkpoints, filename="{epoch}", save_top_k=1, monitor="epoch", mode="max"))
+    trainer = quiet_trainer(
+        strategy, 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=checkpoints is not None,
+        limit_train_batches=2,
+    )  # fmt: skip
+    trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    return {name: one.clone() for name, one in full_state_dict(strategy).items()}, merge.merged
+
+
+@pytest.mark.core("True")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_of_a_run_are_merged_in_the_store(asynchronous: bool, store: Store) -> None:
+    """The first one waits for its merge before `ModelCheckpoint` has it removed."""
+    arguments = (f"{URL}/merged", f"{URL}/run", "sharded_state_dict", asynchronous, "every_save")
+    (weights, merged), _ = run_on_ranks(2, train, *arguments, timeout_s=100)
+    assert merged == {f"{URL}/run/epoch={n}.ckpt": f"{URL}/merged/epoch={n}" for n in (0, 1)}
+    _assert_equal(_merged(store, "merged/epoch=1"), weights)
+    assert store.names("merged/") == [f"epoch={n}/model.safetensors" for n in (0, 1)]
+    assert {name.partition("/")[0] for name in store.names("run/")} == {"epoch=1.ckpt"}
+
+
+def test_the_end_of_a_fit_without_checkpoints_leaves_the_model_alone(store: Store) -> None:
+    (weights, merged), _ = run_on_ranks(2, train, f"{URL}/merged", None, timeout_s=100)
+    assert list(merged.values()) == [f"{URL}/merged"]
+    _assert_equal(_merged(store, "merged"), weights)
+    assert store.names("") == ["merged/model.safetensors"]
+
+
+def _train_in_one_file() -> None:
+    with pytest.raises(ValueError, match=r"epoch=0\.ckpt: MergeShardedCheckpoint merges sharded checkpoints from"):
+        train(f"{URL}/merged", f"{URL}/run", "full_state_dict")
+
+
+def test_checkpoints_in_one_object_are_refused(store: Store) -> None:
+    run_on_ranks(2, _train_in_one_file)
+    assert store.names("") == []
+
+
+def _train_into(folder: str) -> None:
+    train(f"{URL}/merged", folder)
+
+
+def _fail_to_merge(folder: str) -> None:
+    with pytest.raises(CheckpointError, match=r"1 of 1 merges failed.*writing s3://bucket/merged/model"):
+        _train_into(folder)
+
+
+def test_a_merge_that_may_not_write_is_an_error_on_all_processes(store: Store, tmp_path: Path) -> None:
+    store.forbidden = "merged"
+    run_on_ranks(2, _fail_to_merge, str(tmp_path))
+    store.forbidden = ""
+    assert store.names("") == []
+
+
+def test_companions_go_into_the_store(store: Store, saved: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "words.txt").write_text("a b")
+
+    queue = MergeQueue(MergeOptions(("--no-adapter",)))
+    job = MergeJob(saved, ObjectPath(ObjectFolder(f"{URL}/merged"), "", {}), write_companions=write)
+    queue.submit(job)
+    queue.drain()
+    assert job.error is None
+    assert store.names("merged/") == ["model.safetensors", "words.txt"]
