@@ -341,7 +341,7 @@ class Upload:
 
     def put(self, number: int, content: bytes | bytearray) -> None:
         """Upload a part; numbers begin at 1."""
-        answer = self._request("upload_part", UploadId=self._id, PartNumber=number, Body=bytes(content))
+        answer = self._request("upload_part", UploadId=self._id, PartNumber=number, Body=content)
         self._keep(number, answer)
 
     def copy(self, number: int, source: ObjectPath, begin: int, end: int) -> None:

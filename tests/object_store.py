@@ -21,6 +21,8 @@ from typing import Any
 
 BUCKET = "bucket"
 _START_S = 60.0
+_STALL_S = 120.0
+"""Longer than any client waits for an answer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Store:
     requests: list[Request] = field(default_factory=list)
     failing: float = 0.0
     """Share of the requests that fail, half of them unanswered."""
+    stalling: float = 0.0
+    """Share of the requests that are never answered, on a connection that stays."""
     is_down: bool = False
     forbidden: str = ""
     """Requests to write objects whose paths have these words are refused."""
@@ -76,7 +80,7 @@ class Store:
         try:
             yield
         finally:
-            self.failing, self.is_down, self.forbidden, self.latency_s = 0.0, False, "", 0.0
+            self.failing, self.stalling, self.is_down, self.forbidden, self.latency_s = 0.0, 0.0, False, "", 0.0
             os.environ.clear()
             os.environ.update(before)
 
@@ -96,11 +100,13 @@ class Store:
         return sum(one.num_received for one in self.requests if one.method == "GET" and words in one.path)
 
     def draw(self, method: str, path: str) -> str:
-        """Return what is to happen to the next request: nothing, ``error``, ``refusal`` or ``silence``."""
+        """Return what is to happen to the next request: nothing, ``error``, ``refusal``, ``silence``, ``stall``."""
         if self.is_down:
             return "silence"
         if self.forbidden and self.forbidden in path and method in ("PUT", "POST"):
             return "refusal"
+        if self._random.random() < self.stalling:
+            return "stall"
         if self._random.random() >= self.failing:
             return ""
         return self._random.choice(("error", "silence"))
@@ -116,7 +122,9 @@ class _Proxy(BaseHTTPRequestHandler):
         body = self.rfile.read(length) if length else b""
         path, _, query = self.path.partition("?")
         fate = self.store.draw(self.command, path)
-        if fate == "silence":
+        if fate == "stall":
+            time.sleep(_STALL_S)
+        if fate in ("silence", "stall"):
             self.store.requests.append(Request(self.command, path, query, 0, len(body), 0))
             self.close_connection = True
             return

@@ -27,6 +27,7 @@ _PART_BYTES = 6 * 2**20
 """Parts that go through this process have this size to twice as much."""
 _COPY_BYTES = 256 * 2**20
 """What the store copies at most in one request; S3's maximum is 5 GiB."""
+_CONVERTED_BYTES = 2**20
 _MAX_PARTS = 9_000
 """S3's maximum is 10,000."""
 _MAX_THREADS = 5
@@ -266,10 +267,17 @@ class _Content:
         if tensor.compute is not None or not all(piece.is_plain for piece in tensor.source.pieces):
             view[:] = self._all_of(tensor)[first : first + len(view)]
             return
-        reader, source, target = TensorReader(tensor.source, files), tensor.source.dtype, tensor.dtype
-        if source is target:
+        reader = TensorReader(tensor.source, files)
+        if tensor.dtype is tensor.source.dtype:
             reader.read_into(first, view)
             return
+        for start in range(0, len(view), _CONVERTED_BYTES):
+            self._convert(tensor, reader, first + start, view[start : start + _CONVERTED_BYTES])
+
+    @staticmethod
+    def _convert(tensor: PlannedTensor, reader: TensorReader, first: int, view: memoryview) -> None:
+        """Fill ``view`` with converted bytes from ``first`` on; a part may begin and end inside an element."""
+        source, target = tensor.source.dtype, tensor.dtype
         begin, end = first // target.itemsize, -(-(first + len(view)) // target.itemsize)
         values = memoryview(bytearray((end - begin) * source.itemsize))
         reader.read_into(begin * source.itemsize, values)

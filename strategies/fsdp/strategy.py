@@ -355,7 +355,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         complete.
 
         Args:
-            path: A file ``NAME.safetensors``, or a folder for ``model.safetensors``, which all processes see.
+            path: A file ``NAME.safetensors``, or a folder for ``model.safetensors``, which all processes see. It may be
+                a folder's URL: each process uploads its shards, and the first merges them in the store.
             max_shard_size: Split into files of at most this size (``"5GB"``, bytes), with Hugging Face's index.
             dtype: Convert floating-point tensors (``"bf16"``, ``"float16"``, a ``torch.dtype``).
             strip_prefix: Keep what lies under this attribute of the LightningModule, named as in the inner model;

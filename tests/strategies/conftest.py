@@ -1,11 +1,33 @@
-"""What the tests of the strategies add to pytest's own output."""
+"""What the tests of the strategies share: an object store, and a table after pytest's own output."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+from tests.object_store import Store, running_store
+
 _MARKS = {"passed": "ok", "failed": "FAILED", "skipped": "-"}
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[Store]:
+    """Run one server for all tests: processes that they share keep connections, and fsspec keeps file systems."""
+    with running_store() as store:
+        for name in store.environment:
+            os.environ.pop(name, None)
+        yield store
+
+
+@pytest.fixture
+def store(_server: Store) -> Iterator[Store]:
+    """Return an empty store, which the usual variables name."""
+    with _server.empty():
+        yield _server
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +27,12 @@ from accelight.checkpoint.cli import main
 from accelight.checkpoint.object_path import ObjectPath
 from accelight.checkpoint.storage import ObjectFolder
 from accelight.strategies import AccelFSDPStrategy, full_state_dict
-from tests.object_store import BUCKET, Store, running_store
+from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 URL = f"s3://{BUCKET}"
 MIB = 2**20
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store) -> Iterator[Store]:
-    with server.empty():
-        yield server
 
 
 def _weights(rows: int = 2048, layers: int = 2) -> dict[str, Tensor]:
@@ -240,6 +227,24 @@ def test_the_end_of_a_fit_without_checkpoints_leaves_the_model_alone(store: Stor
     (weights, merged), _ = run_on_ranks(2, train, f"{URL}/merged", None, timeout_s=100)
     assert list(merged.values()) == [f"{URL}/merged"]
     _assert_equal(_merged(store, "merged"), weights)
+    assert store.names("") == ["merged/model.safetensors"]
+
+
+def _save_safetensors(version: int, url: str, dtype: str | None) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=version)
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=2)
+    trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    report = strategy.save_safetensors(url, dtype=dtype)
+    assert (report.files, str(report.destination)) == (("model.safetensors",), url)
+    with pytest.raises(ValueError, match=r"a\.safetensors: in an object store, pass the folder"):
+        strategy.save_safetensors(f"{url}/a.safetensors")
+    return {name: one.clone() for name, one in full_state_dict(strategy).items()}
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(1, None), (2, "bf16")])
+def test_save_safetensors_writes_into_a_store(version: int, dtype: str | None, store: Store) -> None:
+    weights = run_on_ranks(2, _save_safetensors, version, f"{URL}/merged", dtype, timeout_s=100)[0]
+    _assert_equal(_merged(store, "merged"), {name: one.bfloat16() if dtype else one for name, one in weights.items()})
     assert store.names("") == ["merged/model.safetensors"]
 
 

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file
 
 from accelight.callbacks import MergeShardedCheckpoint
 from accelight.checkpoint.storage import ObjectFolder, is_remote, remove_checkpoint, without_credentials
@@ -72,10 +73,22 @@ def refuse_folders(folder: str) -> None:
     by_process = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict", async_save="process")
     with pytest.raises(ValueError, match=r"async_save='process' writes to a file system"):
         _train(by_process, 1, None, None, callbacks=[_SavesTo("storage:///x.ckpt")])
+
+
+def save_weights(url: str) -> Outcome:
     strategy = AccelFSDPStrategy(fsdp_version=2)
-    _train(strategy, 1, None, None)
-    with pytest.raises(ValueError, match="storage:///x: weights must be on a file system"):
-        strategy.save_safetensors("storage:///x")
+    outcome = _train(strategy, 1, None, None)
+    strategy.save_safetensors(url)
+    return outcome
+
+
+def test_weights_in_a_store_with_folders(tmp_path: Path) -> None:
+    outcome = run_on_ranks(2, save_weights, f"storage://{tmp_path}/merged")[0]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["merged", "model.safetensors"]
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name.removeprefix("model."): one.tolist() for name, one in found.items()} == {
+        name: one.tolist() for name, one in outcome.weights.items()
+    }
 
 
 def train_sharded(version: int, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:

@@ -20,13 +20,21 @@ from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.base import AVERAGED_WEIGHTS
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Adapter, Manifest
+from ....checkpoint.merge import merge_fsdp_weights
 from ....checkpoint.names import clean_name
-from ....checkpoint.storage import ObjectFolder, has_checkpoint, is_remote, remove_checkpoint
+from ....checkpoint.storage import (
+    ObjectFolder,
+    has_checkpoint,
+    is_remote,
+    remove_checkpoint,
+    without_credentials,
+)
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
 from ...common.broadcast import FROZEN_BASE, FrozenBase, check_base
 from ...common.checkpoint_files import (
     AveragedWeights,
+    NewGeneration,
     bytes_are_checked,
     check_full,
     folder_named,
@@ -368,11 +376,31 @@ class Checkpointer:
     def save_safetensors(self, path: str, **options: Any) -> MergeReport:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
         store_barrier("strategy.save_safetensors")
-        module, file = self._state_dict_module(), local_path(self._strategy.broadcast(path), "weights")
+        module, path = self._state_dict_module(), self._strategy.broadcast(path)
         weights = state_dict.model_state(module, None, self._strategy.root_device)
         for name in self._find_left_out():
             weights.pop(name, None)
-        return save_safetensors(file, weights, module, self._strategy.form, **options)
+        if is_remote(path):
+            return self._upload_safetensors(path, weights, **options)
+        return save_safetensors(local_path(path, "weights"), weights, module, self._strategy.form, **options)
+
+    def _upload_safetensors(self, url: str, weights: dict[str, Any], **options: Any) -> MergeReport:
+        """Write each rank's shards into the store, and let rank 0 merge them there; S3 copies most of the bytes itself.
+
+        A store takes the parts of an object in order, or none below 5 MiB, so ranks cannot write into one together.
+        """
+        if url.endswith(".safetensors"):
+            raise ValueError(f"{without_credentials(url)}: in an object store, pass the folder for model.safetensors.")
+        key, form, shards = self._strategy.engine.model_key, self._strategy.form, f"{url.rstrip('/')}/.unmerged.ckpt"
+        manifest = Manifest(key, form.ties, form.module_attribute)
+        metadata = serialised_on_rank_zero({}, f"saving {url}")
+        state = state_dict.sharded_state(key, weights, [])
+        save_sharded(NewGeneration(shards), state, metadata, manifest, SavePlanCache())
+        try:
+            return merge_fsdp_weights(shards, url, **options)
+        finally:
+            if self._strategy.is_global_zero:
+                remove_checkpoint(ObjectFolder(shards))
 
     def read(self, path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the Trainer's checkpoint of any kind; what only a sharded model can take is loaded from it later.

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,24 +29,12 @@ from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp
 from accelight.checkpoint.cli import main
 from accelight.strategies import AccelFSDPStrategy, full_state_dict, load_from_checkpoint, newest_checkpoint
 from accelight.strategies.common import checkpoint_files
-from tests.object_store import BUCKET, Store, running_store
+from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
 
 BATCHES, BATCH = 6, 12
 URL = f"s3://{BUCKET}"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Store]:
-    with running_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server: Store) -> Iterator[Store]:
-    with server.empty():
-        yield server
 
 
 class Module(LightningModule):
@@ -230,6 +217,20 @@ def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tenso
     for found in _on(3, epochs=2, resume_from=url):
         _assert_close(found, expected)
     assert any(one.status == 503 for one in store.requests)
+    assert any(one.status == 0 for one in store.requests)
+
+
+@pytest.mark.exhaustive
+def test_requests_that_are_never_answered_are_repeated(store: Store, expected: dict[str, Tensor]) -> None:
+    """After the 15 s that s3fs waits by default."""
+    store.failing, store.stalling = 0.1, 0.04
+    url = f"{URL}/saved.ckpt"
+    _on(2, epochs=1, save_to=url)
+    for found in _on(2, epochs=2, resume_from=url):
+        _assert_close(found, expected)
+    merge_fsdp_weights(url, f"{URL}/merged")
+    store.failing = store.stalling = 0.0
+    assert verify_merged(url, f"{URL}/merged").is_equal
     assert any(one.status == 0 for one in store.requests)
 
 
