@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 PART_BYTES = 8 * 2**20
 """What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
+NUM_THREADS = 16
+"""That wait for small requests at once."""
 _SMALL_BYTES = 64 * 1024
 """A request of this or less is for a header."""
 _Base: Any = object
@@ -173,7 +175,7 @@ class ObjectFile:
             self._ahead, self._ahead_from, begin = self._store.read(self._name, offset, to), offset, 0
         self._end = end
         found = self._ahead[begin : begin + end - offset]
-        if begin + end - offset == len(self._ahead):
+        if begin + end - offset == len(self._ahead) > _SMALL_BYTES:  # headers are looked at again
             self._ahead = b""
         return found
 

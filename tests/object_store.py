@@ -37,6 +37,8 @@ class Request:
     """Bytes of the request's body."""
     num_received: int
     """Bytes of the answer's body."""
+    at_once: int = 1
+    """How many requests were being answered when it came."""
 
 
 @dataclass
@@ -56,6 +58,8 @@ class Store:
     """Before each answer."""
     bytes_per_s: float = 0.0
     """Of each connection; 0 is no limit."""
+    _num_open: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
     @property
@@ -99,6 +103,18 @@ class Store:
         """Return how many bytes of objects whose paths have these words were sent to readers."""
         return sum(one.num_received for one in self.requests if one.method == "GET" and words in one.path)
 
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[int]:
+        """Yield how many requests are being answered, with this one."""
+        with self._lock:
+            self._num_open += 1
+            at_once = self._num_open
+        try:
+            yield at_once
+        finally:
+            with self._lock:
+                self._num_open -= 1
+
     def draw(self, method: str, path: str) -> str:
         """Return what is to happen to the next request: nothing, ``error``, ``refusal``, ``silence``, ``stall``."""
         if self.is_down:
@@ -114,10 +130,15 @@ class Store:
 
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     store: Store
     behind: int
 
     def _pass_on(self) -> None:
+        with self.store.answering() as at_once:
+            self._answer(at_once)
+
+    def _answer(self, at_once: int) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if length else b""
         path, _, query = self.path.partition("?")
@@ -139,7 +160,7 @@ class _Proxy(BaseHTTPRequestHandler):
             answer = found.read()
             status, reason, headers = found.status, found.reason, found.getheaders()
             connection.close()
-        self.store.requests.append(Request(self.command, path, query, status, len(body), len(answer)))
+        self.store.requests.append(Request(self.command, path, query, status, len(body), len(answer), at_once))
         time.sleep(self.store.latency_s)
         self._wait_for(len(body) + len(answer))
         self.send_response_only(status, reason)

@@ -6,12 +6,14 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ..files import CheckpointError, close, file_inside, is_regular, open_regular, read_at, read_regular, size_of
 from ..manifest import HINT, Digests, Manifest, RecordDigests, description_folder, read_manifest
+from ..object_path import NUM_THREADS, ObjectPath
 from .base import (
     AVERAGED_WEIGHTS,
     MAX_BYTES,
@@ -460,6 +462,8 @@ def locate_tensors(
 ) -> Mapping[str, SourceTensor]:
     """Find the bytes of tensors: goes through the files one by one, in the order of their records.
 
+    In an object store, threads go through a few records each: a request takes longer than what it answers.
+
     Raises:
         CheckpointError: If they are not as described.
     """
@@ -468,8 +472,18 @@ def locate_tensors(
     for name, tensor in tensors.items():
         pieces[name] = own = [_NOT_LOCATED] * len(tensor.records)
         chunks += [_Chunk(tensor, place, record, own) for place, record in enumerate(tensor.records)]
-    for relative, in_file in _by_file(chunks).items():
-        _locate_in_file(folder, relative, in_file, digests)
+    in_files = [(_checked_path(folder, relative, in_file), in_file) for relative, in_file in _by_file(chunks).items()]
+    if isinstance(folder, ObjectPath):
+        cut = [
+            (path, in_file[start : start + _NUM_RECORDS])
+            for path, in_file in in_files
+            for start in range(0, len(in_file), _NUM_RECORDS)
+        ]
+        with ThreadPoolExecutor(NUM_THREADS, "accelight-locate") as pool:
+            list(pool.map(lambda one: _locate_in_file(one[0], one[1], digests), cut))
+    else:
+        for path, in_file in in_files:
+            _locate_in_file(path, in_file, digests)
     checked: set[Layout] = set()
     located: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
@@ -480,6 +494,8 @@ def locate_tensors(
     return located
 
 
+_NUM_RECORDS = 32
+"""That a thread locates one after the other: small ones that are alike are recognized, and read together."""
 _NOT_LOCATED = Piece(Path(), 0, (), ())
 
 
@@ -493,7 +509,8 @@ def _by_file(chunks: Iterable[_Chunk]) -> dict[str, list[_Chunk]]:
     return by_file
 
 
-def _locate_in_file(folder: Path, relative: str, chunks: Sequence[_Chunk], digests: RecordDigests) -> None:
+def _checked_path(folder: Path, relative: str, chunks: Sequence[_Chunk]) -> Path:
+    """Return a file's path, whose records must not overlap."""
     path = file_inside(folder, relative, f"{folder / METADATA_NAME}: tensor {chunks[0].tensor.fqn!r}")
     end, last = 0, chunks[0]
     for chunk in chunks:
@@ -505,6 +522,10 @@ def _locate_in_file(folder: Path, relative: str, chunks: Sequence[_Chunk], diges
             )
         if length:
             end, last = start + length, chunk
+    return path
+
+
+def _locate_in_file(path: Path, chunks: Sequence[_Chunk], digests: RecordDigests) -> None:
     fd = open_regular(path)
     try:
         reader = RecordReader(partial(read_at, fd), str(path), size_of(fd))

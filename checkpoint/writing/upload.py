@@ -16,7 +16,7 @@ from threading import Lock
 from typing import IO, TypeVar
 
 from ..files import CheckpointError, FilePool, open_regular
-from ..object_path import ObjectPath
+from ..object_path import NUM_THREADS, ObjectPath
 from ..storage import ObjectFolder, Upload
 from .copy import OnBytes, Run, TensorReader, blocks_of, compare_bin, compare_tensors, convert_block, runs_of, save_bin
 from .plan import Plan, PlannedFile, PlannedTensor
@@ -250,20 +250,30 @@ class _Content:
         view = memoryview(content)
         head = self._header[begin:end]
         view[: len(head)] = head
-        tensors, files = self._file.tensors, FilePool()
-        try:
-            index = max(bisect_right(self._starts, begin) - 1, 0)
-            while index < len(tensors) and (tensor := tensors[index]).start < end:
-                first = max(begin - tensor.start, 0)
-                last = min(end - tensor.start, tensor.num_bytes)
-                if first < last:
-                    self._fill(tensor, first, view[tensor.start + first - begin : tensor.start + last - begin], files)
-                index += 1
-        finally:
-            files.close()
+        tensors, wanted = self._file.tensors, list[tuple[PlannedTensor, int, memoryview]]()
+        index = max(bisect_right(self._starts, begin) - 1, 0)
+        while index < len(tensors) and (tensor := tensors[index]).start < end:
+            first = max(begin - tensor.start, 0)
+            last = min(end - tensor.start, tensor.num_bytes)
+            if first < last:
+                wanted.append((tensor, first, view[tensor.start + first - begin : tensor.start + last - begin]))
+            index += 1
+        if len(wanted) > 1 and isinstance(wanted[0][0].source.pieces[0].path, ObjectPath):
+            with ThreadPoolExecutor(NUM_THREADS, "accelight-read") as threads:
+                list(threads.map(lambda one: self._fill(*one), wanted))
+        else:
+            for one in wanted:
+                self._fill(*one)
         return content
 
-    def _fill(self, tensor: PlannedTensor, first: int, view: memoryview, files: FilePool) -> None:
+    def _fill(self, tensor: PlannedTensor, first: int, view: memoryview) -> None:
+        files = FilePool()
+        try:
+            self._fill_from(tensor, first, view, files)
+        finally:
+            files.close()
+
+    def _fill_from(self, tensor: PlannedTensor, first: int, view: memoryview, files: FilePool) -> None:
         if tensor.compute is not None or not all(piece.is_plain for piece in tensor.source.pieces):
             view[:] = self._all_of(tensor)[first : first + len(view)]
             return

@@ -92,6 +92,18 @@ def test_the_store_copies_what_it_has(store: Store, saved: Path) -> None:
     assert main(["verify", f"{URL}/saved.ckpt", f"{URL}/merged"]) == 0
 
 
+def test_small_requests_are_made_at_once(store: Store, tmp_path: Path) -> None:
+    """Not one after the other: of 80 tensors each needs some, and the store takes 50 ms for an answer."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{n:03}": torch.randn(300, 60 + n % 20, generator=generator) for n in range(80)}
+    store.files().put(f"{_save(tmp_path / 'saved', weights)}/", f"{BUCKET}/saved.ckpt/", recursive=True)
+    store.requests.clear()
+    store.latency_s = 0.05
+    merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged")
+    assert max(one.at_once for one in store.requests) >= 4
+    _assert_equal(_merged(store, "merged"), weights)
+
+
 @pytest.mark.exhaustive
 def test_less_than_a_hundredth_passes_through_this_process(store: Store, tmp_path: Path) -> None:
     weights = _weights(270 * 1024, 2)
