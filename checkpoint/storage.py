@@ -12,11 +12,12 @@ Source: the object stores' own promise (Amazon S3's consistency model: a PUT is 
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -183,13 +184,35 @@ class ObjectFolder:
         stream = self._repeated(lambda: self._fs.open(self._path(name), "wb", block_size=PART_BYTES), "writing", name)
         try:
             yield stream
-            stream.close()
+            self._close(stream, name)
         except BaseException as error:
             with suppress(Exception):  # parts that are not yet an object; the next save removes what stays
                 stream.discard()
             if isinstance(error, OSError):
                 raise self._named(error, "writing", name) from error
             raise
+
+    def _close(self, stream: Any, name: str) -> None:
+        try:
+            stream.close()
+        except FileNotFoundError:
+            if not self.consists_of(name, [part["ETag"] for part in getattr(stream, "parts", None) or ()]):
+                raise
+
+    def consists_of(self, name: str, tags: Sequence[str]) -> bool:
+        """Return whether an object was uploaded in just these parts, given as S3's tags of them.
+
+        A request that puts parts together is repeated where its answer is lost; the second one finds no upload.
+        """
+        if not tags:
+            return False
+        self._fs.invalidate_cache()
+        digest = hashlib.md5(b"".join(bytes.fromhex(tag.strip('"')) for tag in tags), usedforsecurity=False)
+        try:
+            found = str(self._fs.info(self._path(name)).get("ETag", "")).strip('"')
+        except FileNotFoundError:
+            return False
+        return found == f"{digest.hexdigest()}-{len(tags)}"
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[IO[bytes]]:
@@ -362,7 +385,11 @@ class Upload:
     def complete(self) -> None:
         """Put the parts together: the object is there."""
         parts = [self._parts[number] for number in sorted(self._parts)]
-        self._request("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+        try:
+            self._request("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+        except FileNotFoundError:
+            if not self._folder.consists_of(self._name, [part["ETag"] for part in parts]):
+                raise
 
     def abort(self) -> None:
         """Give the parts up, as far as possible."""

@@ -21,6 +21,11 @@ from typing import Any
 
 BUCKET = "bucket"
 _START_S = 60.0
+_ANSWERS = {
+    "error": (503, "Slow Down", b""),
+    "refusal": (403, "Forbidden", b""),
+    "gone": (404, "Not Found", b"<Error><Code>NoSuchUpload</Code><Message>There is no such upload.</Message></Error>"),
+}
 _STALL_S = 120.0
 """Longer than any client waits for an answer."""
 
@@ -51,6 +56,9 @@ class Store:
     """Share of the requests that fail, half of them unanswered."""
     stalling: float = 0.0
     """Share of the requests that are never answered, on a connection that stays."""
+    losing: str = ""
+    """Of requests whose method and query have these words, ``POST uploadId``, the first answer for each path is lost,
+    and later ones find no upload, as on Amazon S3."""
     is_down: bool = False
     forbidden: str = ""
     """Requests to write objects whose paths have these words are refused."""
@@ -58,6 +66,7 @@ class Store:
     """Before each answer."""
     bytes_per_s: float = 0.0
     """Of each connection; 0 is no limit."""
+    _lost: set[str] = field(default_factory=set)
     _num_open: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _random: random.Random = field(default_factory=lambda: random.Random(0))
@@ -85,6 +94,7 @@ class Store:
             yield
         finally:
             self.failing, self.stalling, self.is_down, self.forbidden, self.latency_s = 0.0, 0.0, False, "", 0.0
+            self.losing, self._lost = "", set()
             os.environ.clear()
             os.environ.update(before)
 
@@ -103,6 +113,13 @@ class Store:
         """Return how many bytes of objects whose paths have these words were sent to readers."""
         return sum(one.num_received for one in self.requests if one.method == "GET" and words in one.path)
 
+    def loses(self, request: str, path: str) -> bool:
+        """Return whether an answer gets lost."""
+        is_first = bool(self.losing) and self.losing in request and path not in self._lost
+        if is_first:
+            self._lost.add(path)
+        return is_first
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[int]:
         """Yield how many requests are being answered, with this one."""
@@ -115,10 +132,12 @@ class Store:
             with self._lock:
                 self._num_open -= 1
 
-    def draw(self, method: str, path: str) -> str:
-        """Return what is to happen to the next request: nothing, ``error``, ``refusal``, ``silence``, ``stall``."""
+    def draw(self, method: str, path: str, query: str = "") -> str:
+        """Return what is to happen to the next request: nothing, a key of `_ANSWERS`, ``silence`` or ``stall``."""
         if self.is_down:
             return "silence"
+        if self.losing and self.losing in f"{method} {query}" and path in self._lost:
+            return "gone"
         if self.forbidden and self.forbidden in path and method in ("PUT", "POST"):
             return "refusal"
         if self._random.random() < self.stalling:
@@ -142,15 +161,15 @@ class _Proxy(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if length else b""
         path, _, query = self.path.partition("?")
-        fate = self.store.draw(self.command, path)
+        fate = self.store.draw(self.command, path, query)
         if fate == "stall":
             time.sleep(_STALL_S)
         if fate in ("silence", "stall"):
             self.store.requests.append(Request(self.command, path, query, 0, len(body), 0))
             self.close_connection = True
             return
-        if fate in ("error", "refusal"):
-            status, reason, answer = (503, "Slow Down", b"") if fate == "error" else (403, "Forbidden", b"")
+        if fate in _ANSWERS:
+            status, reason, answer = _ANSWERS[fate]
             headers: list[tuple[str, str]] = []
         else:
             connection = http.client.HTTPConnection("127.0.0.1", self.behind, timeout=60)
@@ -161,6 +180,9 @@ class _Proxy(BaseHTTPRequestHandler):
             status, reason, headers = found.status, found.reason, found.getheaders()
             connection.close()
         self.store.requests.append(Request(self.command, path, query, status, len(body), len(answer), at_once))
+        if self.store.loses(f"{self.command} {query}", path):
+            self.close_connection = True
+            return
         time.sleep(self.store.latency_s)
         self._wait_for(len(body) + len(answer))
         self.send_response_only(status, reason)

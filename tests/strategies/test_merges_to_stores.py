@@ -92,6 +92,7 @@ def test_the_store_copies_what_it_has(store: Store, saved: Path) -> None:
     assert main(["verify", f"{URL}/saved.ckpt", f"{URL}/merged"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_small_requests_are_made_at_once(store: Store, tmp_path: Path) -> None:
     """Not one after the other: of 80 tensors each needs some, and the store takes 50 ms for an answer."""
     generator = torch.Generator().manual_seed(0)
@@ -138,6 +139,22 @@ def test_requests_that_fail_are_repeated(store: Store, saved: Path) -> None:
     merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="17MB", verify=True)
     store.failing = 0.0
     assert verify_merged(saved, f"{URL}/merged").is_equal
+
+
+def test_lost_answers_are_no_errors(store: Store, saved: Path) -> None:
+    """The store has put an object's parts together; the request that is repeated finds no upload."""
+    store.losing = "POST uploadId"
+    merge_fsdp_weights(saved, f"{URL}/merged", verify=True)
+    with ObjectFolder(URL).writing("streamed") as stream:
+        stream.write(bytes(17 * MIB))
+    assert store.files().info(f"{BUCKET}/streamed")["size"] == 17 * MIB
+    assert [one.path for one in store.requests if one.status == 404 and "uploadId" in one.query]
+    upload = ObjectFolder(URL).begin_upload("other")
+    upload.put(1, b"one")
+    store.files().pipe_file(f"{BUCKET}/other", b"another's")
+    upload.abort()
+    with pytest.raises(FileNotFoundError, match="writing s3://bucket/other"):
+        upload.complete()
 
 
 def test_what_cannot_be_written_is_named_and_leaves_nothing(store: Store, saved: Path) -> None:
@@ -235,6 +252,7 @@ def test_checkpoints_of_a_run_are_merged_in_the_store(asynchronous: bool, store:
     assert {name.partition("/")[0] for name in store.names("run/")} == {"epoch=1.ckpt"}
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_fit_without_checkpoints_leaves_the_model_alone(store: Store) -> None:
     (weights, merged), _ = run_on_ranks(2, train, f"{URL}/merged", None, timeout_s=100)
     assert list(merged.values()) == [f"{URL}/merged"]
@@ -253,6 +271,7 @@ def _save_safetensors(version: int, url: str, dtype: str | None) -> dict[str, Te
     return {name: one.clone() for name, one in full_state_dict(strategy).items()}
 
 
+@pytest.mark.core("2-bf16")
 @pytest.mark.parametrize(("version", "dtype"), [(1, None), (2, "bf16")])
 def test_save_safetensors_writes_into_a_store(version: int, dtype: str | None, store: Store) -> None:
     weights = run_on_ranks(2, _save_safetensors, version, f"{URL}/merged", dtype, timeout_s=100)[0]
