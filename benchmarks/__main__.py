@@ -1,8 +1,14 @@
-"""``python -m benchmarks [NAME ...]``: run the named comparisons, or all."""
+"""``python -m benchmarks [NAME ...] [--keep]``: run the named comparisons, or all.
+
+Results are written into a temporary folder, so that a measurement leaves the checkout as it is. ``--keep`` writes them
+to ``benchmarks/results``, which README and plots are compared with.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 
 from benchmarks import (
     accumulate,
@@ -17,6 +23,7 @@ from benchmarks import (
     metadata,
     object_store,
     overhead,
+    results,
     save,
     scale,
     trigger,
@@ -45,10 +52,15 @@ def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(BENCHMARKS)}; default all")
-    names = parser.parse_args().names or list(BENCHMARKS)
+    help_text = "keep the results in benchmarks/results, or in the folder that ACCELIGHT_BENCH_RESULTS names"
+    parser.add_argument("--keep", action="store_true", help=help_text)
+    arguments = parser.parse_args()
+    names = arguments.names or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"unknown benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if not arguments.keep:  # processes of the benchmarks inherit it
+        os.environ[results.VARIABLE] = tempfile.mkdtemp(prefix="accelight-benchmarks-")
     for name in names:
         print(f"=== {name}: {(BENCHMARKS[name].__doc__ or '').splitlines()[0]}")
         BENCHMARKS[name].run()

@@ -16,13 +16,14 @@ from typing import Any
 
 Panels = Mapping[str, Mapping[str, Sequence[float]]]
 """By title, the seconds that each side took."""
+VARIABLE = "ACCELIGHT_BENCH_RESULTS"
 _FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("accelight", "torch", "lightning", "deepspeed", "accelerate", "transformers", "safetensors")
 
 
 def folder() -> Path:
     """Return where results are."""
-    return Path(os.environ.get("ACCELIGHT_BENCH_RESULTS") or _FOLDER)
+    return Path(os.environ.get(VARIABLE) or _FOLDER)
 
 
 def keep(name: str, what: Mapping[str, Any]) -> Path:

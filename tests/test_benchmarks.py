@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import __main__ as runner
 from benchmarks import merge_zero, paired, plots, results, scale
 from benchmarks.turns import Turns, take_turns
 
@@ -108,3 +111,15 @@ def test_merges_of_zero_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     panels = results.kept("merge-zero")["panels"]
     assert [title.partition(" of ")[0] for title in panels] == ["Merging ZeRO-2", "Merging ZeRO-3"]
     assert all(len(sides) == 3 for sides in panels.values())
+
+
+@pytest.mark.parametrize("options", [[], ["--keep"]])
+def test_results_are_kept_where_that_is_asked_for(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    one = SimpleNamespace(__doc__="One.", run=lambda: results.keep("one", {}))
+    monkeypatch.setitem(runner.BENCHMARKS, "one", one)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "one", *options])
+    runner.main()
+    assert [path.name for path in tmp_path.iterdir()] == (["one.json"] if options else [])
