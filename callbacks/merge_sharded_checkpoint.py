@@ -125,7 +125,7 @@ class MergeShardedCheckpoint(Callback):
         if (adapter or merge_adapter) and strip_prefix is not None:
             raise ValueError("adapter and merge_adapter write PEFT's or the base's names: omit strip_prefix.")
         conversion_target(dtype)
-        self.output_dir = _place(output_dir)
+        self.output_dir = _place(output_dir) if is_remote(output_dir) else local_path(os.fspath(output_dir), "results")
         self.when, self.which, self.background = when, which, background
         self.safe_serialization, self.remove_checkpoint_dir = safe_serialization, remove_checkpoint_dir
         self.weights, self.adapter, self.merge_adapter = weights, adapter, merge_adapter
@@ -261,9 +261,9 @@ class MergeShardedCheckpoint(Callback):
         name = checkpoint.name.removesuffix(".ckpt")
         jobs = self._queue.jobs if self._queue is not None else []
         taken = {_place(output): _place(source) for source, output in self.merged.items()}
-        taken |= {job.output: job.checkpoint for job in jobs}
+        taken |= {_place(job.output): job.checkpoint for job in jobs}
         output, version = self.output_dir / name, 1
-        while taken.get(output, checkpoint) != checkpoint:
+        while taken.get(_place(output), checkpoint) != checkpoint:
             output, version = self.output_dir / f"{name}-v{version}", version + 1
         return output
 

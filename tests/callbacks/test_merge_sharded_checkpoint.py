@@ -361,6 +361,7 @@ def test_arguments() -> None:
         trainer.fit(TinyModule(Case(), Outcome()), [])
     keys = {MergeShardedCheckpoint(name).state_key for name in ("a", "b")}
     assert len(keys) == 2
+    assert f"{MergeShardedCheckpoint('out').output_dir}" == "out"  # the key is the same in another working directory
 
 
 class HuggingFace(LightningModule):
