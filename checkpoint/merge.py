@@ -425,10 +425,10 @@ def _write(
     config: bytes | None = None,
 ) -> None:
     progress.start(plan.num_bytes * (3 if request.verify else 1))
-    if isinstance(request.output_path, ObjectPath):
-        if request.verify:
-            check(progress.add)
-        try:
+    try:
+        if isinstance(request.output_path, ObjectPath):
+            if request.verify:
+                check(progress.add)
             upload_plan(
                 plan,
                 request.output_path,
@@ -438,28 +438,30 @@ def _write(
                 stale=stale_files(request.output_path, plan),
                 on_bytes=progress.add,
             )
-            progress.finish()
-        finally:
-            progress.close()
-        return
-    try:
-        with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
-            if request.safe:
-                _write_safetensors(request, plan, folder, progress)
-            else:
-                folder.check_space(plan.num_bytes)
-                for file in plan.files:
-                    _write_bin(request, file, folder, progress)
-            if request.verify:
-                check(progress.add)
-            if plan.index_name is not None:
-                os.write(folder.create(plan.index_name, None), plan.index)
-            if config is not None:
-                os.write(folder.create(ADAPTER_CONFIG, None), config)
-            folder.commit(plan.index_name, stale_files(request.output_path, plan))
+        else:
+            _write_files(request, plan, progress, check, config)
         progress.finish()
     finally:
         progress.close()
+
+
+def _write_files(
+    request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None], config: bytes | None
+) -> None:
+    with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
+        if request.safe:
+            _write_safetensors(request, plan, folder, progress)
+        else:
+            folder.check_space(plan.num_bytes)
+            for file in plan.files:
+                _write_bin(request, file, folder, progress)
+        if request.verify:
+            check(progress.add)
+        if plan.index_name is not None:
+            os.write(folder.create(plan.index_name, None), plan.index)
+        if config is not None:
+            os.write(folder.create(ADAPTER_CONFIG, None), config)
+        folder.commit(plan.index_name, stale_files(request.output_path, plan))
 
 
 def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> None:

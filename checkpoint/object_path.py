@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import total_ordering
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 PART_BYTES = 8 * 2**20
 """What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
@@ -20,6 +22,26 @@ _SMALL_BYTES = 64 * 1024
 _Base: Any = object
 if TYPE_CHECKING:
     _Base = Path
+
+
+_Item = TypeVar("_Item")
+_T = TypeVar("_T")
+
+
+def in_order(do: Callable[[_Item], _T], items: Iterable[_Item], num_threads: int) -> Iterator[_T]:
+    """Yield ``do(item)`` of all, in order; as many threads are ahead."""
+    waiting: deque[Future[_T]] = deque()
+    with ThreadPoolExecutor(num_threads, "accelight-requests") as threads:
+        try:
+            for item in items:
+                waiting.append(threads.submit(do, item))
+                if len(waiting) > num_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for one in waiting:
+                one.cancel()
 
 
 class Store(Protocol):

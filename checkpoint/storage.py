@@ -115,32 +115,28 @@ class ObjectFolder:
 
         return self._repeated(find, "listing", "")
 
-    def size(self, name: str = "") -> int | None:
-        """Return an object's size in bytes; None where there is none."""
+    def _info(self, name: str) -> dict[str, Any] | None:
+        """Return what the store says of an object; None where there is none."""
 
-        def size() -> int | None:
+        def info() -> dict[str, Any] | None:
             self._fs.invalidate_cache()
             try:
-                info = self._fs.info(self._path(name))
+                found: dict[str, Any] = self._fs.info(self._path(name))
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return None if info.get("type") == "directory" else int(info["size"])
+            return None if found.get("type") == "directory" else found
 
-        return self._repeated(size, "looking for", name)
+        return self._repeated(info, "looking for", name)
+
+    def size(self, name: str = "") -> int | None:
+        """Return an object's size in bytes; None where there is none."""
+        info = self._info(name)
+        return None if info is None else int(info["size"])
 
     def identity(self, name: str = "") -> str | None:
         """Return what changes when an object is written anew; None where there is none."""
-
-        def identity() -> str | None:
-            self._fs.invalidate_cache()
-            try:
-                if self._fs.info(self._path(name)).get("type") == "directory":
-                    return None
-                return str(self._fs.ukey(self._path(name)))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-
-        return self._repeated(identity, "looking for", name)
+        info = self._info(name)
+        return None if info is None else str(info)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of an object from ``begin`` to ``end``, or to its own.
@@ -206,12 +202,8 @@ class ObjectFolder:
         """
         if not tags:
             return False
-        self._fs.invalidate_cache()
         digest = hashlib.md5(b"".join(bytes.fromhex(tag.strip('"')) for tag in tags), usedforsecurity=False)
-        try:
-            found = str(self._fs.info(self._path(name)).get("ETag", "")).strip('"')
-        except FileNotFoundError:
-            return False
+        found = str((self._info(name) or {}).get("ETag", "")).strip('"')
         return found == f"{digest.hexdigest()}-{len(tags)}"
 
     @contextmanager
@@ -321,10 +313,10 @@ class ObjectFolder:
         """
         if not (hasattr(self._fs, "list_multipart_uploads") and hasattr(self._fs, "abort_mpu")):
             return
-        bucket, _, prefix = self._root.partition("/")
+        bucket, _, prefix = f"{self._root}/".partition("/")
         for upload in self._repeated(lambda: self._fs.list_multipart_uploads(bucket), "listing uploads of", "") or ():
             key = upload["Key"]
-            if key.startswith(f"{prefix}/") and is_left(key.removeprefix(f"{prefix}/")):
+            if key.startswith(prefix) and is_left(key.removeprefix(prefix)):
                 with suppress(Exception):
                     self._fs.abort_mpu(bucket, key, upload["UploadId"])
 

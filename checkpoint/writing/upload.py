@@ -7,16 +7,15 @@ threads upload them; elsewhere threads read ahead, and the parts go through one 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
-from typing import IO, TypeVar
+from typing import IO
 
 from ..files import CheckpointError, FilePool, open_regular
-from ..object_path import NUM_THREADS, ObjectPath
+from ..object_path import NUM_THREADS, ObjectPath, in_order
 from ..storage import ObjectFolder, Upload
 from .copy import OnBytes, Run, TensorReader, blocks_of, compare_bin, compare_tensors, convert_block, runs_of, save_bin
 from .plan import Plan, PlannedFile, PlannedTensor
@@ -32,8 +31,6 @@ _MAX_PARTS = 9_000
 """S3's maximum is 10,000."""
 _MAX_THREADS = 5
 """Each holds one part: 60 MiB in all."""
-_Item = TypeVar("_Item")
-_T = TypeVar("_T")
 
 
 def upload_plan(
@@ -127,19 +124,21 @@ class Part:
 
 
 def parts_of(file: PlannedFile, in_store: Callable[[Run], bool]) -> Iterator[Part]:
-    """Yield the parts of a file, in order; all but the last have at least 5 MiB.
+    """Yield the parts of a file, in order, as many as S3 allows; all but the last have at least 5 MiB.
 
     Args:
         file: Of safetensors.
         in_store: Returns whether the store can copy a run.
     """
+    least = max(_MIN_PART_BYTES, file.num_bytes // _MAX_PARTS)
+    part_bytes = max(_PART_BYTES, least)
     sent_from = 0  # where the bytes begin that this process sends next
     for begin, run in _copies(file, in_store):
         end = begin + run.num_bytes
-        start = begin if sent_from == begin else max(begin, sent_from + _MIN_PART_BYTES)
-        if end - start < _MIN_PART_BYTES:
+        start = begin if sent_from == begin else max(begin, sent_from + least)
+        if end - start < least:
             continue
-        for cut in _cut(sent_from, start, file.num_bytes):
+        for cut in _cut(sent_from, start, part_bytes):
             yield Part(*cut)
         num = -(-(end - start) // _COPY_BYTES)
         for number in range(num):
@@ -147,7 +146,7 @@ def parts_of(file: PlannedFile, in_store: Callable[[Run], bool]) -> Iterator[Par
             source = run.source + start - begin + first
             yield Part(start + first, start + last, Run(run.path, source, start + first, last - first))
         sent_from = end
-    for cut in _cut(sent_from, file.num_bytes):
+    for cut in _cut(sent_from, file.num_bytes, part_bytes):
         yield Part(*cut)
 
 
@@ -181,13 +180,12 @@ def _continues(last: tuple[int, Run], begin: int, run: Run) -> bool:
     )
 
 
-def _cut(begin: int, end: int, file_bytes: int = 0) -> list[tuple[int, int]]:
-    """Return a range in parts of 6 to 12 MiB, or longer ones where the file would have too many; none if empty."""
+def _cut(begin: int, end: int, part_bytes: int) -> list[tuple[int, int]]:
+    """Return a range in parts of ``part_bytes`` to twice as many, or all of it if it is shorter; none if empty."""
     if begin == end:
         return []
-    num = max((end - begin) // max(_PART_BYTES, max(file_bytes, end) // _MAX_PARTS), 1)
-    bounds = [begin + (end - begin) * number // num for number in range(num + 1)]
-    return list(pairwise(bounds))
+    num = max((end - begin) // part_bytes, 1)
+    return list(pairwise(begin + (end - begin) * number // num for number in range(num + 1)))
 
 
 def _upload_parts(file: PlannedFile, upload: Upload, folder: ObjectFolder, on_bytes: OnBytes) -> None:
@@ -206,31 +204,15 @@ def _upload_parts(file: PlannedFile, upload: Upload, folder: ObjectFolder, on_by
     def in_store(run: Run) -> bool:
         return isinstance(run.path, ObjectPath) and folder.can_copy_from(run.path)
 
-    for num_bytes in _in_order(send, list(enumerate(parts_of(file, in_store), 1))):
+    for num_bytes in in_order(send, enumerate(parts_of(file, in_store), 1), _MAX_THREADS):
         on_bytes(num_bytes)
 
 
 def _stream_parts(file: PlannedFile, stream: IO[bytes], on_bytes: OnBytes) -> None:
     content = _Content(file)
-    for part in _in_order(lambda one: content.read(*one), _cut(0, file.num_bytes)):
+    for part in in_order(lambda one: content.read(*one), _cut(0, file.num_bytes, _PART_BYTES), _MAX_THREADS):
         stream.write(part)
         on_bytes(len(part))
-
-
-def _in_order(do: Callable[[_Item], _T], items: Sequence[_Item]) -> Iterator[_T]:
-    """Yield ``do(item)`` of all, in order; threads are a few items ahead."""
-    waiting: deque[Future[_T]] = deque()
-    with ThreadPoolExecutor(_MAX_THREADS, "accelight-upload") as threads:
-        try:
-            for item in items:
-                if len(waiting) >= _MAX_THREADS:
-                    yield waiting.popleft().result()
-                waiting.append(threads.submit(do, item))
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for one in waiting:
-                one.cancel()
 
 
 class _Content:
@@ -239,7 +221,6 @@ class _Content:
     def __init__(self, file: PlannedFile) -> None:
         self._file = file
         self._header = b"".join(file.header)
-        self._starts = _Starts(file)
         self._lock = Lock()
         self._whole: tuple[str, bytes] = ("", b"")
         """A tensor that cannot be read in parts, and its name; the parts of a file are asked for in order, about."""
@@ -251,7 +232,7 @@ class _Content:
         head = self._header[begin:end]
         view[: len(head)] = head
         tensors, wanted = self._file.tensors, list[tuple[PlannedTensor, int, memoryview]]()
-        index = max(bisect_right(self._starts, begin) - 1, 0)
+        index = max(bisect_right(tensors, begin, key=lambda one: one.start) - 1, 0)
         while index < len(tensors) and (tensor := tensors[index]).start < end:
             first = max(begin - tensor.start, 0)
             last = min(end - tensor.start, tensor.num_bytes)
@@ -306,16 +287,3 @@ class _Content:
                 files.close()
                 self._whole = (tensor.name, bytes(content))
             return self._whole[1]
-
-
-class _Starts(Sequence[int]):
-    """Where the tensors of a file begin, for bisection."""
-
-    def __init__(self, file: PlannedFile) -> None:
-        self._tensors = file.tensors
-
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        return self._tensors[index].start
-
-    def __len__(self) -> int:
-        return len(self._tensors)

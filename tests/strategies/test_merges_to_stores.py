@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load
@@ -24,8 +28,13 @@ from accelight.callbacks import MergeShardedCheckpoint
 from accelight.callbacks.merge_sharded_checkpoint import MergeJob, MergeOptions, MergeQueue
 from accelight.checkpoint import CheckpointError, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.cli import main
+from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor
+from accelight.checkpoint.names import Selection
 from accelight.checkpoint.object_path import ObjectPath
 from accelight.checkpoint.storage import ObjectFolder
+from accelight.checkpoint.writing import upload
+from accelight.checkpoint.writing.copy import runs_of
+from accelight.checkpoint.writing.plan import PlannedFile, make_plan
 from accelight.strategies import AccelFSDPStrategy, full_state_dict
 from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
@@ -68,16 +77,60 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"max_shard_size": "17MB"}, {"safe_serialization": False}])
-def test_the_output_equals_that_on_a_disk(
-    options: dict[str, object], store: Store, saved: Path, tmp_path: Path
-) -> None:
-    local = merge_fsdp_weights(saved, tmp_path / "merged", **options)  # type: ignore[arg-type]
-    report = merge_fsdp_weights(saved, f"{URL}/merged", **options)  # type: ignore[arg-type]
+def test_the_output_equals_that_on_a_disk(options: dict[str, Any], store: Store, saved: Path, tmp_path: Path) -> None:
+    local = merge_fsdp_weights(saved, tmp_path / "merged", **options)
+    report = merge_fsdp_weights(saved, f"{URL}/merged", **options)
     assert (report.files, report.num_bytes) == (local.files, local.num_bytes)
     for name in report.files:
         assert store.files().cat_file(f"{BUCKET}/merged/{name}") == (tmp_path / "merged" / name).read_bytes()
     assert store.names("merged/") == sorted(report.files)
-    assert verify_merged(saved, f"{URL}/merged", dtype=options.get("dtype")).is_equal  # type: ignore[arg-type]
+    assert verify_merged(saved, f"{URL}/merged", dtype=options.get("dtype")).is_equal
+
+
+@st.composite
+def _files(draw: st.DrawFn) -> PlannedFile:
+    """Tensors of up to 40 MiB, cut along the first dimension, of which objects of the store hold some."""
+    tensors, names = {}, {}
+    places = dict.fromkeys(("store/a", "store/b", "disk"), 0)
+    for number, (is_large, rows) in enumerate(draw(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=8))):
+        width = MIB if is_large else 7
+        cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=3))})
+        pieces = []
+        for first, last in pairwise(cuts):
+            place = draw(st.sampled_from(list(places)))
+            places[place] += draw(st.sampled_from([0, 0, 64]))
+            pieces.append(Piece(Path(place), places[place], (first, 0), (last - first, width)))
+            places[place] += (last - first) * width
+        name = f"{number}"
+        tensors[name], names[name] = SourceTensor(name, DTYPES["uint8"], (rows, width), tuple(pieces)), name
+    tensors["last"], names["last"] = SourceTensor("last", DTYPES["uint8"], (0,), ()), "last"
+    return make_plan(Selection(names, {}, {}), tensors, by_size=draw(st.booleans())).files[0]
+
+
+@given(_files(), st.sampled_from([9_000, 4]))
+def test_parts_are_as_the_protocol_wants_them(file: PlannedFile, max_parts: int) -> None:
+    """They adjoin, have 5 MiB but for the last, are not too many, and copies are the tensors' own bytes."""
+    with mock.patch.object(upload, "_MAX_PARTS", max_parts):
+        parts = list(upload.parts_of(file, lambda run: run.path.parent == Path("store")))
+    assert [one.begin for one in parts] == [0, *(one.end for one in parts[:-1])]
+    assert parts[-1].end == file.num_bytes
+    assert all(one.end - one.begin >= 5 * MIB for one in parts[:-1])
+    assert len(parts) <= max_parts + 1
+    runs = [(tensor.start, run) for tensor in file.tensors for run in runs_of(tensor) or ()]
+    for part in parts:
+        if part.run is None:
+            continue
+        assert part.run.num_bytes == part.end - part.begin
+        position, source = part.begin, part.run.source
+        while position < part.end:
+            start, run = next(
+                (start, run)
+                for start, run in runs
+                if start + run.target <= position < start + run.target + run.num_bytes
+            )
+            assert (run.path, run.source + position - start - run.target) == (part.run.path, source)
+            step = start + run.target + run.num_bytes - position
+            position, source = position + step, source + step
 
 
 def test_the_store_copies_what_it_has(store: Store, saved: Path) -> None:
@@ -149,12 +202,12 @@ def test_lost_answers_are_no_errors(store: Store, saved: Path) -> None:
         stream.write(bytes(17 * MIB))
     assert store.files().info(f"{BUCKET}/streamed")["size"] == 17 * MIB
     assert [one.path for one in store.requests if one.status == 404 and "uploadId" in one.query]
-    upload = ObjectFolder(URL).begin_upload("other")
-    upload.put(1, b"one")
+    other = ObjectFolder(URL).begin_upload("other")
+    other.put(1, b"one")
     store.files().pipe_file(f"{BUCKET}/other", b"another's")
-    upload.abort()
+    other.abort()
     with pytest.raises(FileNotFoundError, match="writing s3://bucket/other"):
-        upload.complete()
+        other.complete()
 
 
 def test_what_cannot_be_written_is_named_and_leaves_nothing(store: Store, saved: Path) -> None:
@@ -205,11 +258,11 @@ def test_a_killed_merge_leaves_the_output_before(store: Store, saved: Path, tmp_
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "17MB"}, {"safe_serialization": False}, {"verify": True}])
-def test_a_store_with_folders_gets_whole_files(options: dict[str, object], saved: Path, tmp_path: Path) -> None:
+def test_a_store_with_folders_gets_whole_files(options: dict[str, Any], saved: Path, tmp_path: Path) -> None:
     url = f"memory:/{tmp_path}/merged"
-    report = merge_fsdp_weights(saved, url, **options)  # type: ignore[arg-type]
-    merge_fsdp_weights(saved, url, **options)  # type: ignore[arg-type]
-    merge_fsdp_weights(saved, tmp_path / "merged", **options)  # type: ignore[arg-type]
+    report = merge_fsdp_weights(saved, url, **options)
+    merge_fsdp_weights(saved, url, **options)
+    merge_fsdp_weights(saved, tmp_path / "merged", **options)
     assert ObjectFolder(url).names() == sorted(report.files)
     for name in report.files:
         with fsspec.open(f"{url}/{name}", "rb") as stream:
@@ -266,6 +319,8 @@ def _save_safetensors(version: int, url: str, dtype: str | None) -> dict[str, Te
     trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
     report = strategy.save_safetensors(url, dtype=dtype)
     assert (report.files, str(report.destination)) == (("model.safetensors",), url)
+    with pytest.raises(ValueError, match="A size must be"):
+        strategy.save_safetensors(f"{url}/other", max_shard_size="much")
     with pytest.raises(ValueError, match=r"a\.safetensors: in an object store, pass the folder"):
         strategy.save_safetensors(f"{url}/a.safetensors")
     return {name: one.clone() for name, one in full_state_dict(strategy).items()}

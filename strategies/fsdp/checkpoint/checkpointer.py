@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from ....checkpoint.atomic_dir import remove_folder
 from ....checkpoint.files import MergeReport, is_regular
-from ....checkpoint.formats.base import AVERAGED_WEIGHTS
+from ....checkpoint.formats.base import AVERAGED_WEIGHTS, conversion_target
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Adapter, Manifest
 from ....checkpoint.merge import merge_fsdp_weights
-from ....checkpoint.names import clean_name
+from ....checkpoint.names import checked_prefix, clean_name
 from ....checkpoint.storage import (
     ObjectFolder,
     has_checkpoint,
@@ -29,6 +29,7 @@ from ....checkpoint.storage import (
     remove_checkpoint,
     without_credentials,
 )
+from ....checkpoint.writing.plan import parse_size
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ...common import dataloader_state
 from ...common.broadcast import FROZEN_BASE, FrozenBase, check_base
@@ -384,20 +385,34 @@ class Checkpointer:
             return self._upload_safetensors(path, weights, **options)
         return save_safetensors(local_path(path, "weights"), weights, module, self._strategy.form, **options)
 
-    def _upload_safetensors(self, url: str, weights: dict[str, Any], **options: Any) -> MergeReport:
+    def _upload_safetensors(
+        self,
+        url: str,
+        weights: dict[str, Any],
+        *,
+        max_shard_size: str | int | None,
+        dtype: str | torch.dtype | None,
+        strip_prefix: str | None,
+    ) -> MergeReport:
         """Write each rank's shards into the store, and let rank 0 merge them there; S3 copies most of the bytes itself.
 
         A store takes the parts of an object in order, or none below 5 MiB, so ranks cannot write into one together.
         """
         if url.endswith(".safetensors"):
             raise ValueError(f"{without_credentials(url)}: in an object store, pass the folder for model.safetensors.")
+        checked_prefix(strip_prefix)  # what is wrong is an error before anything is uploaded
+        conversion_target(dtype)
+        if max_shard_size is not None:
+            parse_size(max_shard_size)
         key, form, shards = self._strategy.engine.model_key, self._strategy.form, f"{url.rstrip('/')}/.unmerged.ckpt"
         manifest = Manifest(key, form.ties, form.module_attribute)
         metadata = serialised_on_rank_zero({}, f"saving {url}")
         state = state_dict.sharded_state(key, weights, [])
         save_sharded(NewGeneration(shards), state, metadata, manifest, SavePlanCache())
         try:
-            return merge_fsdp_weights(shards, url, **options)
+            return merge_fsdp_weights(
+                shards, url, max_shard_size=max_shard_size, dtype=dtype, strip_prefix=strip_prefix
+            )
         finally:
             if self._strategy.is_global_zero:
                 remove_checkpoint(ObjectFolder(shards))

@@ -12,9 +12,7 @@ import os
 import pathlib
 import re
 from ast import literal_eval
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +66,7 @@ from ....checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
-from ....checkpoint.object_path import PART_BYTES
+from ....checkpoint.object_path import PART_BYTES, in_order
 from ....checkpoint.storage import ObjectFolder, generation_of
 from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
@@ -752,21 +750,12 @@ class ObjectReader(SafeReader):
         for item in plan.items:
             info = self.storage_data[item.storage_index]
             records.setdefault((info.relative_path, info.offset, info.length), []).append(item)
-        with ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="accelight-read") as pool:
-            pending: deque[tuple[Any, Callable[[bytes], None]]] = deque()
-            for get, use in self._requests(dict(sorted(records.items())), planner):
-                pending.append((pool.submit(get), use))
-                if len(pending) > _NUM_REQUESTS:
-                    self._finish(*pending.popleft())
-            while pending:
-                self._finish(*pending.popleft())
+        requests = self._requests(dict(sorted(records.items())), planner)
+        for data, use in in_order(lambda one: (one[0](), one[1]), requests, _NUM_REQUESTS):
+            use(data)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @staticmethod
-    def _finish(answer: Any, use: Callable[[bytes], None]) -> None:
-        use(answer.result())
 
     def _requests(
         self, records: dict[tuple[str, int, int], list[ReadItem]], planner: LoadPlanner
