@@ -105,9 +105,14 @@ def write_manifest(
     Returns:
         The file's path.
     """
-    manifest = Manifest(
-        model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out), adapters or {}
+    return save_manifest(
+        checkpoint_dir,
+        Manifest(model_prefix, dict(ties or {}), module_attribute, digests or {}, tuple(left_out), adapters or {}),
     )
+
+
+def save_manifest(checkpoint_dir: str | os.PathLike[str], manifest: Manifest) -> Path:
+    """Write a manifest as `write_manifest` does; return the file's path."""
     path = Path(checkpoint_dir) / MANIFEST_NAME
     temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
     text = manifest_text(manifest)

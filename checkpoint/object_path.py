@@ -134,6 +134,9 @@ class ObjectPath(_Base):  # type: ignore[misc] # to a type checker a Path, whose
     def relative_to(self, other: Any, *_: Any) -> PurePosixPath:
         return PurePosixPath(str(self).removeprefix(f"{other}/"))
 
+    def is_relative_to(self, other: Any, *_: Any) -> bool:
+        return f"{self}/".startswith(f"{other}/")
+
     def is_file(self) -> bool:
         return self._name in self._sizes
 

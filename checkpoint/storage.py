@@ -2,9 +2,10 @@
 
 [Note: generations] Objects cannot be renamed, so a checkpoint cannot take its name when it is complete, as on a file
 system (`atomic_dir`). Instead each save writes its objects under a name of its own, its generation, and last of all
-one object that names them: ``.metadata``, whose relative paths begin with the generation. A store puts an object whole
-or not at all, so ``.metadata`` describes either the previous checkpoint or the new one. After that the save removes the
-objects of all other generations: of the previous checkpoint, and of saves that were killed.
+one object that names them: ``.metadata``, whose relative paths begin with the generation, or DeepSpeed's ``latest``,
+whose content it is. A store puts an object whole or not at all, so that one describes either the previous checkpoint or
+the new one. After that the save removes the objects of all other generations: of the previous checkpoint, and of saves
+that were killed.
 
 Source: the object stores' own promise (Amazon S3's consistency model: a PUT is atomic, and reads after it see it).
 """
@@ -13,30 +14,47 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import os
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from threading import RLock
+from typing import IO, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from .files import CheckpointError
+from .formats.base import AVERAGED_WEIGHTS
 from .formats.dcp_metadata import METADATA_NAME
 from .formats.torch_save import META_NAME
+from .formats.zero_files import LATEST_NAME
 from .manifest import GENERATION, MANIFEST_NAME
-from .object_path import PART_BYTES, ObjectPath
+from .object_path import PART_BYTES, ObjectPath, in_order
 
 _LIMIT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_READ_THREADS = 6
+"""That read parts of one object at once."""
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
+_PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss")
+_NAMING = (METADATA_NAME, LATEST_NAME)
+"""What names a checkpoint's objects; a reader looks for the first one first."""
+_DCP = rf"{re.escape(METADATA_NAME)}(\.tmp)?|[^/]*\.distcp"
+_UNFINISHED = re.compile(r"(.*/)?\.([^/]+)\.unfinished")
 _OWN = re.compile(
-    rf"{re.escape(METADATA_NAME)}(\.tmp)?|[^/]*\.distcp|{re.escape(META_NAME)}|{re.escape(MANIFEST_NAME)}"
+    rf"(({AVERAGED_WEIGHTS}/)?({_DCP}|{re.escape(MANIFEST_NAME)}))|{re.escape(META_NAME)}"
+    rf"|(checkpoint/)?[^/]*_states\.pt|{LATEST_NAME}|zero_to_\w+\.py"
 )
+WEIGHTS_IN_16_BIT = "model.safetensors"
+"""Beside DeepSpeed's files, where the user asks for it."""
 _T = TypeVar("_T")
 
 
@@ -55,11 +73,37 @@ def without_credentials(url: str) -> str:
     return _CREDENTIALS.sub("", url)
 
 
+def check_no_password(path: str | os.PathLike[str]) -> None:
+    """Check that a path for the Trainer is no URL with a password, which Lightning would log and save in checkpoints.
+
+    Raises:
+        ValueError: If it is.
+    """
+    url = str(path)
+    if is_remote(url) and _PASSWORD.search(url):
+        protocol = _protocol(url)
+        raise ValueError(
+            f"{without_credentials(url)} has a password in it, which the Trainer would log and save in checkpoints. "
+            f"Set it in fsspec's configuration: the environment variable FSSPEC_{protocol.upper()}_PASSWORD, or "
+            f"fsspec.config.conf[{protocol!r}] = {{'password': ...}}."
+        )
+
+
 def source_path(path: str | os.PathLike[str]) -> Path:
     """Return where to read a checkpoint: a path, or objects behind a URL in the place of one."""
     if isinstance(path, ObjectPath):
         return path
     return ObjectPath(ObjectFolder(str(path))) if is_remote(path) else Path(path)
+
+
+_TURNS: WeakKeyDictionary[Any, AbstractContextManager[Any]] = WeakKeyDictionary()
+
+
+def _turn_of(fs: Any) -> AbstractContextManager[Any]:
+    """Return what a thread holds while it makes a request: those of fsspec that are not async take one at a time."""
+    if getattr(fs, "async_impl", False):
+        return nullcontext()
+    return _TURNS.setdefault(fs, RLock())
 
 
 class ObjectFolder:
@@ -84,6 +128,10 @@ class ObjectFolder:
         """Whether names are all that there is, and no folders: an object and others below its name may be there."""
         self.url = without_credentials(url.rstrip("/"))
         """For messages."""
+
+    @property
+    def _turn(self) -> AbstractContextManager[Any]:
+        return _turn_of(self._fs)
 
     def __truediv__(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
@@ -170,30 +218,36 @@ class ObjectFolder:
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object by one request; there is all of it, or the one before."""
-        self._make_parent(name)
-        self._repeated(lambda: self._fs.pipe_file(self._path(name), content), "writing", name)
+        if self.has_buckets:
+            self._repeated(lambda: self._fs.pipe_file(self._path(name), content), "writing", name)
+        else:
+            with self.replacing(name) as stream:
+                stream.write(content)
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a stream into an object, which is there when the body ends; not at all if that fails."""
+    def writing(self, name: str, num_threads: int = 1) -> Iterator[IO[bytes]]:
+        """Yield a stream into an object, which is there when the body ends; not at all if that fails.
+
+        Args:
+            name: Of the object.
+            num_threads: How many parts of 8 MiB are uploaded at once, where the store `takes_parts`; each is in memory.
+        """
         self._make_parent(name)
+        if self.takes_parts:
+            with _PartStream(self, name, num_threads) as parts:
+                yield cast("IO[bytes]", parts)
+            return
         stream = self._repeated(lambda: self._fs.open(self._path(name), "wb", block_size=PART_BYTES), "writing", name)
         try:
-            yield stream
-            self._close(stream, name)
+            yield cast("IO[bytes]", _InPieces(stream, self._turn))
+            with self._turn:
+                stream.close()
         except BaseException as error:
-            with suppress(Exception):  # parts that are not yet an object; the next save removes what stays
+            with suppress(Exception):
                 stream.discard()
             if isinstance(error, OSError):
                 raise self._named(error, "writing", name) from error
             raise
-
-    def _close(self, stream: Any, name: str) -> None:
-        try:
-            stream.close()
-        except FileNotFoundError:
-            if not self.consists_of(name, [part["ETag"] for part in getattr(stream, "parts", None) or ()]):
-                raise
 
     def consists_of(self, name: str, tags: Sequence[str]) -> bool:
         """Return whether an object was uploaded in just these parts, given as S3's tags of them.
@@ -207,13 +261,13 @@ class ObjectFolder:
         return found == f"{digest.hexdigest()}-{len(tags)}"
 
     @contextmanager
-    def replacing(self, name: str) -> Iterator[IO[bytes]]:
+    def replacing(self, name: str, num_threads: int = 1) -> Iterator[IO[bytes]]:
         """Yield a stream as `writing` does; in a store with folders, too, the name means all of it or the one before.
 
         There it is ``.NAME.unfinished`` until then, for the next attempt to overwrite where this one is killed.
         """
         if self.has_buckets:
-            with self.writing(name) as stream:
+            with self.writing(name, num_threads) as stream:
                 yield stream
             return
         folder, slash, last = name.rpartition("/")
@@ -229,17 +283,27 @@ class ObjectFolder:
 
     def _move(self, name: str, to: str) -> None:
         self._fs.invalidate_cache()
-        if self._fs.exists(self._path(name)):  # else an earlier attempt has moved it
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(to))  # no store replaces by a move for certain
+        try:
+            self._fs.mv(self._path(name), self._path(to))  # in one step, where the store can
+        except Exception:  # noqa: BLE001 (each store has its own error)
+            if not self._fs.exists(self._path(name)):  # an earlier attempt has moved it
+                return
+            if self._fs.exists(self._path(to)):  # which this store does not replace
+                self._fs.rm_file(self._path(to))
             self._fs.mv(self._path(name), self._path(to))
 
     @contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a stream of an object, which can be searched."""
-        stream = self._repeated(lambda: self._fs.open(self._path(name), "rb", block_size=PART_BYTES), "reading", name)
-        with stream:
-            yield stream
+        """Yield a stream of an object, which can be searched.
+
+        Raises:
+            FileNotFoundError: If there is none.
+        """
+        size = self.size(name)
+        if size is None:
+            raise FileNotFoundError(f"reading {self / name}: there is no such object.")
+        with io.BufferedReader(_ReadStream(self, name, size), PART_BYTES) as stream:
+            yield cast("IO[bytes]", stream)
 
     @classmethod
     def of(cls, path: ObjectPath) -> ObjectFolder:
@@ -297,12 +361,13 @@ class ObjectFolder:
                     self._fs.rm_file(self._path(name))
 
             self._repeated(remove, "removing", name)
-        self._fs.invalidate_cache()
+        with self._turn:
+            self._fs.invalidate_cache()
 
     def remove_folder(self, name: str = "") -> None:
         """Remove a folder, and what is in it, where the store has folders."""
         if not self.has_buckets:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._turn:
                 self._fs.rm(self._path(name), recursive=True)
 
     def remove_uploads(self, is_left: Callable[[str], bool]) -> None:
@@ -324,7 +389,8 @@ class ObjectFolder:
         deadline, pause = time.monotonic() + _LIMIT_S, _FIRST_PAUSE_S
         while True:
             try:
-                return request()
+                with self._turn:
+                    return request()
             except Exception as error:
                 is_definite = isinstance(error, _DEFINITE) or "Credential" in type(error).__name__
                 if is_definite or time.monotonic() + pause > deadline:
@@ -338,6 +404,48 @@ class ObjectFolder:
             if isinstance(error, kind):
                 return kind(f"{doing} {self / name}: {without_credentials(str(error))}")
         return OSError(f"{doing} {self / name} failed: {without_credentials(f'{type(error).__name__}: {error}')}")
+
+
+class _ReadStream(io.RawIOBase):
+    """An object that is read where the caller is, of long ranges several parts at once."""
+
+    def __init__(self, folder: ObjectFolder, name: str, size: int) -> None:
+        super().__init__()
+        self._folder, self._name, self._size = folder, name, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position."""
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = max(begin + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of ``buffer`` as there is."""
+        view, begin = memoryview(buffer).cast("B"), self._position
+        end = min(begin + len(view), self._size)
+
+        def read(at: int) -> bytes:
+            return self._folder.read(self._name, at, min(at + PART_BYTES, end))
+
+        starts = range(begin, end, PART_BYTES)
+        for part in map(read, starts) if len(starts) < 2 else in_order(read, starts, _READ_THREADS):
+            at = self._position - begin
+            view[at : at + len(part)] = part
+            self._position += len(part)
+        return self._position - begin
 
 
 class Upload:
@@ -389,6 +497,103 @@ class Upload:
             self._request("abort_multipart_upload", UploadId=self._id)
 
 
+class _Written(io.RawIOBase):
+    """A stream that is written to the end, and knows where it is."""
+
+    position = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self.position
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``.
+
+        Raises:
+            OSError: If bytes could not be written, these or earlier ones.
+        """
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), PART_BYTES):
+            self._take(view[at : at + PART_BYTES])
+        self.position += len(view)
+        return len(view)
+
+    def _take(self, piece: memoryview) -> None:
+        raise NotImplementedError
+
+
+class _InPieces(_Written):
+    """Passes on what is written in pieces: fsspec's streams copy what they are given before they send it."""
+
+    def __init__(self, stream: Any, turn: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._stream, self._turn = stream, turn
+
+    def _take(self, piece: memoryview) -> None:
+        with self._turn:
+            self._stream.write(piece)
+
+
+class _PartStream(_Written):
+    """A stream into an object, of which several parts are uploaded at once; small ones are put by one request."""
+
+    def __init__(self, folder: ObjectFolder, name: str, num_threads: int) -> None:
+        super().__init__()
+        self._folder, self._name = folder, name
+        self._part = bytearray()
+        self._upload: Upload | None = None
+        self._num_parts = 0
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "accelight-upload")
+        self._sent: deque[Future[None]] = deque()
+
+    def _take(self, piece: memoryview) -> None:
+        while len(piece):
+            first = piece[: PART_BYTES - len(self._part)]
+            self._part += first
+            piece = piece[len(first) :]
+            if len(self._part) == PART_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        if self._upload is None:
+            self._upload = self._folder.begin_upload(self._name)
+        while len(self._sent) >= self._num_threads:
+            self._sent.popleft().result()
+        self._num_parts += 1
+        self._sent.append(self._threads.submit(self._upload.put, self._num_parts, self._part))
+        self._part = bytearray()
+
+    def __exit__(self, error: object, *_: object) -> None:
+        try:
+            if error is None:
+                self._complete()
+        except BaseException:
+            error = True
+            raise
+        finally:
+            for one in self._sent:
+                one.cancel()
+            self._threads.shutdown()
+            if error is not None and self._upload is not None:
+                self._upload.abort()
+            self.close()
+
+    def _complete(self) -> None:
+        if self._upload is None:
+            self._folder.put(self._name, bytes(self._part))
+            return
+        if self._part:
+            self._send()
+        while self._sent:
+            self._sent.popleft().result()
+        self._upload.complete()
+
+
 # ------------------------------------------------------------------------------------------------
 # Checkpoints in such a folder: see [Note: generations].
 
@@ -404,9 +609,9 @@ def generation_of(paths: Iterable[str]) -> str:
     return first if GENERATION.fullmatch(first) else ""
 
 
-def has_checkpoint(folder: ObjectFolder) -> bool:
-    """Return whether there is a sharded checkpoint."""
-    return folder.size(METADATA_NAME) is not None
+def has_checkpoint(folder: ObjectFolder, named_by: Sequence[str] = _NAMING) -> bool:
+    """Return whether there is a sharded checkpoint; ``.metadata`` names FSDP's, and ``latest`` DeepSpeed's."""
+    return any(folder.size(name) is not None for name in named_by)
 
 
 def check_replaceable_objects(folder: ObjectFolder) -> None:
@@ -420,7 +625,7 @@ def check_replaceable_objects(folder: ObjectFolder) -> None:
         raise FileExistsError(f"{folder.url} is a file: it is not overwritten by a folder. Choose another name.")
     names = folder.names()
     foreign = [name for name in names if not is_own(name)]
-    if foreign and METADATA_NAME not in names:
+    if foreign and not set(_NAMING) & set(names) and folder.size() is None:  # nor a checkpoint of one object
         raise IsADirectoryError(
             f"{folder.url} has objects under it but is not a checkpoint: it is not overwritten. It holds "
             f"{', '.join(foreign[:3])}. Choose another name, such as {folder / 'last.ckpt'}."
@@ -429,15 +634,24 @@ def check_replaceable_objects(folder: ObjectFolder) -> None:
 
 def is_own(name: str) -> bool:
     """Return whether an object's name is one that a sharded checkpoint gives."""
+    if unfinished := _UNFINISHED.fullmatch(name):
+        name = f"{unfinished[1] or ''}{unfinished[2]}"
     first, _, rest = name.partition("/")
-    return _OWN.fullmatch(rest if rest and GENERATION.fullmatch(first) else name) is not None
+    if not (rest and GENERATION.fullmatch(first)):
+        return _OWN.fullmatch(name) is not None
+    return rest == WEIGHTS_IN_16_BIT or _OWN.fullmatch(rest) is not None
 
 
-def remove_others(folder: ObjectFolder, generation: str) -> None:
-    """Remove the objects of all other saves under this URL; what belongs to no checkpoint stays."""
-    kept = (METADATA_NAME, f"{generation}/")
-    others = [name for name in folder.names() if is_own(name) and not name.startswith(kept)]
-    folder.remove(others)
+def remove_others(folder: ObjectFolder, generation: str, named_by: str = METADATA_NAME) -> None:
+    """Remove the objects of all other saves under this URL; what belongs to no checkpoint stays.
+
+    Args:
+        folder: The URL.
+        generation: Of the checkpoint that stays.
+        named_by: What names it.
+    """
+    others = [name for name in folder.names() if is_own(name) and not name.startswith(f"{generation}/")]
+    folder.remove(_naming_first(name for name in others if name != named_by))
     for name in {name.partition("/")[0] for name in others if "/" in name}:
         folder.remove_folder(name)
     folder.remove_uploads(lambda name: not name.startswith(f"{generation}/"))
@@ -449,7 +663,11 @@ def remove_checkpoint(folder: ObjectFolder) -> None:
     """Remove a sharded checkpoint; first what makes it one. What belongs to no checkpoint stays."""
     names = folder.names()
     own = [name for name in names if is_own(name)]
-    folder.remove(sorted(own, key=lambda name: name != METADATA_NAME))
+    folder.remove(_naming_first(own))
     folder.remove_uploads(lambda _: True)
     if len(own) == len(names):
         folder.remove_folder()
+
+
+def _naming_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: name not in _NAMING)

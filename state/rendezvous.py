@@ -369,9 +369,16 @@ def one_first(
         finally:
             blocks.num_waited_for -= bool(num_waiting)
             if num_waiting:
-                blocks.put(f"{scope}/{path}", pickle.dumps(outcome))
+                blocks.put(f"{scope}/{path}", _pickled(outcome, process_index))
     finally:
         blocks.leave()
+
+
+def _pickled(outcome: tuple[str | None, list[Any]], process_index: int) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:  # noqa: BLE001 (whatever a result's class raises: the others must not wait for ever)
+        return pickle.dumps((f"process {process_index}'s result cannot be pickled: {_text_of(error)}", []))
 
 
 def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint.locate import find_checkpoint, find_newest
 from ..checkpoint.manifest import description_folder, read_manifest
 from ..checkpoint.merge import load_state_dict
-from ..checkpoint.storage import source_path
+from ..checkpoint.storage import check_no_password, source_path
 from ..state.rendezvous import raise_together, run_on_rank_zero
 from .common.broadcast import FROZEN_BASE, check_base
 from .deepspeed.checkpoint import read_trainer_state
@@ -124,6 +124,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Raises:
         RuntimeError: On every process, if some do not see the checkpoint that process 0 has found, naming them.
     """
+    check_no_password(folder)
 
     def find() -> tuple[str | None, dict[str, str]]:
         found = find_newest(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import shutil
@@ -13,15 +14,15 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from fsspec.core import strip_protocol
 from fsspec.utils import get_protocol
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
 from ...checkpoint.atomic_dir import (
@@ -29,18 +30,20 @@ from ...checkpoint.atomic_dir import (
     drop_unfinished,
     drop_written_folder,
     keep_files_of_others,
+    remove_folder,
     remove_unfinished,
     replace,
     unfinished_name,
 )
 from ...checkpoint.files import is_regular, telling_full_disk
-from ...checkpoint.formats.dcp_metadata import METADATA_NAME
 from ...checkpoint.formats.torch_save import check_bytes
 from ...checkpoint.storage import (
     ObjectFolder,
     check_replaceable_objects,
+    has_checkpoint,
     is_remote,
     new_generation,
+    remove_checkpoint,
     remove_others,
 )
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
@@ -48,6 +51,8 @@ from ...state.utils import flag_from_env
 from ..upstream.torch_core import tree_leaves
 
 _log = logging.getLogger(__name__)
+_UNFINISHED = ".tmp"
+"""What torch's name for ``.metadata`` ends with until it is complete."""
 
 
 class AveragedWeights(Protocol):
@@ -180,19 +185,20 @@ class NewGeneration:
         """Write into the generation that another process has begun."""
         self.generation = name
 
-    def commit(self, contents: Mapping[str, bytes], description: bytes) -> None:
+    def commit(self, contents: Mapping[str, bytes], named_by: str, description: bytes) -> None:
         """Write what is missing, name all of it, and remove what was there before.
 
         Args:
             contents: Of the generation's last objects.
-            description: ``.metadata``, which names the generation.
+            named_by: The object that names the generation: ``.metadata``, or DeepSpeed's ``latest``.
+            description: Its content.
         """
         for name, content in contents.items():
             self.objects.put(f"{self.generation}/{name}", content)
         self._may_be_named = True  # from here on, also if the answer to the request is lost
-        self.objects.put(METADATA_NAME, description)
+        self.objects.put(named_by, description)
         try:
-            remove_others(self.objects, self.generation)
+            remove_others(self.objects, self.generation, named_by)
         except OSError as error:  # the checkpoint is there; the next save tries again
             _log.warning("The previous checkpoint under %s could not be removed: %s", self.path, error)
 
@@ -213,6 +219,46 @@ class NewGeneration:
             self.drop()
 
 
+class ObjectStreams(FileSystem):
+    """Files that torch.distributed.checkpoint writes, as objects of a store; ``.metadata`` last of all."""
+
+    def __init__(self, objects: ObjectFolder) -> None:
+        super().__init__()
+        self._objects = objects
+        self.error: Exception | None = None
+        """What a stream failed with: torch's threads do not report it."""
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        try:
+            with self._objects.writing(str(path).removesuffix(_UNFINISHED)) as stream:
+                yield cast("io.IOBase", stream)
+        except Exception as error:
+            self.error = error
+            raise
+
+    @override
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+    @override
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return str(path)
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Do nothing: the object has its name already."""
+
+    @override
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Do nothing."""
+
+    @override
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return False  # in a new generation
+
+
 def folder_named(path: Path | str, options: Mapping[str, Any] | None = None) -> NewFolder | NewGeneration:
     """Return the folder to write a checkpoint into, as the caller's surroundings ask for it.
 
@@ -230,28 +276,47 @@ def folder_named(path: Path | str, options: Mapping[str, Any] | None = None) -> 
     return OwnFolder(Path(path)) if writes_own_folders() else NewFolder(Path(path))
 
 
+def remove_saved(path: str | Path, remove_file: Callable[[], None]) -> None:
+    """Remove a checkpoint, in one step where it is a folder; what others keep in it stays.
+
+    Args:
+        path: Or a URL.
+        remove_file: Removes a checkpoint of one file.
+    """
+    if is_remote(path):
+        objects = ObjectFolder(str(path))
+        if has_checkpoint(objects):
+            remove_checkpoint(objects)
+            return
+    elif Path(path).is_dir():
+        remove_folder(Path(path))
+        return
+    remove_file()
+
+
 @contextmanager
-def new_folder(path: Path, complete: Callable[[Path], None], group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-    """Yield a folder for all ranks to write into; it takes the name ``path`` when the body is done and it is complete.
+def new_folder(
+    folder: NewFolder | NewGeneration, finish: Callable[[], None], group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """Let all ranks write into a folder in the body; it takes its name when the body is done and it is complete.
 
     The body must fail on every rank if it fails on one.
 
     Args:
-        path: As for `NewFolder`.
-        complete: Called with the folder on rank 0, in the end.
+        folder: See `folder_named`.
+        finish: Called on rank 0, in the end; finishes the folder.
         group: Through which the ranks agree; the default group by default.
 
     Raises:
         RuntimeError: On every rank, if rank 0 failed outside of the body.
-        IsADirectoryError: As its cause, if ``path`` is a folder that is no checkpoint; nothing is written then.
+        IsADirectoryError: As its cause, if something has the name that is no checkpoint; nothing is written then.
     """
-    folder = OwnFolder(path) if writes_own_folders() else NewFolder(path)
     made = run_on_rank_zero(folder.begin, f"preparing {folder.unfinished}", group)
     try:
-        with raise_on_all_ranks(f"saving {path}", group):
+        with raise_on_all_ranks(f"saving {folder.path}", group):
             folder.check_shared(made)
-        yield folder.unfinished
-        run_on_rank_zero(partial(folder.finish, complete), f"finishing {path}", group)
+        yield
+        run_on_rank_zero(finish, f"finishing {folder.path}", group)
         folder.finish_own()
     except BaseException:
         folder.drop_own()
@@ -297,6 +362,49 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         drop_unfinished(unfinished)
         raise
+
+
+_NUM_THREADS = 4
+"""That upload parts of one object at once."""
+
+
+def save_object(content: Any, url: str, options: Mapping[str, Any] | None = None) -> None:
+    """Write what ``torch.save`` makes of ``content`` as one object, where a sharded checkpoint may be in the way.
+
+    Raises:
+        OSError: If it cannot be written; it names the object.
+    """
+    folder, name = _parent_of(url, options)
+    whole = folder.below(name)
+    with folder.replacing(name, _NUM_THREADS) as stream:
+        torch.save(content, stream)
+        if not folder.has_buckets and has_checkpoint(whole):
+            remove_checkpoint(whole)
+    if folder.has_buckets and has_checkpoint(whole):
+        remove_checkpoint(whole)
+
+
+def read_object(url: str, weights_only: bool | None) -> dict[str, Any]:
+    """Return what `save_object`, or Lightning, has written; every rank reads it.
+
+    Args:
+        url: Of the object.
+        weights_only: As in ``torch.load``.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not one of Lightning's checkpoints.
+    """
+    folder, name = _parent_of(url)
+    with folder.reading(name) as stream:
+        checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=weights_only)
+    check_full(checkpoint, folder / name)
+    return checkpoint
+
+
+def _parent_of(url: str, options: Mapping[str, Any] | None = None) -> tuple[ObjectFolder, str]:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    return ObjectFolder(parent, options), name
 
 
 # ------------------------------------------------------------------------------------------------

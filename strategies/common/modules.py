@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.manifest import Adapter
 from ...checkpoint.names import clean_name
+from ...checkpoint.storage import check_no_password
 from ..upstream.lightning import Callback
 from ..upstream.patches import replace_for_good
 
@@ -352,9 +353,10 @@ def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str]) -> 
         refused: Names of Lightning's classes, and what each does, with what to do instead.
 
     Raises:
-        ValueError: If one of them is of such a class.
+        ValueError: If one of them is of such a class, or saves to a URL with a password in it.
     """
     for callback in callbacks:
+        check_no_password(getattr(callback, "dirpath", None) or "")
         lightnings = {cls.__name__ for cls in type(callback).__mro__ if cls.__module__.split(".")[0] != "accelight"}
         for name in lightnings & set(refused):
             raise ValueError(f"{type(callback).__name__} {refused[name]}")

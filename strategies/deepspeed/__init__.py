@@ -8,9 +8,14 @@ from ..common.config import lazy_names
 
 if TYPE_CHECKING:
     from .ds_config import DummyOptim, DummyScheduler, HfDeepSpeedConfig
-    from .plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+    from .plugin import (
+        DeepSpeedEngineWrapper,
+        DeepSpeedOptimizerWrapper,
+        DeepSpeedPlugin,
+        DeepSpeedSchedulerWrapper,
+        get_active_deepspeed_plugin,
+    )
     from .strategy import AccelDeepSpeedStrategy
-    from .wrappers import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -26,10 +31,10 @@ __all__ = [
 
 _HOMES = {  # the plugin must import without Lightning and DeepSpeed, so each name comes when it is asked for
     "AccelDeepSpeedStrategy": ".strategy",
-    "DeepSpeedEngineWrapper": ".wrappers",
-    "DeepSpeedOptimizerWrapper": ".wrappers",
+    "DeepSpeedEngineWrapper": ".plugin",
+    "DeepSpeedOptimizerWrapper": ".plugin",
     "DeepSpeedPlugin": ".plugin",
-    "DeepSpeedSchedulerWrapper": ".wrappers",
+    "DeepSpeedSchedulerWrapper": ".plugin",
     "DummyOptim": ".ds_config",
     "DummyScheduler": ".ds_config",
     "HfDeepSpeedConfig": ".ds_config",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,17 +13,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from ...checkpoint.files import CheckpointError, is_regular, telling_full_disk
+from ...checkpoint.files import is_regular
 from ...checkpoint.formats.base import AVERAGED_WEIGHTS
-from ...checkpoint.formats.torch_save import check_bytes, check_written, digest_of_file
+from ...checkpoint.formats.torch_save import check_bytes, check_written
+from ...checkpoint.formats.zero_files import LATEST_NAME, latest_tag
 from ...checkpoint.locate import find_checkpoint
-from ...checkpoint.manifest import Adapter, FileDigest, read_manifest, write_manifest
+from ...checkpoint.manifest import MANIFEST_NAME, Adapter, FileDigest, Manifest, read_manifest
 from ...checkpoint.merge import plan_merge
+from ...checkpoint.object_path import ObjectPath
+from ...checkpoint.storage import ObjectFolder, check_no_password, has_checkpoint, is_remote, source_path
 from ...checkpoint.writing.copy import load_tensors
 from ...state import gather_object
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
@@ -31,13 +33,15 @@ from ..common import dataloader_state
 from ..common.broadcast import FROZEN_BASE, FrozenBase, check_base
 from ..common.checkpoint_files import (
     AveragedWeights,
+    NewFolder,
+    NewGeneration,
     bytes_are_checked,
     check_full,
+    folder_named,
     local_path,
     new_folder,
-    num_bytes_of,
+    read_object,
     read_torch,
-    save_torch,
     with_own_weights,
     writes_own_folders,
 )
@@ -56,10 +60,11 @@ from ..common.modules import (
 )
 from ..common.sharded_tensors import local_part, part_of
 from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
-from ..upstream.patches import Patches, replace_for_good
+from ..upstream.patches import Patches
 from . import universal, zero_optimizer
 from .accumulation import window_of
 from .ds_config import DeepSpeedSettings
+from .files import Download, LocalFiles, ObjectFiles, download
 from .library import deepspeed_library, quietly
 from .plugin import DeepSpeedPlugin
 from .universal import reading_safely
@@ -133,16 +138,18 @@ class Checkpointer:
 
         Args:
             checkpoint: The Trainer's; the engine itself knows the weights and the optimizer's state.
-            path: The folder, on a file system.
-            storage_options: Must be None.
+            path: The folder, or the URL of one.
+            storage_options: Of the file system behind a URL.
 
         Raises:
-            TypeError: If there are storage options.
-            ValueError: If the path is a URL, the checkpoint has a key that DeepSpeed uses itself, or a module in it
+            TypeError: If there are storage options for a path.
+            ValueError: If the path is a URL and the engine writes in another way than ``torch.save``, the checkpoint
+                has a key that DeepSpeed uses itself, or a module in it
                 has parameters that ZeRO-3 has partitioned.
         """
-        if storage_options is not None:
-            raise TypeError("storage_options is for a CheckpointIO, which DeepSpeed does not use. Remove it.")
+        if storage_options is not None and not is_remote(path):
+            raise TypeError("storage_options is for URLs. Remove it.")
+        check_no_password(path)
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         store_barrier("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
@@ -159,7 +166,8 @@ class Checkpointer:
         if "optimizer_states" in checkpoint:  # not one of weights alone
             checkpoint[RANDOM_STATES_KEY] = of_all
         dataloader_state.keep(states, checkpoint)
-        folder = local_path(str(path) if writes_own_folders() else common, _WHAT)
+        place = str(path) if writes_own_folders() else common
+        folder = folder_named(place if is_remote(place) else local_path(place, _WHAT), storage_options)
         state = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         plugin = self._strategy.deepspeed_plugin
         write_16bit = self._strategy.settings.zero_stage == 3 and bool(plugin.zero3_save_16bit_model)
@@ -214,7 +222,7 @@ class Checkpointer:
         """Return the Trainer's checkpoint; what the engine takes of it is loaded later.
 
         Args:
-            path: The folder, or the file of a full checkpoint.
+            path: The folder, or the file of a full checkpoint; or the URL of one.
             weights_only: Whether it may hold tensors and plain values only; None takes the strategy's.
 
         Raises:
@@ -223,10 +231,14 @@ class Checkpointer:
         module = self._strategy.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
-        place = local_path(self._strategy.broadcast(str(path)), _WHAT)
+        check_no_password(path)
+        url = self._strategy.broadcast(str(path))
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         weights_only = self._strategy.weights_only if weights_only is None else weights_only
-        if is_full(place):
+        if is_remote(url) and not has_checkpoint(ObjectFolder(url), (LATEST_NAME,)):
+            with reading_safely(weights_only):
+                checkpoint = take_full(read_object(url, weights_only), url, fitting=fitting)
+        elif is_full(place := source_path(url) if is_remote(url) else local_path(url, _WHAT)):
             checkpoint = read_full(place, weights_only=weights_only, fitting=fitting)
         else:
             checkpoint = read(
@@ -293,7 +305,7 @@ _OF_DEEPSPEED = {
 
 def save(
     engine: Any,
-    path: Path,
+    folder: NewFolder | NewGeneration,
     trainer_state: dict[str, Any],
     *,
     write_16bit: bool,
@@ -305,7 +317,7 @@ def save(
 
     Args:
         engine: DeepSpeed's engine.
-        path: The folder; what is there already is replaced, last of all.
+        folder: Where; what is there already is replaced, last of all.
         trainer_state: The Trainer's checkpoint, without weights and optimizer states.
         write_16bit: Whether rank 0 writes the consolidated weights into the folder, too.
         exclude_frozen: Whether frozen parameters are left out of the shards.
@@ -330,38 +342,38 @@ def save(
     with with_trained_parameters(engine):
         left_out = [name for name, one in engine.module.named_parameters() if exclude_frozen and not one.requires_grad]
 
-    of_others: dict[str, FileDigest] = {}
+    files: LocalFiles | ObjectFiles  # before anything is written: it may be an error
+    files = ObjectFiles(folder, engine) if isinstance(folder, NewGeneration) else LocalFiles(folder, engine)
+    digests: dict[str, FileDigest] = {}
 
-    def complete(folder: Path) -> None:
-        (folder / "latest").write_text(universal.TAG)  # by DeepSpeed, it would be written between two meetings of ranks
-        if write_16bit:
-            write_16bit_file(weights, folder)
+    def finish() -> None:
         # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
-        ties, digests = find_ties(engine.module), {**of_others, **digests_of(folder)}
-        write_manifest(folder, model_prefix="module", ties=ties, digests=digests, left_out=left_out, adapters=adapters)
-        if averaged:
-            write_manifest(folder / AVERAGED_WEIGHTS, model_prefix="model", ties=ties, adapters=adapters)
+        ties = find_ties(engine.module)
+        manifest = Manifest(
+            "module", ties, digests={**digests, **files.digests()}, left_out=tuple(left_out), adapters=adapters
+        )
+        files.finish(manifest, Manifest("model", ties, adapters=adapters) if averaged else None, weights)
 
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
-    with new_folder(path, complete) as folder:
+    with new_folder(folder, finish):
         aside = constants_aside(engine.module) if exclude_frozen else nullcontext()
-        with guarded_files(engine, path), with_trained_parameters(engine), aside:
+        with guarded_files(engine, files, folder.path), with_trained_parameters(engine), aside:
             engine.save_checkpoint(
-                str(folder),
-                tag=universal.TAG,
+                files.place,
+                tag=files.tag,
                 client_state=trainer_state,
-                save_latest=False,
+                save_latest=False,  # by DeepSpeed, it would be written between two meetings of ranks
                 exclude_frozen_parameters=exclude_frozen,
             )
         if averaged:
             try:
-                save_dcp({"model": dict(averaged)}, checkpoint_id=folder / AVERAGED_WEIGHTS)
+                save_dcp({"model": dict(averaged)}, storage_writer=files.averages_writer())
             except CheckpointException as error:  # which is no Exception
-                raise RuntimeError(f"saving {path} failed: {error}") from error
+                raise RuntimeError(f"saving {folder.path} failed: {error}") from error
         if writes_own_folders():
-            for digests in gather_object([digests_of(folder)]):
-                of_others.update(digests)
+            for own in gather_object([files.digests()]):
+                digests.update(own)
 
 
 @dataclass(frozen=True)
@@ -369,17 +381,22 @@ class StoredEngine:
     """The parts of a checkpoint that an engine loads."""
 
     path: Path
+    tag: str
+    """The folder in it with DeepSpeed's files."""
     with_optimizer: bool
     """Whether the optimizer's state is read, too."""
     weights_only: bool
     """False reads anything, whatever it may execute."""
+    source: Path
+    """The checkpoint, where ``path`` is a copy of one behind a URL; else the same."""
+    copy: Download | None
 
 
-def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weights_only: bool) -> dict[str, Any]:
+def read(source: Path, *, with_optimizer: bool, stage: int, any_number: bool, weights_only: bool) -> dict[str, Any]:
     """Return the Trainer's state in a checkpoint, and a `StoredEngine` in it; every file is checked that will be read.
 
     Args:
-        path: The folder.
+        source: The folder; that behind a URL is copied to a temporary one.
         with_optimizer: Whether the optimizer's state is to be read.
         stage: Of the engine that will take it.
         any_number: Whether another number of ranks may have written it.
@@ -390,15 +407,20 @@ def read(path: Path, *, with_optimizer: bool, stage: int, any_number: bool, weig
         ValueError: If the optimizer's state is to be read, and another number of ranks or kind of stage has written it.
         RuntimeError: If it holds objects that may run code, or if a file is damaged or none; on every rank.
     """
-    _check_folder(path)
+    tag = _find_tag(source)
     if with_optimizer:
-        _check_layout(path / universal.TAG, stage, any_number=any_number)
-    with raise_on_all_ranks(f"loading {path}"):
-        check_files(path, all_of_them=with_optimizer or stage == 3)  # stage 3 has weights in the optimizer's files
-    checkpoint = read_trainer_state(path / universal.TAG, weights_only=weights_only)
-    checkpoint[STORED_WEIGHTS] = StoredEngine(path, with_optimizer, weights_only)
-    if (path / AVERAGED_WEIGHTS).is_dir():
-        checkpoint[AVERAGED_WEIGHTS] = StoredAverages(path / AVERAGED_WEIGHTS)
+        _check_layout(source / tag, stage, any_number=any_number)
+    path, copy = source, None
+    if isinstance(source, ObjectPath):
+        copy = download(source, tag, with_optimizer=with_optimizer, whole=any_number)
+        path = copy.path
+    with raise_on_all_ranks(f"loading {source}"):
+        check_files(path, tag, files_to_check(path, tag, all_of_them=with_optimizer) if copy is None else copy.own)
+    checkpoint = read_trainer_state(path / tag, weights_only=weights_only)
+    checkpoint[STORED_WEIGHTS] = StoredEngine(path, tag, with_optimizer, weights_only, source, copy)
+    for folder in (source / AVERAGED_WEIGHTS, source / tag / AVERAGED_WEIGHTS):
+        if folder.is_dir():
+            checkpoint[AVERAGED_WEIGHTS] = StoredAverages(folder)
     return checkpoint
 
 
@@ -463,14 +485,22 @@ def load(
         ValueError: If other parameters were trained when it was saved.
         RuntimeError: If it holds objects that may run code.
     """
-    path, with_optimizer = stored.path, stored.with_optimizer
+    path, tag, with_optimizer = stored.path, stored.tag, stored.with_optimizer
     universally = with_optimizer and load_universal
     if universally and not universal.is_converted(path):
-        run_on_rank_zero(lambda: universal.convert(path), f"converting {path} to a universal checkpoint")
-    partitioned = engine.zero_optimization_partition_weights()
-    if partitioned and not with_optimizer and not hasattr(engine.optimizer, "_restore_from_bit16_weights"):
-        # DeepSpeed 0.19 asks for it also where there is no optimizer, and nothing to restore.
-        replace_for_good("ZeRO optimizers", engine.optimizer, _restore_from_bit16_weights=lambda: None)
+        what = f"converting {path} to a universal checkpoint"
+        if stored.copy is None:
+            run_on_rank_zero(lambda: universal.convert(path, tag), what)
+        else:
+            with raise_on_all_ranks(what):
+                stored.copy.once(".converted", lambda _: universal.convert(path, tag))
+    if engine.zero_optimization_partition_weights() and not with_optimizer:
+        with reading_safely(stored.weights_only):
+            extra = filter_extra_states(_read_model_file(path / tag)["module"])
+        weights = stored_weights(stored.source / tag, engine.module)
+        load_full(engine, {**weights, **extra}, strict=strict and not left_out)
+        _drop(stored.copy)
+        return
     clipping = getattr(engine.optimizer, "clip_grad", None)
     with (
         reading_safely(stored.weights_only),
@@ -479,19 +509,19 @@ def load(
         constants_aside(engine.module) as constants,
     ):
         if not universally:
-            _follow_frozen(engine, path / universal.TAG, with_optimizer=with_optimizer)
+            _follow_frozen(engine, path / tag, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(
             str(path),
-            tag=None if universally else universal.TAG,
+            tag=None if universally else tag,
             load_module_strict=strict and not left_out,
             load_optimizer_states=with_optimizer,
             load_lr_scheduler_states=False,
-            custom_load_fn=None if with_optimizer or not partitioned else _with_extra_states(path, strict=strict),
         )
         if state is None:
             raise ValueError(f"DeepSpeed finds no checkpoint in {path}.")
         if universally:
-            _load_what_is_not_trained(engine, path)
+            _load_what_is_not_trained(engine, path / tag)
+    _drop(stored.copy)
     check_constants(constants, engine.module, path)
     if clipping is not None:  # stages 1 and 2 take over the saved run's; the Trainer's counts
         engine.optimizer.clip_grad = clipping
@@ -502,15 +532,39 @@ def load(
         window.steps.load_state_dict(state.get(_COUNTS, {}))
 
 
-def _with_extra_states(path: Path, *, strict: bool) -> Callable[..., None]:
-    """Return what loads weights that DeepSpeed has put together of stage 3's partitions: nothing else is in those."""
+def filter_extra_states(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a state dict has beside tensors."""
+    return {name: state for name, state in saved.items() if is_extra_state(name)}
 
-    def load_all(src: Mapping[str, Any], dst: nn.Module) -> None:
-        saved: Mapping[str, Any] = _read_model_file(path / universal.TAG)["module"]
-        extra = {name: state for name, state in saved.items() if is_extra_state(name)}
-        dst.load_state_dict({**src, **extra}, strict=strict)
 
-    return load_all
+def _drop(copy: Download | None) -> None:
+    if copy is not None:
+        copy.remove()
+
+
+def stored_weights(folder: Path, module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that stage 3 has saved, whichever number of ranks that was; every rank calls it.
+
+    Args:
+        folder: With DeepSpeed's files; may be behind a URL.
+        module: That takes them. Of parameters that ZeRO-3 partitions, rank 0 alone reads values.
+    """
+    partitioned = {name for name, one in module.named_parameters(remove_duplicate=False) if hasattr(one, "ds_id")}
+    skipped = partitioned if dist.get_rank() != 0 else set()
+    weights: dict[str, Tensor] = {}
+    with raise_on_all_ranks(f"loading {folder}"):
+        source, selection, plan = plan_merge(find_checkpoint(folder), safe=False)
+        if dist.get_rank() == 0 and bytes_are_checked():
+            source.check(set(selection.names.values()), lambda _: None)
+        for file in plan.files:
+            for tensor in file.tensors:
+                if tensor.name in skipped:
+                    weights[tensor.name] = torch.empty(tensor.source.shape, device="meta")
+            weights.update(
+                load_tensors(replace(file, tensors=tuple(one for one in file.tensors if one.name not in weights)))
+            )
+            weights.update({alias: weights[name] for alias, name in file.ties.items()})
+    return weights
 
 
 @contextmanager
@@ -566,13 +620,23 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
     own = dist.get_rank() if dist.is_initialized() else 0
     names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (own, 0))  # or of fewer ranks
     for file in (folder / name for name in (*names, "mp_rank_00_model_states.pt")):
-        if file.is_file():
-            state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-            return state
+        if not file.is_file():
+            continue
+        state: dict[str, Any]
+        if isinstance(file, ObjectPath):
+            with ObjectFolder.of(file).reading("") as stream:
+                state = torch.load(stream, map_location="cpu", weights_only=False)
+        else:
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        return state
     raise ValueError(f"DeepSpeed finds no checkpoint in {folder.parent}.")
 
 
-def _check_folder(path: Path) -> None:
+def _find_tag(path: Path) -> str:
+    """Return the name of the folder with DeepSpeed's files: see [Note: tags] in ``remote.py``."""
+    named = latest_tag(path) if path.is_dir() else None
+    if named is not None and named.name != universal.FOLDER:
+        return str(named.relative_to(path))
     if not (path / universal.TAG).is_dir():
         kind = "is a file that torch.save() did not write" if path.is_file() else "has no 'checkpoint' in it"
         found = f"{path} {kind}" if path.exists() else f"Checkpoint file not found: {path}"  # as Lightning begins it
@@ -581,6 +645,7 @@ def _check_folder(path: Path) -> None:
             "AccelDeepSpeedStrategy, or the file that it writes with other strategies. Load weights from elsewhere "
             "into the module before fit()."
         )
+    return universal.TAG
 
 
 def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
@@ -601,11 +666,10 @@ def _check_layout(folder: Path, here: int, *, any_number: bool) -> None:
         )
 
 
-def _load_what_is_not_trained(engine: Any, path: Path) -> None:
+def _load_what_is_not_trained(engine: Any, folder: Path) -> None:
     """Load buffers, frozen parameters, extra states: a universal checkpoint restores what the optimizer has, alone."""
     module: nn.Module = engine.module
     stage3 = engine.zero_optimization_partition_weights()
-    folder = path / universal.TAG
     file = folder / ("zero_pp_rank_0_mp_rank_00_model_states.pt" if stage3 else "mp_rank_00_model_states.pt")
     saved = _load_tensors(file)["module"]
     frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
@@ -665,6 +729,11 @@ def read_full(path: Path, *, weights_only: bool, fitting: bool) -> dict[str, Any
     """
     with reading_safely(weights_only):
         checkpoint = read_torch(path, weights_only)
+    return take_full(checkpoint, path, fitting=fitting)
+
+
+def take_full(checkpoint: dict[str, Any], path: Path | str, *, fitting: bool) -> dict[str, Any]:
+    """Return a full checkpoint without what ZeRO cannot take; see `read_full`."""
     check_full(checkpoint, path)
     if fitting and checkpoint.pop("optimizer_states", None):
         rank_zero_warn(
@@ -756,32 +825,33 @@ def _check_names(module: nn.Module, weights: Mapping[str, Tensor], *, strict: bo
 _MODEL, _ALL = "*_model_states.pt", "*_states.pt"
 
 
-def digests_of(folder: Path) -> dict[str, FileDigest]:
-    """Return the digests of what DeepSpeed has written into a checkpoint's folder."""
-    digests = {}
-    for file in (folder / universal.TAG).glob(_ALL):
-        with suppress(CheckpointError):  # torch's old format, which DeepSpeed can be set to write
-            digests[f"{universal.TAG}/{file.name}"] = digest_of_file(file)
-    return digests
-
-
-def check_files(path: Path, *, all_of_them: bool) -> None:
-    """Check this rank's share of what DeepSpeed will read.
+def files_to_check(path: Path, tag: str, *, all_of_them: bool) -> list[Path]:
+    """Return this rank's share of what DeepSpeed will read of a folder that all ranks share.
 
     Args:
         path: The checkpoint's folder.
+        tag: The one in it with DeepSpeed's files.
         all_of_them: Whether optimizer states are read, too.
+    """
+    files = sorted((path / tag).glob(_ALL if all_of_them else _MODEL))
+    if all_of_them:
+        files += sorted((path / universal.FOLDER).rglob("*.pt"))
+    return files[dist.get_rank() :: dist.get_world_size()]
+
+
+def check_files(path: Path, tag: str, files: Iterable[Path]) -> None:
+    """Check files that DeepSpeed will read.
 
     Raises:
         CheckpointError: If one is damaged, or no file: DeepSpeed would wait for a FIFO.
     """
-    manifest = read_manifest(path)
-    files = sorted((path / universal.TAG).glob(_ALL if all_of_them else _MODEL))
-    if all_of_them:
-        files += sorted((path / universal.FOLDER).rglob("*.pt"))
-    for file in files[dist.get_rank() :: dist.get_world_size()]:
+    place = path if (path / MANIFEST_NAME).exists() else path / tag
+    manifest = read_manifest(place)
+    for file in files:
+        if file.suffix != ".pt":
+            continue
         is_regular(file)
-        name = file.relative_to(path).as_posix()
+        name = file.relative_to(place).as_posix() if file.is_relative_to(place) else ""
         if manifest is not None and name in manifest.digests:
             check_written(file, manifest.digests[name])
         if bytes_are_checked():
@@ -796,20 +866,21 @@ def check_files(path: Path, *, all_of_them: bool) -> None:
 
 
 @contextmanager
-def guarded_files(engine: Any, path: Path) -> Iterator[None]:
+def guarded_files(engine: Any, into: LocalFiles | ObjectFiles, path: Path | str) -> Iterator[None]:
     """Let an engine write a checkpoint; what fails on one rank is raised on all, when all have come to the end.
 
     Args:
         engine: DeepSpeed's.
+        into: What takes the files.
         path: Names the checkpoint in errors.
 
     Raises:
         RuntimeError: On every rank, naming the ranks and files that failed.
     """
-    files = _GuardedFiles(engine.checkpoint_engine)
+    files = _GuardedFiles(engine.checkpoint_engine, into)
     with Patches("ZeRO files") as patches:
         patches.put(engine, "checkpoint_engine", files)
-        patches.put(engine, "_copy_recovery_script", files.guarded(engine._copy_recovery_script))
+        patches.put(engine, "_copy_recovery_script", files.guarded(into.copy_script))
         yield
     with raise_on_all_ranks(f"saving {path}"):
         if files.error is not None:
@@ -819,27 +890,19 @@ def guarded_files(engine: Any, path: Path) -> Iterator[None]:
 class _GuardedFiles:
     """DeepSpeed's checkpoint engine for one save: after a failure, nothing more is written."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, into: LocalFiles | ObjectFiles) -> None:
         self.engine = engine
         self.error: Exception | None = None
-        self.makedirs = self.guarded(engine.makedirs)
+        self.makedirs = self.guarded(into.make_folder)
         self.commit = self.guarded(engine.commit)
+        self._save = self.guarded(into.save)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file as DeepSpeed does, or do nothing after a failure."""
-        self.guarded(self._save)(state_dict, Path(path))
-
-    def _save(self, state_dict: Any, path: Path) -> None:
-        if type(self.engine).__name__ == "TorchCheckpointEngine" and getattr(
-            self.engine, "zipfile_serialization", False
-        ):
-            save_torch(state_dict, path)  # what that engine does, with the system's error where it fails
-            return
-        with telling_full_disk(path, num_bytes_of(state_dict)):
-            self.engine.save(state_dict, str(path))
+        self._save(state_dict, Path(path))
 
     def guarded(self, action: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``action`` so that the first error is kept, and nothing done after it."""
@@ -887,9 +950,6 @@ TRACES = ShardingArtifacts(
 # Consolidated 16-bit weights of a model that ZeRO-3 has partitioned.
 
 
-FILE = "model.safetensors"
-
-
 def gather_16bit(engine: Any) -> dict[str, Tensor]:
     """Return all weights and buffers in 16 bits on rank 0, nothing elsewhere; every rank must call it.
 
@@ -911,10 +971,3 @@ def gather_16bit(engine: Any) -> dict[str, Tensor]:
                     full = f"{prefix}.{name}" if prefix else name
                     weights[full] = tensor.detach().to("cpu", to, copy=True).contiguous()
     return weights
-
-
-def write_16bit_file(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write what `gather_16bit` gave rank 0."""
-    path = folder / FILE
-    with telling_full_disk(path, num_bytes_of(weights)):
-        save_file(weights, path, metadata={"format": "pt"})

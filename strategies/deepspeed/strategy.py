@@ -24,7 +24,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
-from ..common.checkpoint_files import AveragedWeights
+from ..common.checkpoint_files import AveragedWeights, remove_saved
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
 from ..common.items import factor_for
@@ -294,6 +294,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         self._checkpointer.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            remove_saved(filepath, partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -36,14 +36,18 @@ def is_converted(checkpoint: Path) -> bool:
     return (checkpoint / LATEST).is_file()
 
 
-def convert(checkpoint: Path) -> None:
+def convert(checkpoint: Path, tag: str) -> None:
     """Write the universal form of a checkpoint into it, in a process of its own.
+
+    Args:
+        checkpoint: The folder.
+        tag: The one in it with DeepSpeed's files.
 
     Raises:
         ValueError: If its optimizer is none that DeepSpeed converts.
         RuntimeError: If the conversion fails; the message has its output.
     """
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(checkpoint)]
+    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(checkpoint), tag]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == _REFUSED:
         raise ValueError(done.stderr.strip().splitlines()[-1])
@@ -72,13 +76,13 @@ def _without_extra_states() -> Iterator[None]:
         yield
 
 
-def _convert_here(checkpoint: Path) -> None:
+def _convert_here(checkpoint: Path, tag: str) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     unfinished = checkpoint / f".{FOLDER}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed run
     arguments = argparse.Namespace(
-        input_folder=str(checkpoint / TAG),
+        input_folder=str(checkpoint / tag),
         output_folder=str(unfinished / FOLDER),  # beside it, DeepSpeed notes what is the latest
         num_extract_workers=1,
         num_merge_workers=1,
@@ -109,7 +113,7 @@ def main() -> None:
     """Convert the checkpoint that the command line names."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        _convert_here(Path(sys.argv[1]))
+        _convert_here(Path(sys.argv[1]), (sys.argv[2:] or [TAG])[0])
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(_REFUSED)

@@ -117,7 +117,6 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "_backward_hook_state": (f"{_BASE}.ZeROOptimizer", "follows backwards; started anew after one that failed"),
     "backward_active_depth": (f"{_BASE}.BackwardHookStateManager", "follows backwards; zero after one that failed"),
     "reset_for_new_step": (f"{_BASE}.BackwardHookStateManager", "starts following backwards anew"),
-    "_restore_from_bit16_weights": (_BF16, "asked for by the engine's loading, also where no optimizer is"),
     "bf16_groups": (_BF16, "the parameters of each group, as `fp32_groups_has_gradients` has them"),
     "clear_hp_grads": (_BF16, "drops the gradients in fp32"),
     "clear_lp_grads": (_BF16, "drops the gradients in bf16"),

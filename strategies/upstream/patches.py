@@ -113,7 +113,7 @@ TABLE: dict[str, Patch] = {
         "DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3 and the optimizer in it",
         "process_gradients reduce_ready_partitions_and_remove_grads finalize_gradient_accumulation_boundary "
         "independent_gradient_partition_epilogue _optimizer_step _update_scale _set_fp32_optimizer_param_groups "
-        "_clear_fp32_optimizer_param_groups _restore_from_bit16_weights add_param_group __class__",
+        "_clear_fp32_optimizer_param_groups add_param_group __class__",
         "windows end where the Trainer's do; parameters step one by one; zero_grad() drops a window",
         "the engine lives; the class of a user's optimizer: one fit",
     ),

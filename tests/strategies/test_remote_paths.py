@@ -65,8 +65,6 @@ def test_a_full_checkpoint_is_saved_to_a_storage_and_resumed_from_there(version:
 
 def refuse_folders(folder: str) -> None:
     os.chdir(folder)
-    with pytest.raises(ValueError, match=r"storage:///x\.ckpt: sharded checkpoints must be on a file system"):
-        _train(AccelDeepSpeedStrategy(zero_stage=1), 1, "storage:///x.ckpt", None)
     local = AccelFSDPStrategy(fsdp_version=1, use_orig_params=False, state_dict_type="local_state_dict")
     with pytest.raises(ValueError, match=r"storage:///x\.ckpt: local_state_dict checkpoints must be on a file system"):
         _train(local, 1, "storage:///x.ckpt", None)
@@ -91,27 +89,30 @@ def test_weights_in_a_store_with_folders(tmp_path: Path) -> None:
     }
 
 
-def train_sharded(version: int, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:
-    strategy = AccelFSDPStrategy(fsdp_version=version, state_dict_type="sharded_state_dict")
+def train_sharded(engine: str, epochs: int, save_to: str | None, resume_from: str | None) -> Outcome:
+    if engine == "zero":
+        return _train(AccelDeepSpeedStrategy(zero_stage=2), epochs, save_to, resume_from)
+    strategy = AccelFSDPStrategy(fsdp_version=int(engine[-1]), state_dict_type="sharded_state_dict")
     return _train(strategy, epochs, save_to, resume_from)
 
 
-def test_a_sharded_checkpoint_in_a_store_with_folders(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "other"), [("fsdp2", "fsdp1"), ("zero", "zero")])
+def test_a_sharded_checkpoint_in_a_store_with_folders(engine: str, other: str, tmp_path: Path) -> None:
     url, folder = f"storage://{tmp_path}/checkpoints/one.ckpt", tmp_path / "checkpoints" / "one.ckpt"
     for _ in range(2):
-        run_on_ranks(2, train_sharded, 2, 1, url, None)
-        assert len(os.listdir(folder)) == 2  # .metadata, and one generation
+        run_on_ranks(2, train_sharded, engine, 1, url, None)
+        assert len(os.listdir(folder)) == 2  # .metadata or `latest`, and one generation
     whole = train_plain(CASE, 2)
     second = Outcome(whole.losses[len(whole.losses) // 2 :], [], whole.weights, whole.global_step)
-    assert_same(run_on_ranks(2, train_sharded, 1, 2, None, url)[0], second)
-    assert_same(run_on_ranks(2, train_sharded, 1, 2, None, str(folder))[0], second)  # it is a downloaded folder, too
+    assert_same(run_on_ranks(2, train_sharded, other, 2, None, url)[0], second)
+    assert_same(run_on_ranks(2, train_sharded, other, 2, None, str(folder))[0], second)  # it is a download, too
     remove_checkpoint(ObjectFolder(url))
     assert not folder.exists()
 
 
 def _refuse_file(url: str) -> None:
     with pytest.raises(RuntimeError, match=r"storage:.*one\.ckpt is a file: it is not overwritten by a folder"):
-        train_sharded(2, 1, url, None)
+        train_sharded("fsdp2", 1, url, None)
 
 
 def test_a_file_in_a_store_with_folders_stays(tmp_path: Path) -> None:

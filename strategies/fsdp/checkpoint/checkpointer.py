@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from ....checkpoint.atomic_dir import remove_folder
 from ....checkpoint.files import MergeReport, is_regular
 from ....checkpoint.formats.base import AVERAGED_WEIGHTS, conversion_target
+from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Adapter, Manifest
 from ....checkpoint.merge import merge_fsdp_weights
 from ....checkpoint.names import checked_prefix, clean_name
 from ....checkpoint.storage import (
     ObjectFolder,
+    check_no_password,
     has_checkpoint,
     is_remote,
     remove_checkpoint,
@@ -35,6 +36,7 @@ from ...common import dataloader_state
 from ...common.broadcast import FROZEN_BASE, FrozenBase, check_base
 from ...common.checkpoint_files import (
     AveragedWeights,
+    NewFolder,
     NewGeneration,
     bytes_are_checked,
     check_full,
@@ -42,7 +44,10 @@ from ...common.checkpoint_files import (
     local_path,
     new_file,
     new_folder,
+    read_object,
     read_torch,
+    remove_saved,
+    save_object,
     save_torch,
     with_own_weights,
     writes_own_folders,
@@ -89,14 +94,6 @@ _Stage = Callable[[dict[str, Any]], dict[str, Any]]
 """Copies a state that training continues to change; or returns it as it is, where nothing changes."""
 _Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a checkpoint, with a group for its collectives."""
-
-
-def _write_object(url: str, write: Callable[[str], None]) -> None:
-    """Write a checkpoint of one object where a sharded one may be in the way."""
-    write(url)
-    objects = ObjectFolder(url)
-    if has_checkpoint(objects):
-        remove_checkpoint(objects)
 
 
 class Saved(Protocol):
@@ -234,6 +231,7 @@ class Checkpointer:
 
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
         """Write what the Trainer gathered, or begin to; all processes must call it, and rank 0's path is taken."""
+        check_no_password(path)
         self.wait()
         checkpoint = dict(checkpoint)  # callbacks and the module were shown the Trainer's, and may have kept it
         path = self._meet_for_save(checkpoint, path)
@@ -305,7 +303,8 @@ class Checkpointer:
             self._strategy.checkpoint_io.save_checkpoint(staged, where, storage_options=storage_options)
 
         if is_remote(path):
-            return lambda group: run_on_rank_zero(partial(_write_object, path, write), f"saving {path}", group)
+            save = partial(save_object, staged, path, storage_options) if own_io else partial(write, path)
+            return lambda group: run_on_rank_zero(save, f"saving {path}", group)
         file = local_path(path, "checkpoints")
         # Another CheckpointIO than Lightning's own may write later, or elsewhere: what it wrote is not ours to rename.
         if not own_io:
@@ -354,12 +353,7 @@ class Checkpointer:
             path: A folder, or what ``remove_file`` removes.
             remove_file: Lightning's way, which removes files.
         """
-        remove = remove_file
-        if self._strategy.is_global_zero and is_remote(path):
-            objects = ObjectFolder(str(path))
-            remove = partial(remove_checkpoint, objects) if has_checkpoint(objects) else remove_file
-        elif self._strategy.is_global_zero and Path(path).is_dir():
-            remove = partial(remove_folder, Path(path))
+        remove = partial(remove_saved, path, remove_file) if self._strategy.is_global_zero else remove_file
         if self.saves is None:
             remove()
         else:  # the older checkpoint is the only one until the newer one is complete
@@ -406,7 +400,7 @@ class Checkpointer:
             parse_size(max_shard_size)
         key, form, shards = self._strategy.engine.model_key, self._strategy.form, f"{url.rstrip('/')}/.unmerged.ckpt"
         manifest = Manifest(key, form.ties, form.module_attribute)
-        metadata = serialised_on_rank_zero({}, f"saving {url}")
+        metadata = serialised_on_rank_zero({}, f"saving {without_credentials(url)}")
         state = state_dict.sharded_state(key, weights, [])
         save_sharded(NewGeneration(shards), state, metadata, manifest, SavePlanCache())
         try:
@@ -429,6 +423,7 @@ class Checkpointer:
         module = self._strategy.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
+        check_no_password(path)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._path = store_messages().broadcast_from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
@@ -441,8 +436,10 @@ class Checkpointer:
 
     def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
         if is_remote(path):
-            if has_checkpoint(ObjectFolder(path)):
+            if has_checkpoint(ObjectFolder(path), (METADATA_NAME,)):
                 return read_sharded_objects(path, weights_only)
+            if type(self._strategy.checkpoint_io) is TorchCheckpointIO:
+                return read_object(path, weights_only)
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             check_full(checkpoint, path)
             return dict(checkpoint)
@@ -537,12 +534,11 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
-
-    def complete(folder: Path) -> None:
-        write_metadata(folder, metadata)
-
-    with new_folder(path, complete, group) as folder, raise_on_all_ranks(f"saving {path}", group):
-        save_torch(state, folder / _file_of(dist.get_rank(), dist.get_world_size()))
+    folder = folder_named(path)
+    assert isinstance(folder, NewFolder)
+    finish = partial(folder.finish, partial(write_metadata, metadata=metadata))
+    with new_folder(folder, finish, group), raise_on_all_ranks(f"saving {path}", group):
+        save_torch(state, folder.unfinished / _file_of(dist.get_rank(), dist.get_world_size()))
 
 
 def local_state(model: dict[str, Any], optimizer_states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from typing_extensions import override
 from ....checkpoint.files import telling_full_disk
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
-from ....checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, write_manifest
-from ....checkpoint.object_path import PART_BYTES
+from ....checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, save_manifest
+from ....checkpoint.storage import ObjectFolder
 from ....state.rendezvous import format_errors_by_rank, store_messages
-from ...common.checkpoint_files import NewFolder, NewGeneration
+from ...common.checkpoint_files import NewFolder, NewGeneration, ObjectStreams
 from .planner import (
     CachedPlan,
     LocalSavePlanner,
@@ -151,20 +151,14 @@ def finish_checkpoint(
         return
     digests = {METADATA_FILE: FileDigest.of(metadata), **writer.digests}
     text = manifest_text(replace(manifest, digests=digests))
-    folder.commit({METADATA_FILE: metadata, MANIFEST_NAME: text.encode()}, cast("ObjectWriter", writer).description)
+    contents = {METADATA_FILE: metadata, MANIFEST_NAME: text.encode()}
+    folder.commit(contents, METADATA_NAME, cast("ObjectWriter", writer).description)
 
 
 def _complete(writer: FolderWriter, metadata: bytes, manifest: Manifest, unfinished: Path) -> None:
     write_metadata(unfinished, metadata)
-    write_manifest(
-        unfinished,
-        ties=manifest.ties,
-        model_prefix=manifest.model_prefix,
-        module_attribute=manifest.module_attribute,
-        left_out=manifest.left_out,
-        adapters=manifest.adapters,
-        digests={METADATA_FILE: FileDigest.of(metadata), **writer.digests},
-    )
+    digests = {METADATA_FILE: FileDigest.of(metadata), **writer.digests}
+    save_manifest(unfinished, replace(manifest, digests=digests))
 
 
 def serialised_on_rank_zero(metadata: Mapping[str, Any], what: str) -> bytes:
@@ -290,7 +284,7 @@ class ObjectWriter(FolderWriter):
     def __init__(self, folder: NewGeneration) -> None:
         FileSystemWriter.__init__(self, ".", sync_files=False, thread_count=_NUM_STREAMS)
         self._generation, self._objects = folder.generation, folder.objects
-        self.fs = self._streams = _ObjectStreams(folder)
+        self.fs = self._streams = _DigestedStreams(folder.objects)
         self.path = folder.generation
         self.digests = {}
         self.description = b""
@@ -333,36 +327,25 @@ class ObjectWriter(FolderWriter):
         self.digests[METADATA_NAME] = FileDigest.of(self.description)
 
 
-class _ObjectStreams(FileSystem):
+class _DigestedStreams(ObjectStreams):
     """Streams into a generation's objects, and digests of the records in them."""
 
-    def __init__(self, folder: NewGeneration) -> None:
-        super().__init__()
-        self._objects = folder.objects
+    def __init__(self, objects: ObjectFolder) -> None:
+        super().__init__(objects)
         self.digests: dict[tuple[str, int], int] = {}
         """By object and offset."""
-        self.error: Exception | None = None
-        """What a stream failed with: torch's threads do not report it."""
 
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        try:
-            with self._objects.writing(str(path)) as stream:
-                records = _RecordStream(stream, str(path), self.digests)
-                yield cast("io.IOBase", records)
-                records.end_record()
-        except Exception as error:
-            self.error = error
-            raise
-
-    @override
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return f"{path}/{suffix}"
+        with super().create_stream(path, mode) as stream:
+            records = _RecordStream(cast("IO[bytes]", stream), str(path), self.digests)
+            yield records
+            records.end_record()
 
 
 class _RecordStream(io.RawIOBase):
-    """Passes on what torch writes, in pieces, and digests each record: torch asks for the position between them."""
+    """Passes on what torch writes, and digests each record: torch asks for the position between them."""
 
     def __init__(self, stream: IO[bytes], name: str, digests: dict[tuple[str, int], int]) -> None:
         super().__init__()
@@ -378,8 +361,7 @@ class _RecordStream(io.RawIOBase):
     @override
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for at in range(0, len(view), PART_BYTES):
-            self._stream.write(view[at : at + PART_BYTES])
+        self._stream.write(view)
         self._end = (self._end + bytes(view[-_END_BYTES:]))[-_END_BYTES:]
         self._position += len(view)
         return len(view)

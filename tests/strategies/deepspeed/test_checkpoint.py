@@ -205,7 +205,7 @@ def test_16bit_weights_beside_the_shards(tmp_path: Path) -> None:
 def test_the_state_of_sgd_has_no_universal_form(tmp_path: Path) -> None:
     run_on_ranks(2, save_stage2, tmp_path)
     with pytest.raises(ValueError, match=r"^DeepSpeed converts the states of Adam and AdamW"):
-        universal.convert(tmp_path / "elsewhere")
+        universal.convert(tmp_path / "elsewhere", "checkpoint")
     assert not list((tmp_path / "elsewhere").glob("*universal*"))
 
 
