@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .files import CheckpointError, brief
 from .formats.base import AVERAGED_WEIGHTS, CheckpointInfo, Format, is_optimizer_key
@@ -141,17 +142,20 @@ def _hint_at_merged(folder: Path, name: str) -> str:
 # Describes a sharded checkpoint from its metadata alone: reads no tensor, imports no torch.
 
 
-def inspect_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> CheckpointInfo:
+def inspect_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> CheckpointInfo:
     """Describe a sharded checkpoint.
 
     Args:
         checkpoint_dir: As for `merge_fsdp_weights`: the folder, or the one above it.
+        storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.
 
     Raises:
         CheckpointError: If the description is damaged, no model can be identified in it, or a file that it names is
             missing or too short. Whether the bytes in the files make sense is left to the merge.
     """
-    found = find_checkpoint(checkpoint_dir)
+    found = find_checkpoint(source_path(checkpoint_dir, storage_options))
     return found.format.describe(found.folder)
 
 

@@ -217,6 +217,7 @@ def merge_fsdp_weights(
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
     verify: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> MergeReport:
     """Merge a sharded checkpoint into the weights of one model, by copying bytes.
 
@@ -249,6 +250,7 @@ def merge_fsdp_weights(
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
         verify: Read the output back and compare every byte with its source before it gets its name (in an object
             store, after that), and the source with the checksums that torch wrote when it was saved.
+        storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.
 
     Returns:
         What was written, tied and left out.
@@ -264,8 +266,8 @@ def merge_fsdp_weights(
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise ValueError(f"threads must be at least 1, or None, got {threads!r}.")
     request = _Request(
-        checkpoint_dir=source_path(checkpoint_dir),
-        output_path=source_path(output_path),
+        checkpoint_dir=source_path(checkpoint_dir, storage_options),
+        output_path=source_path(output_path, storage_options),
         safe=safe_serialization,
         remove=remove_checkpoint_dir,
         max_shard_bytes=None if max_shard_size is None else parse_size(max_shard_size),
@@ -501,6 +503,7 @@ def load_state_dict(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     weights: Weights = "model",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the full weights of a sharded checkpoint on the CPU: what `merge_fsdp_weights` would write.
 
@@ -513,6 +516,7 @@ def load_state_dict(
         include: Patterns (``fnmatch``) over the resulting names; only names that match one are read.
         exclude: Patterns over the resulting names; names that match one are left out.
         weights: ``"ema"`` returns the averages of ``ShardedEMA``.
+        storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, incomplete, or no model can be identified in it.
@@ -521,7 +525,7 @@ def load_state_dict(
     from .writing.copy import load_tensors
 
     source, selection, plan = plan_merge(
-        find_checkpoint(checkpoint_dir, weights),
+        find_checkpoint(source_path(checkpoint_dir, storage_options), weights),
         strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),

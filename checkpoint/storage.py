@@ -89,11 +89,11 @@ def check_no_password(path: str | os.PathLike[str]) -> None:
         )
 
 
-def source_path(path: str | os.PathLike[str]) -> Path:
+def source_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Path:
     """Return where to read a checkpoint: a path, or objects behind a URL in the place of one."""
     if isinstance(path, ObjectPath):
         return path
-    return ObjectPath(ObjectFolder(str(path))) if is_remote(path) else Path(path)
+    return ObjectPath(ObjectFolder(str(path), storage_options)) if is_remote(path) else Path(path)
 
 
 _TURNS: WeakKeyDictionary[Any, AbstractContextManager[Any]] = WeakKeyDictionary()

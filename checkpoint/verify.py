@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .files import (
     BLOCK_BYTES,
@@ -86,6 +86,7 @@ def verify_merged(
     exclude: str | Iterable[str] | None = None,
     weights: Weights = "model",
     progress: ProgressCallback | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Compare every byte of a merged result with its source.
 
@@ -101,6 +102,7 @@ def verify_merged(
         exclude: See there.
         weights: See there.
         progress: See there.
+        storage_options: See there.
 
     Raises:
         CheckpointError: If the checkpoint is damaged (the checksums that torch wrote in it are compared, too), or the
@@ -115,10 +117,10 @@ def verify_merged(
         patterns(exclude, "exclude"),
     )
     shown = Progress(progress, "comparing")
-    found = find_checkpoint(checkpoint_dir, weights)
+    found = find_checkpoint(source_path(checkpoint_dir, storage_options), weights)
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
-    files, differences = read_result(source_path(output_path))
+    files, differences = read_result(source_path(output_path, storage_options))
     expected = _expected(selection, files)
     located = source.locate(set(expected.values()))
     comparison = _Comparison({name: located[one] for name, one in expected.items()}, target or source.dtype, shown.add)

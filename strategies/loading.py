@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..checkpoint.locate import find_checkpoint, find_newest
 from ..checkpoint.manifest import description_folder, read_manifest
 from ..checkpoint.merge import load_state_dict
-from ..checkpoint.storage import check_no_password, source_path
+from ..checkpoint.storage import check_no_password, is_remote, source_path
 from ..state.rendezvous import raise_together, run_on_rank_zero
 from .common.broadcast import FROZEN_BASE, check_base
+from .common.checkpoint_files import read_object
 from .deepspeed.checkpoint import read_trainer_state
 from .fsdp.checkpoint.loader import read_metadata
 from .fsdp.checkpoint.writer import METADATA_FILE
@@ -35,6 +36,7 @@ def load_from_checkpoint(
     map_location: str | torch.device | None = None,
     strict: bool | None = None,
     weights_only: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> ModuleT:
     """Return a module with the full weights and the hyperparameters of a checkpoint, sharded or not.
@@ -49,6 +51,7 @@ def load_from_checkpoint(
         strict: Whether every name must be on both sides. Default: the module's ``strict_loading``.
         weights_only: False lets what lies beside the weights be any object, and so run code when it is read; for
             checkpoints that one trusts.
+        storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.
         **kwargs: Arguments of the class, which win over the saved hyperparameters.
 
     Raises:
@@ -59,7 +62,12 @@ def load_from_checkpoint(
 
     Source: lightning 2.6 ``LightningModule.load_from_checkpoint``.
     """
-    path = source_path(checkpoint_path)
+    path = source_path(checkpoint_path, storage_options)
+    if is_remote(checkpoint_path) and not path.is_dir():
+        checkpoint = read_object(str(checkpoint_path), weights_only, storage_options)
+        checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
+        module: ModuleT = _load_state(module_class, checkpoint, strict=strict, **kwargs)  # type: ignore[assignment]
+        return module if map_location is None else module.to(map_location)
     if not path.is_dir():
         return module_class.load_from_checkpoint(
             str(checkpoint_path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
@@ -69,7 +77,7 @@ def load_from_checkpoint(
     checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     base = checkpoint.get(FROZEN_BASE, {})
     if base:  # the module brings what the checkpoint has left out
-        module: ModuleT = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
+        module = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
         if module.strict_loading if strict is None else strict:
             _check_names(module, set(checkpoint["state_dict"]), base)
         check_base(base, {name: (one, False) for name, one in module.named_parameters()}, None, path)

@@ -384,18 +384,21 @@ def save_object(content: Any, url: str, options: Mapping[str, Any] | None = None
         remove_checkpoint(whole)
 
 
-def read_object(url: str, weights_only: bool | None) -> dict[str, Any]:
+def read_object(
+    url: str, weights_only: bool | None, storage_options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what `save_object`, or Lightning, has written; every rank reads it.
 
     Args:
         url: Of the object.
         weights_only: As in ``torch.load``.
+        storage_options: Of the file system.
 
     Raises:
         FileNotFoundError: If there is none.
         ValueError: If it is not one of Lightning's checkpoints.
     """
-    folder, name = _parent_of(url)
+    folder, name = _parent_of(url, storage_options)
     with folder.reading(name) as stream:
         checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=weights_only)
     check_full(checkpoint, folder / name)

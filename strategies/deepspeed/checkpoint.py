@@ -497,7 +497,7 @@ def load(
     if engine.zero_optimization_partition_weights() and not with_optimizer:
         with reading_safely(stored.weights_only):
             extra = filter_extra_states(_read_model_file(path / tag)["module"])
-        weights = stored_weights(stored.source / tag, engine.module)
+        weights = stored_weights(stored.source / tag, engine)
         load_full(engine, {**weights, **extra}, strict=strict and not left_out)
         _drop(stored.copy)
         return
@@ -542,15 +542,17 @@ def _drop(copy: Download | None) -> None:
         copy.remove()
 
 
-def stored_weights(folder: Path, module: nn.Module) -> dict[str, Tensor]:
+def stored_weights(folder: Path, engine: Any) -> dict[str, Tensor]:
     """Return the weights that stage 3 has saved, whichever number of ranks that was; every rank calls it.
 
     Args:
         folder: With DeepSpeed's files; may be behind a URL.
-        module: That takes them. Of parameters that ZeRO-3 partitions, rank 0 alone reads values.
+        engine: That takes them. Without an optimizer, rank 0 alone reads the values of what ZeRO-3 partitions.
     """
-    partitioned = {name for name, one in module.named_parameters(remove_duplicate=False) if hasattr(one, "ds_id")}
-    skipped = partitioned if dist.get_rank() != 0 else set()
+    skipped: set[str] = set()
+    if dist.get_rank() != 0 and not zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+        named = engine.module.named_parameters(remove_duplicate=False)
+        skipped = {name for name, one in named if hasattr(one, "ds_id")}
     weights: dict[str, Tensor] = {}
     with raise_on_all_ranks(f"loading {folder}"):
         source, selection, plan = plan_merge(find_checkpoint(folder), safe=False)

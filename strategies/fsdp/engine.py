@@ -239,6 +239,12 @@ class Engine(ABC, Generic[SettingsT]):
         self._steps.remove()
         self.discard_unreduced_grads(root)
 
+    def begin_forward(self) -> None:
+        """Do what must be done before a step's forward, training or not, of a module with a root unit."""
+
+    def end_forward(self) -> None:
+        """Do what must be done after it."""
+
     def begin_step(self, root: nn.Module) -> None:
         """Begin a training step: no backward of an earlier forward will come."""
 
@@ -551,8 +557,10 @@ class StepRunner:
 
         Where there is none (manual optimization), each call inside of the step gathers what it needs.
         """
-        root = self._form.root
-        with inside if self._form.has_root_unit else nullcontext():
+        root, has_root_unit = self._form.root, self._form.has_root_unit
+        if has_root_unit:
+            self._engine.begin_forward()
+        with inside if has_root_unit else nullcontext():
             try:
                 result = step()
             except BaseException as error:  # whoever catches it may save, evaluate and fit again
@@ -563,6 +571,8 @@ class StepRunner:
                 raise
         if reshard:
             self._engine.reshard(root)
+        if has_root_unit:
+            self._engine.end_forward()
         return result
 
     def before_backward(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -308,16 +308,30 @@ class FrozenGradients:
                 if parameter.grad is not None and not parameter.requires_grad:
                     self._kept.append((parameter, parameter.grad.clone()))
 
-    def restore(self) -> None:
-        """Call this when control goes back to the user."""
+    def restore(self, *, also_later: bool = False) -> None:
+        """Call this when control goes back to the user.
+
+        Args:
+            also_later: Whether what is unsharded gets its gradients the next time; else they are lost.
+        """
+        waiting = []
         for parameter, gradient in self._kept:
-            if not parameter.requires_grad and parameter.shape == gradient.shape:
+            if parameter.requires_grad:
+                continue
+            if parameter.shape == gradient.shape:
                 parameter.grad = gradient
-        self._kept = []
+            elif also_later:
+                waiting.append((parameter, gradient))
+        self._kept = waiting
         for unit in self._units:
             flat_param: Any = unit._handle.flat_param
             if not flat_param.requires_grad and hasattr(flat_param, "_saved_grad_shard"):
                 del flat_param._saved_grad_shard
+
+    def forget(self, parameters: Collection[nn.Parameter] | None) -> None:
+        """Drop the gradients of these parameters, which are cleared now; None drops all."""
+        cleared = None if parameters is None else {id(one) for one in parameters}
+        self._kept = [] if cleared is None else [one for one in self._kept if id(one[0]) not in cleared]
 
 
 def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:

@@ -303,6 +303,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def discard_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
         parameters = None if parameters is None else list(parameters)
         self._watch.forget_gradients(parameters)
+        self._frozen.forget(parameters)
         discard_unreduced_grads(root, parameters)
 
     @override
@@ -310,6 +311,14 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         super().end_training(root)
         self._graphs.forget(root)
         forget_views(root)
+
+    @override
+    def begin_forward(self) -> None:
+        self._frozen.stash()
+
+    @override
+    def end_forward(self) -> None:
+        self._frozen.restore(also_later=True)
 
     @override
     def begin_step(self, root: nn.Module) -> None:

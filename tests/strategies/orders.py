@@ -5,6 +5,7 @@ A script is a value: it prints as code. ``python -m tests.strategies.orders "Scr
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -149,6 +152,8 @@ class Script(_Code):
     """Steps between updates of `ShardedEMA`, which evaluates with averages."""
     items: bool = False
     """Whether each token weighs the same, and not each micro-batch."""
+    remote: bool = False
+    """Whether checkpoints lie behind a URL."""
 
 
 class Planned(Exception):  # noqa: N818 (an event, and no error)
@@ -569,7 +574,7 @@ def _play(
             module.zero_grad()  # a fit begins without gradients
 
         def save(trainer: Trainer, number: int = number) -> None:
-            path = str(folder / f"{number}-{len(last)}.ckpt")
+            path = f"{URL if script.remote and rank is not None else ''}{folder}/{number}-{len(last)}.ckpt"
             trainer.save_checkpoint(path)
             last.append(path)
 
@@ -654,6 +659,22 @@ def _plain(state: dict[str, Any]) -> dict[Any, Any]:
         for name, value in values.items()
         if value is not None
     }
+
+
+URL = "storage://"
+
+
+class Storage(LocalFileSystem):  # type: ignore[misc]
+    """A store that all processes reach, by a URL alone: ``storage:///folder``."""
+
+    protocol = "storage"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return os.fspath(path).removeprefix(URL)
+
+
+fsspec.register_implementation("storage", Storage, clobber=True)
 
 
 def plain(script: Script) -> list[Record]:

@@ -176,6 +176,18 @@ FOUND: dict[str, Script] = {
     "gradients that manual optimization has cleared": Script(
         (Fit(batches=2, events=(Event("on_before_backward", 1, "gradients"),)),), manual="tbsz"
     ),
+    "a layer frozen between two reductions of one window": Script(
+        (
+            Fit(
+                accumulate=3,
+                batches=6,
+                validate_every=2,
+                events=(Event("on_after_backward", 1, "freeze"), Event("on_train_batch_end", 3, "thaw")),
+            ),
+            Fit(batches=2),
+        ),
+        option="each_batch",
+    ),
     "rows edited before manual optimization": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "rows"),)),), manual="zbs"
     ),
@@ -215,7 +227,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
     fits = tuple(pick_fit(pick, number, manual is not None) for number in range(pick([1, 2, 2, 3])))
     # By items, gradients have their scale from `on_before_optimizer_step` on; what they have before is the engine's.
     scaled = all((one.hook, one.action) != ("on_after_backward", "gradients") for fit in fits for one in fit.events)
-    return Script(
+    script = Script(
         fits=fits,
         optimizer=pick(["sgd", "decay", "adamw", *(["ratio"] if kind in ("fsdp1", "fsdp2") else [])]),
         over=pick(["all", "all", "groups", "part"]),
@@ -229,6 +241,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         average=pick([None, None, 1, 2]),
         items=manual is None and scaled and pick([False, False, True]),
     )
+    return replace(script, remote=script.option != "process" and pick([False, False, True]))
 
 
 @st.composite

@@ -6,9 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 
@@ -20,19 +18,6 @@ from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
 
 CASE = Case(accumulate=1, optimizer="adamw")
-
-
-class Storage(LocalFileSystem):  # type: ignore[misc]
-    """A storage that all processes reach, by a URL alone: ``storage:///folder``."""
-
-    protocol = "storage"
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> str:
-        return os.fspath(path).removeprefix("storage://")
-
-
-fsspec.register_implementation("storage", Storage, clobber=True)
 
 
 def _train(strategy: Any, epochs: int, save_to: str | None, resume_from: str | None, **more: Any) -> Outcome:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelight.callbacks import ShardedEMA
-from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
+from accelight.checkpoint import CheckpointError, inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict, load_from_checkpoint
 from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
@@ -288,3 +292,126 @@ def test_large_files_go_in_parts(store: Store) -> None:
     found = load_state_dict(url)
     assert all(torch.equal(found[name], one) for name, one in weights.items())
     assert max(one.num_received for one in store.requests) < 9 * 2**20
+
+
+def _weights_by(options: dict[str, str], url: str) -> dict[str, Tensor]:
+    assert "AWS_ENDPOINT_URL" not in os.environ
+    assert inspect_checkpoint(url, storage_options=options).global_step == BATCHES
+    found = load_state_dict(url, storage_options=options)
+    merge_fsdp_weights(url, f"{url}-merged", storage_options=options)
+    assert verify_merged(url, f"{url}-merged", storage_options=options).is_equal
+    module = load_from_checkpoint(Module, url, storage_options=options)
+    assert all(torch.equal(one, found[name]) for name, one in module.state_dict().items() if name in found)
+    return found
+
+
+def test_options_instead_of_the_environment(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in no object, and in no message."""
+    url, environment = f"{URL}/saved.ckpt", store.environment
+    weights = _on(2, epochs=1, save_to=url)[0]
+    options = {
+        "endpoint_url": environment["AWS_ENDPOINT_URL"],
+        "key": environment["AWS_ACCESS_KEY_ID"],
+        "secret": environment["AWS_SECRET_ACCESS_KEY"],
+    }
+    for name in environment:
+        monkeypatch.delenv(name)
+    found = _weights_by(options, url)
+    assert all(torch.equal(found[name], one) for name, one in weights.items())
+    with pytest.raises(CheckpointError) as error:
+        load_state_dict(f"{URL}/none.ckpt", storage_options=options)
+    monkeypatch.undo()
+    secrets = [options["key"].encode(), options["secret"].encode()]
+    for name in store.files().find(BUCKET):
+        content = store.files().cat_file(name)
+        assert not any(secret in content for secret in secrets)
+    assert not any(secret.decode() in f"{error.value!r} {error.value.__cause__!r}" for secret in secrets)
+
+
+# ---------------------------------------------------------------------- kills
+_SAVES = """
+import os, sys
+rank, folder, url = sys.argv[1:]
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2)
+from tests.strategies.deepspeed.test_object_stores import save_without_end
+save_without_end(url)
+"""
+
+
+class _Counting(LightningModule):
+    """All its weights are the number of steps: a checkpoint of two moments shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(256, 256)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return -sum((one.sum() for one in self.parameters()), torch.zeros(()))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(os.environ["SAVED_TO"])
+        print("saved", self.trainer.global_step, flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def save_without_end(url: str) -> None:
+    os.environ["SAVED_TO"] = url
+    trainer = quiet_trainer(AccelDeepSpeedStrategy(zero_stage=2), 2, max_epochs=100, use_distributed_sampler=False)
+    trainer.fit(_Counting(), _data())
+
+
+def _kill_once(folder: Path, after_s: float, which: tuple[int, ...]) -> None:
+    """Kill ranks that save without a pause, and look at the checkpoint that is there."""
+    folder.mkdir()
+    url = f"{URL}/killed.ckpt"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SAVES, str(rank), str(folder), url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = processes[0].stdout
+    assert output is not None
+    try:
+        assert any(line.startswith("saved") for line in output), "nothing was saved"
+        time.sleep(after_s)
+        for rank in which:
+            processes[rank].kill()
+        time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    saved = [int(line.split()[1]) for line in output if line.startswith("saved")]
+    steps = {float(number) for one in load_state_dict(url).values() for number in one.unique()}
+    assert len(steps) == 1, f"a checkpoint of {steps}"
+    assert int(max(steps)) >= max([1, *saved])
+
+
+def _check_kills(store: Store, tmp_path: Path, num_times: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for number in range(num_times):
+        which = [(0,), (1,), (0, 1)][number % 3]
+        _kill_once(tmp_path / str(number), float(torch.rand((), generator=generator)), which)
+    _on(2, epochs=1, save_to=f"{URL}/killed.ckpt")
+    assert len({name.partition("/")[0] for name in store.names("killed.ckpt/")}) == 2  # `latest`, and one generation
+    assert not store.files().list_multipart_uploads(BUCKET)
+
+
+@pytest.mark.exhaustive
+def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, tmp_path: Path) -> None:
+    _check_kills(store, tmp_path, 1)
+
+
+@pytest.mark.machines
+def test_fifty_killed_saves(store: Store, tmp_path: Path) -> None:
+    _check_kills(store, tmp_path, 50)
