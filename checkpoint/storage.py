@@ -38,6 +38,8 @@ from .object_path import PART_BYTES, ObjectPath, in_order
 
 _LIMIT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_STREAM_PART_BYTES = 6 * 2**20
+"""Of a stream's first parts; later ones are larger."""
 _READ_THREADS = 6
 """That read parts of one object at once."""
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
@@ -230,7 +232,7 @@ class ObjectFolder:
 
         Args:
             name: Of the object.
-            num_threads: How many parts of 8 MiB are uploaded at once, where the store `takes_parts`; each is in memory.
+            num_threads: How many parts of 6 MiB are uploaded at once, where the store `takes_parts`; each is in memory.
         """
         self._make_parent(name)
         if self.takes_parts:
@@ -538,6 +540,11 @@ class _InPieces(_Written):
             self._stream.write(piece)
 
 
+def stream_part_bytes(number: int) -> int:
+    """Return the size of a part of a stream, from 0: S3 takes 10,000, and nobody knows how long a stream will be."""
+    return _STREAM_PART_BYTES * max(1, number // 400)
+
+
 class _PartStream(_Written):
     """A stream into an object, of which several parts are uploaded at once; small ones are put by one request."""
 
@@ -553,10 +560,11 @@ class _PartStream(_Written):
 
     def _take(self, piece: memoryview) -> None:
         while len(piece):
-            first = piece[: PART_BYTES - len(self._part)]
+            part_bytes = stream_part_bytes(self._num_parts)
+            first = piece[: part_bytes - len(self._part)]
             self._part += first
             piece = piece[len(first) :]
-            if len(self._part) == PART_BYTES:
+            if len(self._part) == part_bytes:
                 self._send()
 
     def _send(self) -> None:

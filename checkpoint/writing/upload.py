@@ -22,8 +22,8 @@ from .plan import Plan, PlannedFile, PlannedTensor
 
 _MIN_PART_BYTES = 5 * 2**20
 """S3's minimum for all parts but an object's last."""
-_PART_BYTES = 6 * 2**20
-"""Parts that go through this process have this size to twice as much."""
+_PART_BYTES = 5 * 2**20
+"""Parts that go through this process have this size or little more."""
 _COPY_BYTES = 256 * 2**20
 """What the store copies at most in one request; S3's maximum is 5 GiB."""
 _CONVERTED_BYTES = 2**20

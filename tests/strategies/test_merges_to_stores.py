@@ -31,7 +31,7 @@ from accelight.checkpoint.cli import main
 from accelight.checkpoint.formats.base import DTYPES, Piece, SourceTensor
 from accelight.checkpoint.names import Selection
 from accelight.checkpoint.object_path import ObjectPath
-from accelight.checkpoint.storage import ObjectFolder
+from accelight.checkpoint.storage import ObjectFolder, stream_part_bytes
 from accelight.checkpoint.writing import upload
 from accelight.checkpoint.writing.copy import runs_of
 from accelight.checkpoint.writing.plan import PlannedFile, make_plan
@@ -370,3 +370,54 @@ def test_companions_go_into_the_store(store: Store, saved: Path) -> None:
     queue.drain()
     assert job.error is None
     assert store.names("merged/") == ["model.safetensors", "words.txt"]
+
+
+def test_streams_have_no_more_parts_than_s3_takes() -> None:
+    sizes = [stream_part_bytes(number) for number in range(10_000)]
+    assert min(sizes) >= 5 * 2**20
+    assert max(sizes) < 2**28
+    assert sum(sizes) > 700 * 2**30  # an object of one rank
+
+
+_MERGES = """
+import sys, threading, s3fs
+from accelight.checkpoint import merge_fsdp_weights
+
+
+def resident():
+    own = [int(one) * 4096 for one in open("/proc/self/statm").read().split()[1:3]]
+    return own[0] - own[1]  # without pages of mapped files
+
+
+s3fs.S3FileSystem().find("bucket")  # imports what it needs
+before, peaks, ends = resident(), [0], threading.Event()
+
+
+def watch():
+    while not ends.wait(0.005):
+        peaks.append(resident() - before)
+
+
+thread = threading.Thread(target=watch)
+thread.start()
+merge_fsdp_weights(sys.argv[1], sys.argv[2], progress=False)
+ends.set()
+thread.join()
+print(max(peaks))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.parametrize("side", [1024, 2048], ids=["small tensors", "large tensors"])
+def test_merges_take_little_memory(side: int, store: Store, tmp_path: Path) -> None:
+    state = {"state_dict": {f"w{index}": torch.randn(side, side) for index in range(100 * 2**20 // (4 * side * side))}}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "saved"), no_dist=True)
+    store.files().put(str(tmp_path / "saved"), f"{BUCKET}/saved", recursive=True)
+    places = [(str(tmp_path / "saved"), f"{URL}/one"), (f"{URL}/saved", f"{URL}/two"), (f"{URL}/saved", "three")]
+    for source, target in places:
+        target = str(tmp_path / target) if target == "three" else target
+        done = subprocess.run(
+            [sys.executable, "-c", _MERGES, source, target], capture_output=True, text=True, check=True
+        )
+        assert int(done.stdout.strip().splitlines()[-1]) < 64 * 2**20, (source, target)

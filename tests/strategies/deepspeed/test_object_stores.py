@@ -172,12 +172,12 @@ def test_strategies_replace_each_other(store: Store, expected: dict[str, Tensor]
 
 
 def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tensor]) -> None:
-    store.failing = 0.1
+    store.failing = 0.2
     url = f"{URL}/saved.ckpt"
     _on(2, epochs=1, save_to=url, stage=3)
     for found in _on(2, epochs=2, resume_from=url, stage=3):
         _assert_close(found, expected)
-    assert any(one.status == 503 for one in store.requests)
+    assert any(one.status in (0, 503) for one in store.requests)
 
 
 def _refused(arguments: dict[str, Any]) -> str:
