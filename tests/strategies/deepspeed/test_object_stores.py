@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelight.callbacks import ShardedEMA
+from accelight.callbacks import ShardedEMA, TriggerEarlyStopping
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
-from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict, load_from_checkpoint
+from accelight.strategies import (
+    AccelDeepSpeedStrategy,
+    AccelFSDPStrategy,
+    full_state_dict,
+    load_from_checkpoint,
+    newest_checkpoint,
+)
 from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
@@ -281,6 +288,25 @@ def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: di
     module = load_from_checkpoint(Module, last)
     weights = load_state_dict(last)
     assert all(torch.equal(one, weights[name]) for name, one in module.state_dict().items() if name in weights)
+
+
+class _Signals(Callback):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _stops(folder: str) -> str | None:
+    stopping = TriggerEarlyStopping(stop_on_signals=[signal.SIGUSR1])
+    with pytest.raises(SystemExit):
+        _fit(2, callbacks=[_Signals(), stopping, ModelCheckpoint(folder)])
+    return stopping.checkpoint_path
+
+
+def test_a_signal_saves_into_the_store(store: Store, expected: dict[str, Tensor]) -> None:
+    path, of_other = run_on_ranks(2, _stops, f"{URL}/run")
+    assert path == of_other == newest_checkpoint(f"{URL}/run")
+    _assert_close(_on(2, epochs=2, resume_from=path, callbacks=[TriggerEarlyStopping()])[0], expected)
 
 
 def test_large_files_go_in_parts(store: Store) -> None:
