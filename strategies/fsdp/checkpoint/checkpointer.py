@@ -81,7 +81,13 @@ from ..step import is_inside
 from ..weights import listed
 from . import loader, state_dict
 from .async_save import AsyncSaver
-from .loader import find_accelerate_folder, read_metadata, read_sharded_objects
+from .loader import (
+    find_accelerate_folder,
+    find_accelerate_objects,
+    is_accelerates_model,
+    read_metadata,
+    read_sharded_objects,
+)
 from .optim_state_dict import optimizer_state
 from .planner import SavePlanCache
 from .process_save import HandedSave
@@ -436,8 +442,10 @@ class Checkpointer:
 
     def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:
         if is_remote(path):
-            if has_checkpoint(ObjectFolder(path), (METADATA_NAME,)):
+            if has_checkpoint(ObjectFolder(path), (METADATA_NAME,)) and not is_accelerates_model(path):
                 return read_sharded_objects(path, weights_only)
+            if (folder := find_accelerate_objects(path)) is not None:
+                return loader.read_accelerate(folder, with_optimizer=fitting)
             if type(self._strategy.checkpoint_io) is TorchCheckpointIO:
                 return read_object(path, weights_only)
             checkpoint = self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

@@ -66,8 +66,8 @@ from ....checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
-from ....checkpoint.object_path import PART_BYTES, in_order
-from ....checkpoint.storage import ObjectFolder, generation_of
+from ....checkpoint.object_path import PART_BYTES, ObjectPath, in_order
+from ....checkpoint.storage import ObjectFolder, generation_of, source_path
 from ....state.rendezvous import raise_on_all_ranks, store_messages
 from ...common.checkpoint_files import bytes_are_checked
 from ...common.loop import STORED_WEIGHTS
@@ -143,7 +143,7 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         RuntimeError: On every rank, if what is read here is damaged.
     """
     with raise_on_all_ranks(f"loading {folder.model.parent}", store_messages()):
-        reader, readers = SafeReader(folder.model), [SafeReader(path) for path in folder.optimizers]
+        reader, readers = _reader_of(folder.model), [_reader_of(path) for path in folder.optimizers]
         names = reader.read_metadata().state_dict_metadata
         for one in readers:
             one.read_metadata()
@@ -156,6 +156,10 @@ def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[s
         for path, own in zip(folder.optimizers, readers, strict=True)
     ]
     return checkpoint
+
+
+def _reader_of(folder: Path) -> SafeReader:
+    return ObjectReader(ObjectFolder.of(folder)) if isinstance(folder, ObjectPath) else SafeReader(folder)
 
 
 @dataclass(frozen=True)
@@ -893,6 +897,16 @@ class AccelerateFolder:
     model: Path
     optimizers: tuple[Path, ...]
     """In their order."""
+
+
+def is_accelerates_model(url: str) -> bool:
+    """Return whether a URL's last part is what Accelerate calls a model's folder."""
+    return url.rstrip("/").endswith(f"/{_MODEL}")
+
+
+def find_accelerate_objects(url: str) -> AccelerateFolder | None:
+    """Return the parts of a folder behind a URL, as `find_accelerate_folder`."""
+    return find_accelerate_folder(source_path(url.rstrip("/").removesuffix(f"/{_MODEL}")))
 
 
 def find_accelerate_folder(path: Path) -> AccelerateFolder | None:
