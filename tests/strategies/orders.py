@@ -5,7 +5,6 @@ A script is a value: it prints as code. ``python -m tests.strategies.orders "Scr
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -30,6 +27,7 @@ from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import full_parameters
 from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
+from tests.storage import URL
 from tests.strategies.deepspeed.training import ds_config
 from tests.strategies.fsdp.late_saves import late_saves
 
@@ -659,22 +657,6 @@ def _plain(state: dict[str, Any]) -> dict[Any, Any]:
         for name, value in values.items()
         if value is not None
     }
-
-
-URL = "storage://"
-
-
-class Storage(LocalFileSystem):  # type: ignore[misc]
-    """A store that all processes reach, by a URL alone: ``storage:///folder``."""
-
-    protocol = "storage"
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> str:
-        return os.fspath(path).removeprefix(URL)
-
-
-fsspec.register_implementation("storage", Storage, clobber=True)
 
 
 def plain(script: Script) -> list[Record]:

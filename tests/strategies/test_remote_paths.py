@@ -15,6 +15,7 @@ from accelight.checkpoint.storage import ObjectFolder, is_remote, remove_checkpo
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
 from accelight.strategies.common.checkpoint_files import local_path
 from tests.ranks import run_on_ranks
+from tests.storage import URL
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
 
 CASE = Case(accumulate=1, optimizer="adamw")
@@ -40,7 +41,7 @@ def train_fsdp(version: int, epochs: int, save_to: str | None, resume_from: str 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_full_checkpoint_is_saved_to_a_storage_and_resumed_from_there(version: int, tmp_path: Path) -> None:
-    url = f"storage://{tmp_path}/checkpoints/one.ckpt"
+    url = f"{URL}{tmp_path}/checkpoints/one.ckpt"
     run_on_ranks(2, train_fsdp, version, 1, url, None)
     assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["one.ckpt"]
     whole = train_plain(CASE, 2)
@@ -52,10 +53,10 @@ def refuse_folders(folder: str) -> None:
     os.chdir(folder)
     local = AccelFSDPStrategy(fsdp_version=1, use_orig_params=False, state_dict_type="local_state_dict")
     with pytest.raises(ValueError, match=r"storage:///x\.ckpt: local_state_dict checkpoints must be on a file system"):
-        _train(local, 1, "storage:///x.ckpt", None)
+        _train(local, 1, f"{URL}/x.ckpt", None)
     by_process = AccelFSDPStrategy(fsdp_version=2, state_dict_type="sharded_state_dict", async_save="process")
     with pytest.raises(ValueError, match=r"async_save='process' writes to a file system"):
-        _train(by_process, 1, None, None, callbacks=[_SavesTo("storage:///x.ckpt")])
+        _train(by_process, 1, None, None, callbacks=[_SavesTo(f"{URL}/x.ckpt")])
 
 
 def save_weights(url: str) -> Outcome:
@@ -66,7 +67,7 @@ def save_weights(url: str) -> Outcome:
 
 
 def test_weights_in_a_store_with_folders(tmp_path: Path) -> None:
-    outcome = run_on_ranks(2, save_weights, f"storage://{tmp_path}/merged")[0]
+    outcome = run_on_ranks(2, save_weights, f"{URL}{tmp_path}/merged")[0]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["merged", "model.safetensors"]
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert {name.removeprefix("model."): one.tolist() for name, one in found.items()} == {
@@ -83,7 +84,7 @@ def train_sharded(engine: str, epochs: int, save_to: str | None, resume_from: st
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "fsdp1"), ("zero", "zero")])
 def test_a_sharded_checkpoint_in_a_store_with_folders(engine: str, other: str, tmp_path: Path) -> None:
-    url, folder = f"storage://{tmp_path}/checkpoints/one.ckpt", tmp_path / "checkpoints" / "one.ckpt"
+    url, folder = f"{URL}{tmp_path}/checkpoints/one.ckpt", tmp_path / "checkpoints" / "one.ckpt"
     for _ in range(2):
         run_on_ranks(2, train_sharded, engine, 1, url, None)
         assert len(os.listdir(folder)) == 2  # .metadata or `latest`, and one generation
@@ -102,7 +103,7 @@ def _refuse_file(url: str) -> None:
 
 def test_a_file_in_a_store_with_folders_stays(tmp_path: Path) -> None:
     (tmp_path / "one.ckpt").write_bytes(b"others")
-    run_on_ranks(2, _refuse_file, f"storage://{tmp_path}/one.ckpt")
+    run_on_ranks(2, _refuse_file, f"{URL}{tmp_path}/one.ckpt")
     assert (tmp_path / "one.ckpt").read_bytes() == b"others"
 
 
@@ -118,7 +119,7 @@ def refuse_to_merge(folder: str) -> None:
     os.chdir(folder)
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    callbacks = [MergeShardedCheckpoint(Path(folder, "merged")), ModelCheckpoint(f"storage://{folder}/saved")]
+    callbacks = [MergeShardedCheckpoint(Path(folder, "merged")), ModelCheckpoint(f"{URL}{folder}/saved")]
     with pytest.raises(ValueError, match=r"storage:.*ckpt: MergeShardedCheckpoint merges sharded checkpoints from"):
         _train("ddp", 1, None, None, callbacks=callbacks, enable_checkpointing=True)
 

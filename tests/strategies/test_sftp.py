@@ -76,7 +76,7 @@ def train(engine: str, epochs: int, save_to: str | None, resume_from: str | None
     return outcome, logs.lines
 
 
-@pytest.mark.core("fsdp2", "zero")
+@pytest.mark.core("fsdp2")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero", "full"])
 def test_a_checkpoint_is_saved_twice_and_resumed(engine: str, server: str, tmp_path: Path) -> None:
     url, served = f"{server}/run/one.ckpt", tmp_path / "served" / "run"
@@ -103,6 +103,7 @@ def fails(engine: str, save_to: str | None, resume_from: str | None) -> str:
     return f"{error.value!r} {error.value} {error.value.__cause__!r}"
 
 
+@pytest.mark.core("zero")
 @pytest.mark.parametrize("engine", ["fsdp2", "zero"])
 def test_passwords_are_nowhere(engine: str, server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     url, served = f"{server}/run/one.ckpt", tmp_path / "served" / "run"

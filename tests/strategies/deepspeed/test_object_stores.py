@@ -178,6 +178,7 @@ def test_strategies_replace_each_other(store: Store, expected: dict[str, Tensor]
     assert files.cat_file(f"{BUCKET}/saved.ckpt/notes.txt") == b"a user's"
 
 
+@pytest.mark.exhaustive
 def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tensor]) -> None:
     store.failing = 0.2
     url = f"{URL}/saved.ckpt"
@@ -225,6 +226,7 @@ def test_damaged_checkpoints_are_errors_that_name_the_object(store: Store, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_another_number(store: Store, tmp_path: Path) -> None:
     """DeepSpeed's universal form is made of the copies; each node makes its own."""
     url = f"{URL}/saved.ckpt"
@@ -257,6 +259,7 @@ def _averages(url: str, resume_from: str | None) -> dict[str, Tensor]:
     return {name: one.clone() for name, one in load_state_dict(url, weights="ema").items()}
 
 
+@pytest.mark.exhaustive
 def test_averages_and_weights_in_16_bit(store: Store, tmp_path: Path) -> None:
     first, second, local = f"{URL}/first.ckpt", f"{URL}/second.ckpt", str(tmp_path / "local.ckpt")
     run_on_ranks(2, _averages, first, None)
@@ -280,6 +283,7 @@ def _keeps_best(folder: str) -> tuple[str, list[str]]:
     return callback.last_model_path, sorted(callback.best_k_models)
 
 
+@pytest.mark.exhaustive
 def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: dict[str, Tensor]) -> None:
     [(last, kept), _] = run_on_ranks(2, _keeps_best, f"{URL}/run")
     names = {name.partition("/")[0] for name in store.names("run/")}
@@ -303,12 +307,14 @@ def _stops(folder: str) -> str | None:
     return stopping.checkpoint_path
 
 
+@pytest.mark.exhaustive
 def test_a_signal_saves_into_the_store(store: Store, expected: dict[str, Tensor]) -> None:
     path, of_other = run_on_ranks(2, _stops, f"{URL}/run")
     assert path == of_other == newest_checkpoint(f"{URL}/run")
     _assert_close(_on(2, epochs=2, resume_from=path, callbacks=[TriggerEarlyStopping()])[0], expected)
 
 
+@pytest.mark.exhaustive
 def test_large_files_go_in_parts(store: Store) -> None:
     url, width = f"{URL}/saved.ckpt", 2048
     weights = _on(2, epochs=1, width=width, save_to=url)[0]
@@ -331,6 +337,7 @@ def _weights_by(options: dict[str, str], url: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_options_instead_of_the_environment(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are in no object, and in no message."""
     url, environment = f"{URL}/saved.ckpt", store.environment
@@ -361,8 +368,8 @@ rank, folder, url = sys.argv[1:]
 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", DS_ACCELERATOR="cpu")
 import torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2)
-from tests.strategies.deepspeed.test_object_stores import save_without_end
-save_without_end(url)
+from tests.strategies.deepspeed import test_object_stores as tests
+tests.save_without_end(url)
 """
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
-from tests.strategies import orders
+from tests.storage import URL
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import (
     Block,
@@ -100,16 +100,12 @@ def test_the_next_losses_are_those_that_accelerate_would_have_had(
     assert step == 7
 
 
-def _resume_remotely(kind: type[TinyModule], engine: str, url: str) -> tuple[list[float], int]:
-    assert url.startswith(orders.URL)  # which importing it has registered
-    return _resume(kind, engine, url)
-
-
+@pytest.mark.core("TinyModule")
 @pytest.mark.parametrize("kind", [TinyModule, Bare])
 def test_they_are_resumed_from_a_store(kind: type[TinyModule], tmp_path: Path) -> None:
     run_on_ranks(2, save_with_accelerate, str(tmp_path), 2)
-    url = f"{orders.URL}{tmp_path}{'' if kind is TinyModule else '/pytorch_model_fsdp_0'}"
-    losses, step = run_on_ranks(2, _resume_remotely, kind, "fsdp2", url)[0]
+    url = f"{URL}{tmp_path}{'' if kind is TinyModule else '/pytorch_model_fsdp_0'}"
+    losses, step = run_on_ranks(2, _resume, kind, "fsdp2", url)[0]
     expected = train_plain(CASE, 2).losses[7:]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert step == 7

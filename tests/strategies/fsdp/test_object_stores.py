@@ -428,6 +428,7 @@ def _check_kills(store: Store, tmp_path: Path, num_times: int) -> None:
     assert len({name.partition("/")[0] for name in store.names("killed.ckpt/")}) == 2  # .metadata, and one generation
 
 
+@pytest.mark.exhaustive
 def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, tmp_path: Path) -> None:
     _check_kills(store, tmp_path, 1)
 
