@@ -270,7 +270,8 @@ def _groups_of(gradient: Tensor) -> tuple[ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+    placements = enumerate(gradient.placements)
+    return tuple(mesh.get_group(dim) for dim, placement in placements if not placement.is_replicate())
 
 
 @torch.no_grad()

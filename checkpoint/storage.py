@@ -161,7 +161,9 @@ class ObjectFolder:
             sizes = {
                 name.removeprefix(start): int(one["size"]) for name, one in found.items() if name.startswith(start)
             }
-            return sizes | ({"": int(found[self._root]["size"])} if self._root in found else {})
+            if self._root in found:  # which some stores describe by nothing
+                sizes[""] = int((found[self._root] or self._fs.info(self._root))["size"])
+            return sizes
 
         return self._repeated(find, "listing", "")
 

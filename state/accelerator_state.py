@@ -46,6 +46,7 @@ class AcceleratorState(PartialState):
         deepspeed_plugin: A plugin, or several by name; the first is active.
         fsdp_plugin: A plugin; its ``fsdp_version`` decides :attr:`is_fsdp2`.
         torch_tp_plugin: Kept for code that reads it.
+        parallelism_config: Kept for code that reads it; ``AccelFSDPStrategy`` puts its own here.
         megatron_lm_plugin: Kept for code that reads it: nothing here runs Megatron-LM.
         _from_accelerator: Takes what Accelerate's callers pass; without meaning here.
         **kwargs: As in :class:`PartialState`.
@@ -68,6 +69,7 @@ class AcceleratorState(PartialState):
         fsdp_plugin: Any = None,
         torch_tp_plugin: Any = None,
         megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -82,6 +84,7 @@ class AcceleratorState(PartialState):
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
         }
         given = {name: value for name, value in given.items() if value is not None}
         default_precision = check_precision(precision_from_env(), "ACCELERATE_MIXED_PRECISION")
@@ -118,6 +121,11 @@ class AcceleratorState(PartialState):
     def torch_tp_plugin(self) -> Any:
         """The plugin given, or None."""
         return _settings.values.get("torch_tp_plugin")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of all dimensions of parallelism, where a strategy or the caller has given any; or None."""
+        return _settings.values.get("parallelism_config")
 
     @property
     def megatron_lm_plugin(self) -> Any:
@@ -202,6 +210,7 @@ class AcceleratorState(PartialState):
         distributed_type: DistributedType,
         fsdp_plugin: Any = None,
         deepspeed_plugin: Any = None,
+        parallelism_config: Any = None,
     ) -> AcceleratorState:
         """Take a strategy's values, replacing what an earlier strategy filled in.
 
@@ -213,6 +222,8 @@ class AcceleratorState(PartialState):
             new["fsdp_plugin"] = fsdp_plugin
         if deepspeed_plugin is not None:
             new["deepspeed_plugin"] = deepspeed_plugin
+        if parallelism_config is not None:
+            new["parallelism_config"] = parallelism_config
         for name in sorted({"mixed_precision", "fsdp_plugin", "deepspeed_plugin"} & _settings.by_hand):
             old, wanted = _settings.values[name], new.get(name)
             same = _are_among(wanted, old) if name == "deepspeed_plugin" else _same(old, wanted)

@@ -8,6 +8,7 @@ from .common.config import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
+    from .common.parallelism import ParallelismConfig
     from .common.user_code import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
@@ -31,6 +32,7 @@ __all__ = [
     "DummyScheduler",
     "FullyShardedDataParallelPlugin",
     "HfDeepSpeedConfig",
+    "ParallelismConfig",
     "full_gradients",
     "full_parameters",
     "full_state_dict",
@@ -49,6 +51,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "DummyScheduler": ".deepspeed",
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
+    "ParallelismConfig": ".common.parallelism",
     "full_gradients": ".common.user_code",
     "full_parameters": ".common.user_code",
     "full_state_dict": ".common.user_code",

@@ -43,6 +43,11 @@ class LoaderPlaces:
         self._before_fetch: list[Any] = []
         """The loaders' states before the last batch was read."""
         self._patches = Patches("trainer")
+        self.group_size = 1
+        """Processes that see the same batches; they have consecutive ranks."""
+
+    def _num_parts(self) -> int:
+        return dist.get_world_size() // self.group_size
 
     # ------------------------------------------------------------------ saving
     def follow(self, trainer: Trainer) -> None:
@@ -108,14 +113,14 @@ class LoaderPlaces:
         saved, self._saved = self._saved, None
         if saved is None:  # by a strategy of Lightning's
             self._states = theirs
-        elif len(saved) == dist.get_world_size():
-            self._states = saved[dist.get_rank()]
+        elif len(saved) == self._num_parts():
+            self._states = saved[dist.get_rank() // self.group_size]
         else:
             self._num_others = len(saved)
 
     def _check_number(self, loop: Any) -> None:
         """Check that loaders may begin anew, if another number of processes has saved where they were."""
-        saved, self._num_others, now = self._num_others, 0, dist.get_world_size()
+        saved, self._num_others, now = self._num_others, 0, self._num_parts()
         # Elsewhere Lightning compares counts of batches.
         within = not (loop.restarted_on_epoch_end or loop.resumed_on_epoch_end)
         if not saved or (not within and _begin_anew(loop)):
@@ -165,10 +170,16 @@ def _is_torchdatas(loader: object) -> bool:
     return any(one.__module__.startswith(_TORCHDATA) for one in type(loader).__mro__)
 
 
-def keep(states: list[list[Any]], checkpoint: MutableMapping[str, Any]) -> None:
-    """Put the states of each process's loaders, in rank order, into a checkpoint, if there are any."""
+def keep(states: list[list[Any]], checkpoint: MutableMapping[str, Any], group_size: int = 1) -> None:
+    """Put the states of loaders into a checkpoint, if there are any.
+
+    Args:
+        states: Of each process, in rank order.
+        checkpoint: Gets one of each group.
+        group_size: Processes that see the same batches.
+    """
     if any(states):
-        checkpoint[LOADERS_KEY] = states
+        checkpoint[LOADERS_KEY] = states[::group_size]
 
 
 def _reads_ahead(loop: Any) -> bool:
@@ -225,7 +236,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def _restore(state: dict[str, Any], device: torch.device) -> None:
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Let this process draw the numbers that come after a `random_state`."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -263,10 +275,10 @@ class ResumedRandomState:
     def before_iterating(self) -> None:
         """Put the state back before training's data is iterated over."""
         if self._state is not None:
-            _restore(self._state, self._device)
+            set_random_state(self._state, self._device)
 
     def before_batch(self, *, in_epoch: bool) -> None:
         """Put the state back before the first batch, if that is one ``in_epoch`` and not an epoch's first."""
         if self._state is not None and in_epoch:
-            _restore(self._state, self._device)
+            set_random_state(self._state, self._device)
         self._state = None

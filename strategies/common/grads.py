@@ -55,7 +55,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
         dims: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            dims = tuple(dim for dim, placement in enumerate(gradient.placements) if placement.is_shard())
+            dims = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
         parts[mesh if dims else None, dims].append(local_tensor(gradient))
     devices = {sharding: tensors[0].device for sharding, tensors in parts.items()}
     return norm_of_parts(parts, norm_type, devices)

@@ -345,20 +345,21 @@ PRUNING = (
 )
 
 
-def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str]) -> None:
+def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str], *, of_accelight: bool = False) -> None:
     """Check that callbacks can work with a strategy, before it trains.
 
     Args:
         callbacks: The Trainer's.
         refused: Names of Lightning's classes, and what each does, with what to do instead.
+        of_accelight: Whether they are names of accelight's.
 
     Raises:
         ValueError: If one of them is of such a class, or saves to a URL with a password in it.
     """
     for callback in callbacks:
         check_no_password(getattr(callback, "dirpath", None) or "")
-        lightnings = {cls.__name__ for cls in type(callback).__mro__ if cls.__module__.split(".")[0] != "accelight"}
-        for name in lightnings & set(refused):
+        classes = [(cls.__name__, cls.__module__.split(".")[0] == "accelight") for cls in type(callback).__mro__]
+        for name in {name for name, is_ours in classes if is_ours == of_accelight} & set(refused):
             raise ValueError(f"{type(callback).__name__} {refused[name]}")
 
 

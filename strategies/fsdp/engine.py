@@ -20,6 +20,7 @@ from typing_extensions import override
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
 from ..common.modules import find_ties
+from ..common.parallelism import TensorParallel
 from ..common.sharded_tensors import FlatShard, NoAccess, ShardAccess
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
 from ..optimizers.steps import WholeTensorStep
@@ -68,7 +69,8 @@ class Engine(ABC, Generic[SettingsT]):
 
     Args:
         settings: What the plugin resolved to.
-        mesh: One-dimensional (shard) or two-dimensional (replicate, shard) mesh over all ranks.
+        mesh: One-dimensional (shard) or two-dimensional (replicate, shard) mesh over all ranks; with tensor parallelism
+            over those with this one's part of the layers.
         device: Where this rank computes.
     """
 
@@ -94,7 +96,14 @@ class Engine(ABC, Generic[SettingsT]):
         self.device = device
         self.all_reduce_max_async: AllReduceMaxAsync = all_reduce_max_async
         """For the messages of the ranks about each step."""
+        self.tensor_parallel: TensorParallel | None = None
+        """What cuts layers before the rest is sharded, over ranks beside those of the mesh."""
         self._patches, self._steps = Patches("labels"), Patches("user code")
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the mesh, and of those that share the layers with them."""
+        return self.mesh.size() * (1 if self.tensor_parallel is None else self.tensor_parallel.size)
 
     def prepare(self, model: nn.Module, *, deferred_init: bool = False) -> ShardedModel:
         """Shard ``model``, whose submodules are changed in place.
@@ -201,6 +210,11 @@ class Engine(ABC, Generic[SettingsT]):
             if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
                 continue
             way = way_of_stepping(optimizer, self.settings, self.version, self.mesh, shard_of)
+            if way == "whole" and self.tensor_parallel is not None:
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps on whole tensors, which tp_size > 1 does not support. Use an "
+                    "element-wise optimizer (AdamW, SGD), or tp_size=1."
+                )
             if way == "whole":
                 group = self.mesh.get_group(self.mesh.ndim - 1)
                 WholeTensorStep(optimizer, group, torch.device(self.mesh.device_type), shard_of).attach(self._steps)
@@ -401,6 +415,10 @@ def way_of_stepping(
     )
 
 
+def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
 def step_mixtures_one_by_one(optimizer: Optimizer) -> None:
     """Let groups with sharded and unsharded parameters (of ignored modules) step without ``foreach``.
 
@@ -414,7 +432,7 @@ def step_mixtures_one_by_one(optimizer: Optimizer) -> None:
     """
     mixed: list[int] = []
     for index, group in enumerate(optimizer.param_groups):
-        if "foreach" not in group or len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2:
+        if "foreach" not in group or len({_mesh_of(parameter) for parameter in group["params"]}) < 2:
             continue
         asked = next((name for name in ("foreach", "fused") if group.get(name)), None)
         if asked is not None:

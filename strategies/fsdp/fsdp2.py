@@ -81,6 +81,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.apply(model)
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
         ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}

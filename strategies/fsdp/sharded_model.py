@@ -10,22 +10,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from ...checkpoint.names import clean_name
-from ...state.process_group import require_group, timeout_of
+from ...state.process_group import require_group
 from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
+from ..common.parallelism import build_named_mesh
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 
@@ -147,14 +146,12 @@ class NamedTensor:
         """Return offsets and sizes of the part that this rank holds.
 
         Raises:
-            ValueError: If the tensor is laid out in another way than by even or uneven chunks.
+            ValueError: If each rank holds a summand.
         """
         if not isinstance(self.tensor, DTensor):
             return (0,) * self.tensor.ndim, self.shape
-        if any(type(placement) not in (Shard, Replicate) for placement in self.tensor.placements):
-            raise ValueError(
-                f"{self.name!r} has placements {self.tensor.placements}; only Shard and Replicate are supported."
-            )
+        if any(placement.is_partial() for placement in self.tensor.placements):
+            raise ValueError(f"{self.name!r} has placements {self.tensor.placements}; no partial sums are supported.")
         sizes, offsets = compute_local_shape_and_global_offset(
             self.tensor.shape, self.tensor.device_mesh, self.tensor.placements
         )
@@ -608,10 +605,6 @@ def _findable_extra_states(module: nn.Module) -> Iterator[None]:
 # The mesh over all ranks that a model is sharded on.
 
 
-_HYBRID: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
-"""Of each default group, so that one fit after another does not start new groups."""
-
-
 def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, device_type: str) -> DeviceMesh:
     """Return the mesh ``("shard",)``, or ``("replicate", "shard")`` for hybrid sharding.
 
@@ -634,26 +627,7 @@ def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, devi
         )
     if isinstance(given, DeviceMesh):
         return given
-    known = _HYBRID.setdefault(require_group("device_mesh"), {})
-    if shape not in known:
-        known[shape] = _hybrid_mesh(shape, device_type)
-    return known[shape]
-
-
-def _hybrid_mesh(shape: tuple[int, int], device_type: str) -> DeviceMesh:
-    """Return a mesh over groups that are started one by one.
-
-    `init_device_mesh` would split the default group where it is bound to a device, as the Trainer binds it on GPUs. The
-    gloo part of it, for what lies on the CPU, cannot be split in the second process group of a process: that ends the
-    process (torch 2.13, github.com/pytorch/pytorch/issues/192106).
-    """
-    ranks = torch.arange(shape[0] * shape[1]).view(shape)
-    timeout = timeout_of(require_group("device_mesh"))
-    groups = []
-    for members in (ranks.T, ranks):  # of each dimension: the ranks that differ in it alone
-        own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
-        groups.append(own)
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    return build_named_mesh(dict(zip(("replicate", "shard"), shape, strict=True)), device_type)
 
 
 # ------------------------------------------------------------------------------------------------

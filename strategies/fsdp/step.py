@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.rendezvous import CollectiveOrderChecker, num_ranks
+from ..common.parallelism import is_cut, own_part
 from ..common.sharded_tensors import local_part, part_of, wait_for_streams
 from ..common.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
@@ -373,7 +374,7 @@ class GroupChanges:
         self._reshard(group)
 
     def _leaves(self) -> list[Any]:
-        return [param._unsharded_param for param in self._group.fsdp_params]
+        return [local_part(param._unsharded_param) for param in self._group.fsdp_params]
 
     @torch.no_grad()
     def _take(self, leaves: list[Any], versions: list[int]) -> None:
@@ -386,7 +387,8 @@ class GroupChanges:
         self._versions = versions
         for param, leaf in zip(self._group.fsdp_params, leaves, strict=True):
             shard = param.sharded_param
-            take_changes(local_part(part_of(leaf, shard)), local_part(shard))
+            part = own_part(leaf, shard) if is_cut(param._unsharded_param) else local_part(part_of(leaf, shard))
+            take_changes(part, local_part(shard))
 
 
 class FlatChanges:

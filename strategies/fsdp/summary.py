@@ -6,6 +6,7 @@ parameters, or none, and FSDP's wrappers among them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -128,7 +129,7 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precis
         strategy=strategy,
         engine=f"FSDP{engine.version}",
         device=engine.device,
-        world_size=engine.mesh.size(),
+        world_size=engine.num_ranks,
         details=[_mesh(engine), _resharding(root, settings), *_details(settings)],
         parts=[f"units {counted(_unit_classes(root))}", f"{whole:,} parameters, {_held(root):,} of them on rank 0"],
         precision=", ".join([precision, *_dtypes(settings)]),
@@ -138,7 +139,12 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precis
 
 def _mesh(engine: Engine[Any]) -> str:
     mesh = engine.mesh
-    return "mesh " + " x ".join(f"{name}={mesh.size(at)}" for at, name in enumerate(mesh.mesh_dim_names or ("shard",)))
+    sizes = [f"{name}={mesh.size(at)}" for at, name in enumerate(mesh.mesh_dim_names or ("shard",))]
+    parallel = engine.tensor_parallel
+    if parallel is not None:
+        kinds = Counter(parallel.styles.values())
+        sizes.append(f"tp={parallel.size} ({', '.join(f'{number} {kind}' for kind, number in sorted(kinds.items()))})")
+    return "mesh " + " x ".join(sizes)
 
 
 def _resharding(root: nn.Module, settings: EngineSettings) -> str:

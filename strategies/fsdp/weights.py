@@ -26,6 +26,7 @@ from ...checkpoint.storage import source_path
 from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
+from ..common.parallelism import is_cut
 from ..upstream.lightning import _materialize_distributed_module
 from ..upstream.patches import Patches
 from .engine import Engine
@@ -88,7 +89,7 @@ def _begin_alike(engine: Engine[Any], model: nn.Module) -> bool:
         RuntimeError: On every rank, if the ranks have built different models, or begin with different values and
             ``sync_module_states`` is False.
     """
-    if engine.mesh.size() != num_ranks():  # a mesh of one's own, over some of the ranks
+    if engine.num_ranks != num_ranks():  # a mesh of one's own, over some of the ranks
         return False
     tensors = {named.name: named.tensor for named in named_tensors(model)}
     absent = check_layout(tensors)
@@ -123,6 +124,11 @@ def materialize_alike(engine: Engine[Any], root: nn.Module) -> None:
             for tensor in tensors:
                 if isinstance(tensor, DTensor):
                     dist.broadcast(tensor.to_local(), group=group, group_src=0)
+    if engine.tensor_parallel is not None:
+        with torch.no_grad():
+            for tensor in tensors:
+                if isinstance(tensor, DTensor) and not is_cut(tensor):
+                    dist.broadcast(tensor.to_local(), group=engine.tensor_parallel.group, group_src=0)
 
 
 def _check_metrics(model: nn.Module) -> None:

@@ -34,6 +34,8 @@ from tests.strategies.fsdp.late_saves import late_saves
 WORLD_SIZE = 2
 ROWS = 2
 """Samples in one rank's batch."""
+TENSOR_PARALLEL = "fsdp2_tp"
+"""The kind whose two ranks share the layers of one model and see the same batches."""
 
 HOOKS = (
     "on_train_start",
@@ -152,6 +154,8 @@ class Script(_Code):
     """Whether each token weighs the same, and not each micro-batch."""
     remote: bool = False
     """Whether checkpoints lie behind a URL."""
+    width: int = 5
+    """Of the model: what tensor parallelism cuts must be even."""
 
 
 class Planned(Exception):  # noqa: N818 (an event, and no error)
@@ -182,10 +186,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.emb, self.blocks = nn.Embedding(7, 5), nn.ModuleList([Block(5), Block(5)])
-        self.branch, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.emb, self.blocks = nn.Embedding(7, width), nn.ModuleList([Block(width), Block(width)])
+        self.branch, self.head = nn.Linear(width, width), nn.Linear(width, 3)
 
     def forward(self, tokens: Tensor, branch: bool = True, unit: bool = True) -> Tensor:
         x = self.emb(tokens)
@@ -261,12 +265,13 @@ def loader(num_batches: int, rank: int | None, iterable: bool) -> Any:
 
 
 class Module(LightningModule):
-    """The user's module; ``rank`` None plays all ranks in one process."""
+    """The user's module; ``rank`` None plays all ranks in one process, and so does each rank that ``sees_all``."""
 
-    def __init__(self, script: Script, rank: int | None, seed: int = 1) -> None:
+    def __init__(self, script: Script, rank: int | None, seed: int = 1, *, sees_all: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = Net()
+        self.net = Net(script.width)
+        self.sees_all = sees_all or rank is None
         if script.manual:
             self.second = Second()
         self.script, self.rank = script, rank
@@ -298,7 +303,7 @@ class Module(LightningModule):
     @property
     def ranks(self) -> list[int]:
         """Those that are played here."""
-        return list(range(WORLD_SIZE)) if self.rank is None else [self.rank]
+        return list(range(WORLD_SIZE)) if self.rank is None or self.sees_all else [self.rank]
 
     def _loss(self, batch: list[Tensor], batch_idx: int, second: bool, by_items: bool = False) -> Tensor:
         ranks, losses = self.ranks, []
@@ -351,13 +356,13 @@ class Module(LightningModule):
         return self._loss(batch, batch_idx, second=self.script.manual is not None)
 
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.seen.append(outputs.item() if self.rank is None else _sum_over_ranks(outputs) / WORLD_SIZE)
+        self.seen.append(outputs.item() if self.sees_all else _sum_over_ranks(outputs) / WORLD_SIZE)
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:
         return self.net(batch[0])
 
     def on_predict_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.seen.append(outputs.sum().item() if self.rank is None else _sum_over_ranks(outputs))
+        self.seen.append(outputs.sum().item() if self.sees_all else _sum_over_ranks(outputs))
 
     def configure_optimizers(self) -> Any:
         owners = [self.net, self.second] if self.script.manual else [self]
@@ -558,15 +563,21 @@ class Record:
 
 
 def _play(
-    script: Script, strategy: Callable[[], Any], rank: int | None, folder: Path, where: Mapping[str, Any]
+    script: Script,
+    strategy: Callable[[], Any],
+    rank: int | None,
+    folder: Path,
+    where: Mapping[str, Any],
+    sees_all: bool = False,
 ) -> list[Record]:
     """Run the script in this process, on the devices that the Trainer's settings name."""
+    data_rank = None if sees_all else rank
     records: list[Record] = []
     module: Module | None = None
     last: list[str] = []
     for number, fit in enumerate(script.fits):
         if module is None or fit.start == "fresh":
-            module = Module(script, rank, seed=number + 1)
+            module = Module(script, rank, seed=number + 1, sees_all=sees_all)
         module.seen, module.skip_at = [], fit.skip_at
         if rank is None:
             module.zero_grad()  # a fit begins without gradients
@@ -597,15 +608,15 @@ def _play(
             use_distributed_sampler=False,
             **where,
         )
-        validation = loader(2, rank, iterable=False) if fit.validate_every or fit.call == "validate" else None
+        validation = loader(2, data_rank, iterable=False) if fit.validate_every or fit.call == "validate" else None
         path = last[-min(fit.back, len(last))] if fit.start != "same" and last else None
         try:
             if fit.call == "fit":
-                trainer.fit(module, loader(fit.batches, rank, script.iterable), validation, ckpt_path=path)
+                trainer.fit(module, loader(fit.batches, data_rank, script.iterable), validation, ckpt_path=path)
             elif fit.call == "validate":
                 trainer.validate(module, validation, ckpt_path=path, verbose=False)
             else:
-                trainer.predict(module, loader(2, rank, iterable=False), ckpt_path=path)
+                trainer.predict(module, loader(2, data_rank, iterable=False), ckpt_path=path)
             outcome = "done"
         except Planned:
             outcome = "raised"
@@ -680,7 +691,7 @@ def build_strategy(kind: str, script: Script) -> Any:
             find_unused_parameters=True,
             gradient_accumulation=replace(accumulation, average_over=average_over),
         )
-    from accelight.strategies import AccelFSDPStrategy
+    from accelight.strategies import AccelFSDPStrategy, ParallelismConfig
 
     form = "sharded_state_dict" if script.sharded else "full_state_dict"
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -691,14 +702,17 @@ def build_strategy(kind: str, script: Script) -> Any:
         "gradient_accumulation": accumulation,
         "whole_tensor_optimizers": script.optimizer == "ratio" or None,
     }
-    if kind == "fsdp2":
+    if kind in ("fsdp2", TENSOR_PARALLEL):
         options["fsdp_version"] = 2
+    if kind == TENSOR_PARALLEL:
+        cut = {"net.blocks.0.linear": "colwise_rep", "net.blocks.1.linear": "rowwise_rep", "net.head": "rowwise_rep"}
+        options |= {"parallelism_config": ParallelismConfig(tp_size=WORLD_SIZE), "tp_plan": cut}
     elif kind == "fsdp1_flat":
         options["use_orig_params"] = False
     elif kind == "fsdp1":
         options["use_orig_params"] = True
     if script.option is not None:
-        options.update(OPTIONS[script.option]["fsdp2" if kind == "fsdp2" else "fsdp1"])
+        options.update(OPTIONS[script.option]["fsdp1" if kind.startswith("fsdp1") else "fsdp2"])
     options["gradient_accumulation"] = replace(options["gradient_accumulation"], average_over=average_over)
     return AccelFSDPStrategy(**options)
 
@@ -707,7 +721,8 @@ def play_on_rank(script: Script, kind: str, folder: str, on_gpu: bool = False) -
     """Run a script on this rank, in a group of all."""
     where = share_a_device() if on_gpu else {"accelerator": "cpu", "devices": WORLD_SIZE}
     with late_saves() if script.option == "background" else nullcontext():
-        return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder), where)
+        sees_all = kind == TENSOR_PARALLEL
+        return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder), where, sees_all)
 
 
 def run(script: Script, kind: str, *, on_gpu: bool = False) -> list[Record]:
@@ -801,6 +816,9 @@ def check(script: Script, kind: str, *, on_gpu: bool = False) -> None:
     """
     if kind.startswith("zero"):
         script = replace(script, option=None)  # options are FSDP's
+    if kind == TENSOR_PARALLEL:  # which steps on parts, and whose ranks have the same items
+        optimizer = "sgd" if script.optimizer == "ratio" else script.optimizer
+        script = replace(script, width=6, items=False, optimizer=optimizer)
     again = f'python -m tests.strategies.orders "{script}" {kind}'
     refused = refusals(script, kind)
     try:

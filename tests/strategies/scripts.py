@@ -14,7 +14,7 @@ from tests.strategies.orders import ACTIONS, HOOKS, OPTIONS, Event, Fit, Script
 Pick = Callable[[Sequence[Any]], Any]
 
 FSDP = ["fsdp2", "fsdp1", "fsdp1_flat"]
-KINDS = [*FSDP, "zero1", "zero2", "zero3"]
+KINDS = [*FSDP, "fsdp2_tp", "zero1", "zero2", "zero3"]
 
 MIDDLE = Script(
     (
@@ -222,7 +222,7 @@ def pick_fit(pick: Pick, number: int, manual: bool) -> Fit:
 
 def pick_script(pick: Pick, kind: str) -> Script:
     """Make a script of choices; DeepSpeed has one optimizer."""
-    is_fsdp = kind in FSDP
+    is_fsdp = kind.startswith("fsdp")
     manual = pick([None, None, None, None, None, "zbs", "bsz", "bzs", "tzbs", "tbsz"]) if is_fsdp else None
     fits = tuple(pick_fit(pick, number, manual is not None) for number in range(pick([1, 2, 2, 3])))
     # By items, gradients have their scale from `on_before_optimizer_step` on; what they have before is the engine's.

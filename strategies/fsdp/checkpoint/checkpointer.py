@@ -280,7 +280,8 @@ class Checkpointer:
         def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
                 checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states]
-                dataloader_state.keep([places for _, places in states], checkpoint)
+                group_size = self._strategy.loader_places.group_size
+                dataloader_state.keep([places for _, places in states], checkpoint, group_size)
             return path, self._plans.number or next(_NUMBERS)
 
         module, what = self._strategy.lightning_module, f"saving {path}"

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from ....state.rendezvous import StoreMessages, store_messages
+from ...common.parallelism import copies_of
 from ...common.sharded_tensors import FlatShard
 from ...upstream.torch_core import ShardedTensor, _StorageInfo, _StoragePrefix
 
@@ -165,7 +166,8 @@ def replica_of(tensor: DTensor | FlatShard) -> tuple[int, int]:
     """Return which of how many equal copies of its shard this rank holds."""
     if isinstance(tensor, FlatShard):
         return tensor.place.replica, tensor.place.num_replicas
-    mesh, index, count = tensor.device_mesh, 0, 1
+    mesh = tensor.device_mesh
+    index, count = copies_of(mesh)
     place = mesh.get_coordinate() or [0] * mesh.ndim  # not get_local_rank(), which asks the groups
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -199,7 +201,7 @@ class LocalSavePlanner(DefaultSavePlanner):
                 continue
             num_elements = data.chunk.sizes.numel()
             if not num_elements:
-                if not data.size.numel() and dist.get_rank() == _first_rank(value):
+                if not data.size.numel() and dist.get_rank() == _first_rank(value) and not _copy_of(value):
                     own.append(item)  # else it would be nobody's
                 continue
             if isinstance(value, ShardedTensor):
@@ -212,6 +214,10 @@ class LocalSavePlanner(DefaultSavePlanner):
             if writer == replica:
                 own.append(item)
         return own
+
+
+def _copy_of(value: DTensor | ShardedTensor | FlatShard) -> int:
+    return copies_of(value.device_mesh)[0] if isinstance(value, DTensor) else 0
 
 
 def _first_rank(value: DTensor | ShardedTensor | FlatShard) -> int:

@@ -37,7 +37,7 @@ class UserModule(LightningModule):
     def __init__(self, rank: int | None) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.net: Any = Net()
+        self.net: Any = Net(5)
         self.rank = rank
         self.seen: list[float] = []
         self.build()

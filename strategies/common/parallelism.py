@@ -1,0 +1,326 @@
+"""How the processes are divided: `ParallelismConfig`, the mesh that it makes, and tensor parallelism over a part of it.
+
+Tensor parallelism cuts the layers of one copy of the model: its ranks see the same batch, and each computes a part of
+each planned layer. FSDP2 shards what is left to each of them over the other ranks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ...checkpoint.names import clean_name
+from ...state.process_group import require_group, timeout_of
+from ..upstream.torch_core import tree_leaves
+from .dataloader_state import random_state, set_random_state
+
+_PREFIX = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class ParallelismConfig:
+    """Into how many parts each dimension of parallelism divides the processes, for ``AccelFSDPStrategy``.
+
+    Args:
+        dp_replicate_size: Copies of the sharded model (HSDP). Default 1.
+        dp_shard_size: Processes that FSDP2 shards over. Default: all that the others leave.
+        tp_size: Processes that share the layers of the tensor-parallel plan, and see the same batches. Default 1.
+        cp_size: Context parallelism. Not supported: must be 1.
+        sp_size: Sequence parallelism (Ulysses). Not supported: must be 1.
+
+    Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given.
+
+    Raises:
+        ValueError: If a size is not allowed.
+
+    Source: accelerate 1.15 ``parallelism_config.py``, whose ``dp_shard_size`` is 1 by default.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            size = getattr(self, one.name)
+            given = os.environ.get(variable := f"{_PREFIX}{one.name.upper()}")
+            if size is None and given is not None:
+                if not given.strip().isdecimal():
+                    raise ValueError(f"{variable}={given!r} must be a number of processes.")
+                size = int(given)
+            if size is None and one.name != "dp_shard_size":
+                size = 1
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{one.name} must be at least 1, got {size!r}.")
+            setattr(self, one.name, size)
+        for name in ("cp_size", "sp_size"):
+            if getattr(self, name) != 1:
+                what = "Context" if name == "cp_size" else "Sequence"
+                raise ValueError(
+                    f"{what} parallelism ({name}={getattr(self, name)}) is not supported. Set {name}=1, and "
+                    "recompute activations (activation_checkpointing=True) or cut layers by tp_size."
+                )
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are cut."""
+        return self._tp > 1
+
+    @property
+    def _tp(self) -> int:
+        return self.tp_size or 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that see different batches, once ``dp_shard_size`` is known."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def total_size(self) -> int:
+        """Number of processes, once ``dp_shard_size`` is known."""
+        return self.data_parallel_size * self._tp
+
+    def for_processes(self, world_size: int) -> ParallelismConfig:
+        """Return the config with each size, for as many processes.
+
+        Raises:
+            ValueError: If they do not multiply to that number.
+        """
+        others = (self.dp_replicate_size or 1) * self._tp
+        shard = self.dp_shard_size or max(world_size // others, 1)
+        if shard * others != world_size:
+            raise ValueError(
+                f"ParallelismConfig divides into dp_replicate_size={self.dp_replicate_size} x dp_shard_size="
+                f"{self.dp_shard_size or 'the rest'} x tp_size={self.tp_size}, which is not the number of processes, "
+                f"{world_size}. Change one of them, or start another number."
+            )
+        return replace(self, dp_shard_size=shard)
+
+
+# ------------------------------------------------------------------------------------------------
+# The mesh over all ranks.
+
+
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]] = WeakKeyDictionary()
+"""Of each default group, so that one fit after another does not start new groups."""
+
+
+def build_named_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """Return a mesh over all ranks, whose groups are started one by one.
+
+    `init_device_mesh` would split the default group where it is bound to a device, as the Trainer binds it on GPUs. The
+    gloo part of it, for what lies on the CPU, cannot be split in the second process group of a process: that ends the
+    process (torch 2.13, github.com/pytorch/pytorch/issues/192106).
+
+    Args:
+        sizes: Of the dimensions by name, the outermost first.
+        device_type: Such as ``"cpu"`` or ``"cuda"``.
+    """
+    group = require_group("device_mesh")
+    known, key = _KNOWN.setdefault(group, {}), tuple(sizes.items())
+    if key not in known:
+        ranks = torch.arange(group.size()).view(*sizes.values())
+        groups = []
+        for dim, size in enumerate(ranks.shape):  # of each dimension: the ranks that differ in it alone
+            members = ranks.movedim(dim, -1).reshape(-1, size)
+            own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout_of(group))  # type: ignore[no-untyped-call]
+            groups.append(own)
+        known[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(sizes))
+    return known[key]
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensor parallelism.
+
+
+Plan = Mapping[str, "str | ParallelStyle"]
+"""Patterns (``fnmatch``) over names of modules, and how each is cut."""
+STYLES: Mapping[str, type[ParallelStyle] | Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+}
+"""torch's styles by the names that transformers' plans have."""
+_COPIES: WeakKeyDictionary[DeviceMesh, tuple[int, int]] = WeakKeyDictionary()
+"""Of meshes that a `TensorParallel` has left."""
+
+
+def copies_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return which of how many equal copies of a tensor on this mesh a rank holds: of what no plan has cut."""
+    return (0, 1) if "tp" in (mesh.mesh_dim_names or ()) else _COPIES.get(mesh, (0, 1))
+
+
+class TensorParallel:
+    """Cuts the layers of a plan over one dimension of a mesh.
+
+    Args:
+        mesh: Of all ranks; the dimension is called ``tp``.
+        plan: See `Plan`; None takes the one that a model of transformers has.
+    """
+
+    def __init__(self, mesh: DeviceMesh, plan: Plan | None) -> None:
+        self.mesh, self._plan = mesh["tp"], plan
+        self.group = self.mesh.get_group()
+        self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
+        self.styles: dict[str, str] = {}
+        """How each module was cut."""
+        self._others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+        _COPIES[self._others] = (self.rank, self.size)
+
+    def apply(self, model: nn.Module) -> None:
+        """Cut the layers; their parameters become DTensors. All ranks hold the same values, or none.
+
+        Raises:
+            ValueError: If there is no plan, or it does not fit the model.
+        """
+        chosen = self._chosen(model)
+        modules = dict(model.named_modules())
+        self._check_ties(model, [modules[name] for name in chosen])
+        for name, style in chosen.items():
+            self._check_sizes(name, modules[name])
+            parallelize_module(modules[name], self.mesh, style, src_data_rank=None)
+            self.styles[clean_name(name)] = _described(style)
+
+    def _chosen(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        if self._plan is not None:
+            return self._match(self._plan, model, "")
+        found: dict[str, ParallelStyle] = {}
+        for prefix, module in model.named_modules():
+            if any(prefix.startswith(f"{other}.") for other in _models_of(found)) or not hasattr(module, "tp_plan"):
+                continue
+            plan = module.tp_plan
+            if plan and not found:
+                _check_heads(module, self.size)
+                found = self._match(dict(plan), module, f"{prefix}." if prefix else "", must_match=False)
+        if not found:
+            raise ValueError(
+                "tp_size > 1 needs a plan: tp_plan={'model.blocks.*.up': 'colwise', 'model.blocks.*.down': 'rowwise'}, "
+                "with patterns over the names of model.named_modules(). Models of transformers bring one of their own "
+                "(base_model_tp_plan), and this module has none."
+            )
+        return found
+
+    def _match(
+        self, plan: Mapping[str, Any], model: nn.Module, prefix: str, *, must_match: bool = True
+    ) -> dict[str, ParallelStyle]:
+        names = {clean_name(name): name for name, _ in model.named_modules() if name}
+        found: dict[str, ParallelStyle] = {}
+        for pattern, style in plan.items():
+            if isinstance(style, str) and style not in STYLES:
+                if not must_match:
+                    continue  # of experts, or of norms that need no cut
+                raise ValueError(f"tp_plan: {style!r} for {pattern!r} is no style. Allowed: {', '.join(STYLES)}.")
+            matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            if not matched and must_match:
+                raise ValueError(
+                    f"tp_plan: {pattern!r} matches no module. The model has {', '.join(list(names)[:8])}"
+                    f"{' and more' if len(names) > 8 else ''}."
+                )
+            for name in matched:
+                if (full := f"{prefix}{names[name]}") in found and must_match:
+                    raise ValueError(f"tp_plan: {name} is matched by several patterns, {pattern!r} being one.")
+                found[full] = STYLES[style]() if isinstance(style, str) else style
+        return found
+
+    def _check_sizes(self, name: str, module: nn.Module) -> None:
+        style_of = {"in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1}
+        sizes = {one: getattr(module, one) for one in style_of if isinstance(getattr(module, one, None), int)}
+        if sizes and not any(size % self.size == 0 for size in sizes.values()):
+            raise ValueError(f"tp_plan: {clean_name(name)} with {sizes} cannot be divided by tp_size={self.size}.")
+
+    def _check_ties(self, model: nn.Module, cut: Sequence[nn.Module]) -> None:
+        own = {id(parameter) for module in cut for parameter in module.parameters()}
+        held: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            held.setdefault(id(parameter), []).append(clean_name(name))
+        for key, names in held.items():
+            if key in own and len(names) > 1:
+                raise ValueError(
+                    f"tp_plan cuts {names[0]}, which is tied to {', '.join(names[1:])}: each would get a tensor of its "
+                    "own. Leave these modules out of the plan, or untie them (tie_word_embeddings=False)."
+                )
+
+    def share_random_states(self, device: torch.device) -> None:
+        """Give all ranks of the group the first one's random states: dropout of what all of them have is the same."""
+        states: list[Any] = [random_state(device)]
+        dist.broadcast_object_list(states, group=self.group, group_src=0)
+        if self.rank != 0:
+            set_random_state(states[0], device)
+
+    def check_batch(self, batch: Any) -> None:
+        """Check that the ranks of the group have the same batch; every rank calls it.
+
+        Raises:
+            RuntimeError: On every rank of a group that has not.
+        """
+        tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
+        own = [(tuple(one.shape), float(one.detach().double().sum().nan_to_num())) for one in tensors]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.group)
+        if any(one != everyone[0] for one in everyone):
+            ranks = dist.get_process_group_ranks(self.group)
+            raise RuntimeError(
+                f"The processes {', '.join(map(str, ranks))} share the layers of one copy of the model (tp_size="
+                f"{self.size}), and got different batches. Deal samples by "
+                "trainer.strategy.distributed_sampler_kwargs: Trainer(use_distributed_sampler=True) does."
+            )
+
+
+def _models_of(found: Mapping[str, Any]) -> set[str]:
+    return {name.rpartition(".")[0] for name in found}
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % size:
+            raise ValueError(f"{type(model).__name__} has {name}={heads}, which tp_size={size} does not divide.")
+
+
+def _described(style: ParallelStyle) -> str:
+    return type(style).__name__.removesuffix("Parallel").lower()
+
+
+def own_part(cut: torch.Tensor, shard: DTensor) -> torch.Tensor:
+    """Return what FSDP gives this rank of its group's part of a layer.
+
+    Args:
+        cut: That part, gathered.
+        shard: The parameter, sharded over a mesh of which one dimension is ``tp``.
+    """
+    names = shard.device_mesh.mesh_dim_names or ()
+    placed = {name: one for name, one in zip(names, shard.placements, strict=True) if name != "tp"}
+    placements = [Replicate() if one.is_replicate() else Shard(one.dim) for one in placed.values()]  # type: ignore[attr-defined]
+    return distribute_tensor(cut, shard.device_mesh[tuple(placed)], placements, src_data_rank=None).to_local()
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Return whether a rank of a tensor-parallel group has another part of this tensor than the others."""
+    if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
+        return False
+    at = (tensor.device_mesh.mesh_dim_names or ()).index("tp")
+    return not tensor.placements[at].is_replicate()

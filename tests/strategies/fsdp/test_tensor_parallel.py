@@ -1,0 +1,445 @@
+"""Tensor parallelism under FSDP2: four processes, two of which share the layers of each copy, train as one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accelight.callbacks import ExactEvaluation
+from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_merged
+from accelight.state import AcceleratorState, GradientAccumulationPlugin
+from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
+from accelight.strategies.common.parallelism import is_cut
+from tests.ranks import run_on_ranks
+from tests.strategies.oracle import quiet_trainer
+
+BATCH, BATCHES = 8, 6
+PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise", "net.head": "colwise_rep"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList([Block(6), Block(6)])
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(self.embed(x) if block is self.blocks[0] else x)
+        return self.head(x)
+
+
+class Module(LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = Net()
+        for module in self.net.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = dropout
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(nn.functional.mse_loss(self.net(batch[0]), batch[1]).item())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(sum(float(one.grad.norm()) ** 2 for one in self.parameters() if one.grad is not None))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class _Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x, self.y = (
+            torch.randn(BATCH * BATCHES, 5, generator=generator),
+            torch.randn(BATCH * BATCHES, 4, generator=generator),
+        )
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def loader(num_replicas: int) -> DataLoader[Any]:
+    return DataLoader(_Rows(), batch_size=BATCH // num_replicas)
+
+
+def _strategy(tp: int, replicate: int = 1, fsdp_version: int = 2, **options: Any) -> Any:
+    config = ParallelismConfig(tp_size=tp, dp_replicate_size=replicate)
+    plan = PLAN if tp > 1 else None
+    return AccelFSDPStrategy(
+        fsdp_version=fsdp_version, auto_wrap_policy={Block}, parallelism_config=config, tp_plan=plan, **options
+    )
+
+
+def train(arguments: dict[str, Any]) -> dict[str, Any]:
+    return _train(**arguments)
+
+
+def _train(
+    tp: int = 1,
+    replicate: int = 1,
+    epochs: int = 1,
+    save_to: str = "",
+    resume_from: str | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    strategy = _strategy(tp, replicate, **options)
+    world_size = dist.get_world_size()
+    trainer = quiet_trainer(
+        strategy, world_size, max_epochs=epochs, accumulate_grad_batches=accumulate, gradient_clip_val=clip
+    )
+    module = Module()
+    trainer.fit(module, loader(world_size // tp), ckpt_path=resume_from)
+    if save_to:
+        trainer.save_checkpoint(save_to)
+    weights = {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+    return {"weights": weights, "norms": module.norms, "step": trainer.global_step}
+
+
+def plain(epochs: int = 1, accumulate: int = 1, clip: float | None = None) -> dict[str, Any]:
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=accumulate, gradient_clip_val=clip,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, _dealt())
+    return {"weights": module.state_dict(), "norms": module.norms, "step": trainer.global_step}
+
+
+def _dealt() -> DataLoader[Any]:
+    """Return a loader in the order that the Trainer's sampler deals to several processes."""
+    return DataLoader(_Rows(), batch_size=BATCH, sampler=DistributedSampler(_Rows(), num_replicas=1, rank=0))
+
+
+def _on(num_ranks: int, **arguments: Any) -> list[dict[str, Any]]:
+    return run_on_ranks(num_ranks, train, arguments, timeout_s=100)
+
+
+def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["step"] == expected["step"]
+    torch.testing.assert_close(found["weights"], dict(expected["weights"]), rtol=1e-5, atol=1e-6)  # sums in other order
+    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=1e-4, atol=1e-6)
+
+
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 x shard2": (4, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "tp2": (2, {"tp": 2}),
+    "accumulated and clipped": (4, {"tp": 2, "accumulate": 2, "clip": 0.05}),
+}
+
+
+@pytest.mark.core("tp2 x shard2", "clipped")
+@pytest.mark.parametrize("name", CELLS)
+def test_it_trains_as_one_process(name: str) -> None:
+    num_ranks, arguments = CELLS[name]
+    expected = plain(**{key: value for key, value in arguments.items() if key in ("accumulate", "clip")})
+    for found in _on(num_ranks, **arguments):
+        _assert_same(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_copies_of_a_cut_model() -> None:
+    """HSDP over tensor parallelism: eight processes."""
+    for found in _on(8, tp=2, replicate=2):
+        _assert_same(found, plain())
+
+
+RESUMES: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]]]] = {
+    "the same": ({"tp": 2}, (4, {"tp": 2})),
+    "tp4": ({"tp": 2}, (4, {"tp": 4})),
+    "shard4": ({"tp": 2}, (4, {})),
+    "one process": ({"tp": 2}, (1, {})),
+    "from shard4": ({}, (4, {"tp": 2})),
+    "fsdp1": ({"tp": 2}, (4, {"fsdp_version": 1})),
+    "one file": ({"tp": 2, "state_dict_type": "full_state_dict"}, (4, {"tp": 2})),
+    "in the background": ({"tp": 2, "async_save": True}, (2, {"tp": 2})),
+}
+
+
+@pytest.mark.core("the same", "one process", "one file")
+@pytest.mark.parametrize("name", RESUMES)
+def test_checkpoints_go_from_mesh_to_mesh(name: str, tmp_path: Path) -> None:
+    saves, (num_ranks, resumes) = RESUMES[name]
+    path, expected = str(tmp_path / "saved.ckpt"), plain(2)
+    weights = _on(4, save_to=path, **saves)[0]["weights"]
+    found = _on(num_ranks, epochs=2, resume_from=path, **resumes)[0]
+    found["norms"] = expected["norms"][:BATCHES] + found["norms"]
+    _assert_same(found, expected)
+    if name != "one file":
+        merge_fsdp_weights(path, tmp_path / "merged")
+        assert verify_merged(path, tmp_path / "merged").is_equal
+        assert all(torch.equal(one, weights[name]) for name, one in load_state_dict(path).items())
+
+
+def with_dropout() -> tuple[list[float], bool]:
+    strategy = _strategy(2)
+    torch.manual_seed(dist.get_rank())  # as processes that nobody has seeded
+    trainer, module = quiet_trainer(strategy, dist.get_world_size(), max_epochs=1), Module(0.5)
+    trainer.fit(module, loader(dist.get_world_size() // 2))
+    return module.losses, all(
+        bool((one == others[0]).all())
+        for others in map(_of_all, (one for one in module.parameters() if not is_cut(one)))
+        for one in others[dist.get_rank() % 2 : 2]
+    )
+
+
+def _of_all(parameter: Any) -> list[Tensor]:
+    own = parameter.to_local().detach()
+    group = dist.new_subgroups_by_enumeration([[0, 1]])[0]
+    found = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(found, own, group=group)
+    return found
+
+
+def test_dropout_is_the_same_in_a_group() -> None:
+    (losses, are_equal), (others, _) = run_on_ranks(2, with_dropout)
+    assert losses == others
+    assert are_equal
+
+
+def other_batches(call: str) -> str:
+    trainer = quiet_trainer(_strategy(2), 2, max_epochs=1, use_distributed_sampler=False)
+    rows = _Rows()
+    rows.x += dist.get_rank()
+    with pytest.raises(RuntimeError) as error:
+        getattr(trainer, call)(Module(), DataLoader(rows, batch_size=BATCH))
+    return f"{error.value}"
+
+
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_other_batches_in_a_group_are_an_error(call: str) -> None:
+    for message in run_on_ranks(2, other_batches, call):
+        assert "The processes 0, 1 share the layers of one copy of the model (tp_size=2), and got different" in message
+
+
+class _Tied(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: Any = self.net.blocks
+        blocks[0].up.weight = blocks[1].up.weight
+
+
+def refused(plan: Any, kind: str) -> str:
+    config = ParallelismConfig(tp_size=2)
+    strategy = AccelFSDPStrategy(fsdp_version=2, parallelism_config=config, tp_plan=plan)
+    callbacks = [ExactEvaluation()] if kind == "exact" else []
+    module = _Tied() if kind == "tied" else Module()
+    with pytest.raises(ValueError, match=r"tp_|tp ") as error:
+        quiet_trainer(strategy, 2, max_epochs=1, callbacks=callbacks).fit(module, loader(1))
+    return f"{error.value}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "words"),
+    [
+        (None, "", "tp_size > 1 needs a plan"),
+        ({"net.none": "colwise"}, "", "'net.none' matches no module. The model has net, net.embed"),
+        ({"net.head": "columns"}, "", "'columns' for 'net.head' is no style. Allowed: colwise, rowwise"),
+        ({"net.embed": "colwise", "net.e*": "rowwise"}, "", "net.embed is matched by several patterns"),
+        (PLAN, "tied", "tp_plan cuts net.blocks.0.up.weight, which is tied to net.blocks.1.up.weight"),
+        (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size > 1"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(plan: Any, kind: str, words: str) -> None:
+    for message in run_on_ranks(2, refused, plan, kind):
+        assert words in message
+
+
+def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    config = ParallelismConfig()
+    assert (config.tp_size, config.dp_replicate_size, config.dp_shard_size) == (2, 1, None)
+    found = config.for_processes(8)
+    assert (found.dp_shard_size, found.data_parallel_size, found.total_size) == (4, 4, 8)
+    with pytest.raises(ValueError, match=r"tp_size=2, which is not the number of processes, 3\. Change one of them"):
+        config.for_processes(3)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE='two' must be a number of processes"):
+        ParallelismConfig()
+    monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
+    with pytest.raises(ValueError, match=r"Context parallelism \(cp_size=2\) is not supported"):
+        ParallelismConfig(cp_size=2)
+    with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
+        ParallelismConfig(dp_shard_size=0)
+    with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
+        AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ValueError, match="device_mesh and parallelism_config were both given"):
+        AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), device_mesh=(1, 2))
+    with pytest.raises(ValueError, match="tp_plan was given, but tp_size is 1"):
+        AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), tp_plan=PLAN)
+    with pytest.raises(ValueError, match="tp_plan needs parallelism_config"):
+        AccelFSDPStrategy(fsdp_version=2, tp_plan=PLAN)
+
+
+class Llama(LightningModule):
+    """Cut as transformers says."""
+
+    def __init__(self, heads: int = 4, key_value_heads: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
+            num_key_value_heads=key_value_heads, max_position_embeddings=16, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _tokens() -> Any:
+    return torch.utils.data.TensorDataset(torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(6)))
+
+
+def train_llama(tp: int, heads: tuple[int, int] = (4, 2)) -> dict[str, Tensor]:
+    strategy = AccelFSDPStrategy(
+        fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=tp), auto_wrap_policy="transformer_based_wrap",
+        activation_checkpointing=True,
+    )  # fmt: skip
+    module, size = Llama(*heads), dist.get_world_size()
+    trainer = quiet_trainer(strategy, size, max_epochs=2)
+    trainer.fit(module, DataLoader(_tokens(), batch_size=8 // (size // tp)))
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+def test_a_model_of_transformers_brings_its_plan() -> None:
+    module = Llama()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    order: Any = DistributedSampler(_tokens(), num_replicas=1, rank=0)
+    trainer.fit(module, DataLoader(_tokens(), batch_size=8, sampler=order))
+    for found in run_on_ranks(4, train_llama, 2):
+        torch.testing.assert_close(found, dict(module.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def too_few_heads() -> str:
+    with pytest.raises(ValueError, match="num_key_value_heads") as error:
+        train_llama(2, (4, 1))
+    return f"{error.value}"
+
+
+def test_heads_that_do_not_divide_are_an_error() -> None:
+    for message in run_on_ranks(2, too_few_heads):
+        assert "LlamaForCausalLM has num_key_value_heads=1, which tp_size=2 does not divide" in message
+
+
+def begin_and_save(folder: str) -> dict[str, Tensor]:
+    strategy = _strategy(2, pretrained_weights=f"{folder}/given")
+    module = Module()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    quiet_trainer(strategy, dist.get_world_size(), max_steps=1, limit_train_batches=0).fit(module, loader(2))
+    weights = {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+    strategy.save_safetensors(f"{folder}/saved")
+    return weights
+
+
+def test_first_weights_and_saved_weights_are_safetensors(tmp_path: Path) -> None:
+    given = {name: torch.randn_like(one) for name, one in Module().state_dict().items()}
+    (tmp_path / "given").mkdir()
+    save_file(given, tmp_path / "given" / "model.safetensors")
+    for found in run_on_ranks(4, begin_and_save, str(tmp_path)):
+        assert all(torch.equal(found[name], one) for name, one in given.items())
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == given.keys()
+    assert all(torch.equal(saved[name], one) for name, one in given.items())
+
+
+class _ByItems(Module):
+    """Counts more items in some micro-batches than in others."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_items": 1 + batch_idx % 3}
+
+
+def by_items(tp: int) -> dict[str, Tensor]:
+    accumulation = GradientAccumulationPlugin(num_steps=3, average_over="items")
+    strategy, module = _strategy(tp, gradient_accumulation=accumulation), _ByItems()
+    quiet_trainer(strategy, dist.get_world_size(), max_epochs=1).fit(module, loader(dist.get_world_size() // tp))
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+def test_items_are_counted_once() -> None:
+    expected = run_on_ranks(1, by_items, 1)[0]
+    for found in run_on_ranks(2, by_items, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Saves(Callback):
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self._path)
+
+
+def save_in_the_midst(folder: str) -> list[int]:
+    trainer = quiet_trainer(_strategy(2), 4, max_epochs=1, callbacks=[_Saves(f"{folder}/saved.ckpt")])
+    trainer.fit(Module(), StatefulDataLoader(_Rows(), batch_size=BATCH // 2))
+    other = quiet_trainer(_strategy(1), 4, max_epochs=1)
+    with pytest.raises(ValueError, match="holds the positions of the training loaders of 2 processes; 4 resume"):
+        other.fit(Module(), StatefulDataLoader(_Rows(), batch_size=BATCH // 4), ckpt_path=f"{folder}/saved.ckpt")
+    again = quiet_trainer(_strategy(2), 4, max_epochs=1)
+    module = Module()
+    again.fit(module, StatefulDataLoader(_Rows(), batch_size=BATCH // 2), ckpt_path=f"{folder}/saved.ckpt")
+    return [again.global_step, len(module.losses)]
+
+
+def test_places_of_loaders_are_those_of_groups(tmp_path: Path) -> None:
+    for found in run_on_ranks(4, save_in_the_midst, str(tmp_path)):
+        assert found == [BATCHES, BATCHES - 2]
+
+
+def test_the_state_tells_of_it() -> None:
+    assert run_on_ranks(2, state_of) == [(2, 1, {"num_replicas": 1, "rank": 0})] * 2
+
+
+def state_of() -> tuple[int, int, dict[str, int]]:
+    strategy = _strategy(2)
+    quiet_trainer(strategy, 2, max_epochs=1).fit(Module(), loader(1))
+    config = AcceleratorState().parallelism_config
+    return config.tp_size, config.dp_shard_size, strategy.distributed_sampler_kwargs
