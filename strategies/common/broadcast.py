@@ -22,6 +22,7 @@ from ...state.collectives import sending_device
 from ...state.process_group import is_planned, require_group
 from ...state.rendezvous import num_ranks
 from ..upstream.torch_core import compute_local_shape_and_global_offset, is_traceable_wrapper_subclass
+from .parallelism import copies_of
 from .sharded_tensors import FlatShard
 
 _BUCKET_BYTES = 2**18
@@ -322,7 +323,7 @@ def _parts(tensor: Tensor, *, alone: bool) -> Iterator[tuple[Sequence[int], Tens
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()
         copies = [at for at, placement in zip(coordinate, tensor.placements, strict=True) if placement == Replicate()]
-        if not any(copies):
+        if not any((copies_of(tensor.device_mesh)[0], *copies)):
             _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
             yield offsets, tensor.to_local()
         return

@@ -196,6 +196,12 @@ class TensorParallel:
         Raises:
             ValueError: If there is no plan, or it does not fit the model.
         """
+        present = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
+        if present is not None:
+            raise ValueError(
+                f"{clean_name(present)} is a DTensor already. Build the model without parallelize_module(), and give "
+                "the plan to AccelFSDPStrategy(tp_plan={...}): it cuts the layers when all ranks have the same values."
+            )
         chosen = self._chosen(model)
         modules = dict(model.named_modules())
         self._check_ties(model, [modules[name] for name in chosen])

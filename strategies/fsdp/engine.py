@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -509,6 +510,28 @@ class CPUOffloadShardedGradScaler(ShardedGradScaler):
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
     ) -> Any:
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
+
+
+class GroupGradScaler(CPUOffloadGradScaler):
+    """FSDP2's with tensor parallelism: what overflows on one rank of a group is skipped by all.
+
+    torch looks at the ranks of the first gradient's mesh alone, which are those of other groups.
+
+    Args:
+        device: Type of the gradients' device.
+        group: Of the ranks that share layers.
+    """
+
+    def __init__(self, device: str, group: dist.ProcessGroup) -> None:
+        super().__init__(device)
+        self._group = group
+
+    @override
+    def _unscale_grads_(self, *args: Any) -> Any:
+        found = super()._unscale_grads_(*args)
+        for one in found.values():
+            dist.all_reduce(one, dist.ReduceOp.MAX, group=self._group)
+        return found
 
 
 # ------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from ..upstream.torch_fsdp2 import (
     reset_iter_state,
     settle_dtypes,
 )
-from .engine import CPUOffloadGradScaler, Engine
+from .engine import CPUOffloadGradScaler, Engine, GroupGradScaler
 from .plugin import FullyShardedDataParallelPlugin
 from .settings import FSDP2Settings, resolve_ignored
 from .sharded_model import (
@@ -241,6 +241,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def grad_scaler(self) -> torch.amp.GradScaler:
+        if self.tensor_parallel is not None:
+            return GroupGradScaler(self.device.type, self.tensor_parallel.group)
         kind = CPUOffloadGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
         return kind(self.device.type)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -20,6 +21,7 @@ from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_mer
 from accelight.state import AcceleratorState, GradientAccumulationPlugin
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from accelight.strategies.common.parallelism import is_cut
+from accelight.strategies.common.user_code import library_code
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
 
@@ -443,3 +445,49 @@ def state_of() -> tuple[int, int, dict[str, int]]:
     quiet_trainer(strategy, 2, max_epochs=1).fit(Module(), loader(1))
     config = AcceleratorState().parallelism_config
     return config.tp_size, config.dp_shard_size, strategy.distributed_sampler_kwargs
+
+
+class _Overflows(Module):
+    """Its second step has a gradient that is infinite on one process alone."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: norms are not compared."""
+
+    def on_after_backward(self) -> None:
+        self.num_backwards = getattr(self, "num_backwards", 0) + 1
+        if self.num_backwards == 2 and dist.get_rank() == 1:
+            blocks: Any = self.net.blocks
+            with library_code():  # a fault of one process, and no users' code
+                blocks[0].up.weight.grad.to_local().view(-1)[0] = torch.inf
+
+
+def overflow() -> tuple[list[bool], dict[str, Tensor]]:
+    strategy, module = _strategy(2), _Overflows()
+    skipped: list[bool] = []
+    noting = LambdaCallback(on_train_batch_end=lambda *_: skipped.append(strategy.step_was_skipped))
+    quiet_trainer(strategy, 2, max_epochs=1, precision="16-mixed", callbacks=[noting]).fit(module, loader(1))
+    return skipped, {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one() -> None:
+    (skipped, weights), (of_other, others) = run_on_ranks(2, overflow)
+    assert skipped == of_other == [False, True, False, False, False, False]
+    assert all(torch.equal(others[name], one) for name, one in weights.items())
+
+
+def train_frozen(tp: int, save_to: str, resume_from: str | None) -> dict[str, Tensor]:
+    strategy, module = _strategy(tp, save_trainable_only=True), Module()
+    for part in (module.net.embed, module.net.blocks[0]):
+        part.requires_grad_(False)
+    trainer = quiet_trainer(strategy, 4, max_epochs=2 if resume_from else 1)
+    trainer.fit(module, loader(4 // tp), ckpt_path=resume_from)
+    trainer.save_checkpoint(save_to)
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+def test_checkpoints_of_what_trains_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    first = str(tmp_path / "first.ckpt")
+    run_on_ranks(4, train_frozen, 2, first, None)
+    expected = run_on_ranks(4, train_frozen, 2, str(tmp_path / "second.ckpt"), first)[0]
+    for found in run_on_ranks(4, train_frozen, 1, str(tmp_path / "third.ckpt"), first):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
