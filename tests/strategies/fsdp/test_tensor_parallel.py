@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -491,3 +495,53 @@ def test_checkpoints_of_what_trains_go_from_mesh_to_mesh(tmp_path: Path) -> None
     expected = run_on_ranks(4, train_frozen, 2, str(tmp_path / "second.ckpt"), first)[0]
     for found in run_on_ranks(4, train_frozen, 1, str(tmp_path / "third.ckpt"), first):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Sequences(Module):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        steps = torch.arange(1, 5).view(1, 4, 1) / 4
+        return super().training_step(
+            [batch[0].unsqueeze(1) * steps, batch[1].unsqueeze(1).expand(-1, 4, -1)], batch_idx
+        )
+
+
+def train_sequences(tp: int) -> dict[str, Any]:
+    cut: dict[str, Any] = {
+        "net.embed": ColwiseParallel(output_layouts=Shard(1)),
+        "net.blocks.*.norm": "sequence_parallel",
+        "net.blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "net.blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "net.head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    strategy = AccelFSDPStrategy(
+        fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=ParallelismConfig(tp_size=tp),
+        tp_plan=cut if tp > 1 else None,
+    )  # fmt: skip
+    module, size = _Sequences(), dist.get_world_size()
+    trainer = quiet_trainer(strategy, size, max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.3)
+    trainer.fit(module, loader(size // tp))
+    return {
+        "weights": {name: one.clone() for name, one in full_state_dict(strategy, module).items()},
+        "norms": module.norms,
+        "step": trainer.global_step,
+    }
+
+
+def test_activations_are_cut_along_the_sequence() -> None:
+    expected = run_on_ranks(1, train_sequences, 1)[0]
+    for found in run_on_ranks(4, train_sequences, 2):
+        _assert_same(found, expected)
+
+
+@pytest.mark.exhaustive
+def test_the_example_has_the_same_losses_without() -> None:
+    example = Path(__file__).parents[3] / "examples" / "tensor_parallel.py"
+    printed = []
+    for size in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, str(example), "--tp-size", size], capture_output=True, text=True, check=True
+        )
+        printed.append([line for line in done.stdout.splitlines() if line.startswith("epoch")])
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 3
+    assert "nan" not in printed[0][-1]
