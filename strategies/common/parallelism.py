@@ -30,6 +30,7 @@ from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ..upstream.torch_core import tree_leaves
 from .dataloader_state import random_state, set_random_state
+from .sharded_tensors import note_copies
 
 _PREFIX = "PARALLELISM_CONFIG_"
 
@@ -164,13 +165,6 @@ STYLES: Mapping[str, type[ParallelStyle] | Any] = {
     "sequence_parallel": SequenceParallel,
 }
 """torch's styles by the names that transformers' plans have."""
-_COPIES: WeakKeyDictionary[DeviceMesh, tuple[int, int]] = WeakKeyDictionary()
-"""Of meshes that a `TensorParallel` has left."""
-
-
-def copies_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return which of how many equal copies of a tensor on this mesh a rank holds: of what no plan has cut."""
-    return (0, 1) if "tp" in (mesh.mesh_dim_names or ()) else _COPIES.get(mesh, (0, 1))
 
 
 class TensorParallel:
@@ -187,8 +181,7 @@ class TensorParallel:
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.styles: dict[str, str] = {}
         """How each module was cut."""
-        self._others = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
-        _COPIES[self._others] = (self.rank, self.size)
+        note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
 
     def apply(self, model: nn.Module) -> None:
         """Cut the layers; their parameters become DTensors. All ranks hold the same values, or none.

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
@@ -921,6 +922,28 @@ def part_of(full: Tensor, shard: Tensor) -> Tensor:
     mesh = shard.device_mesh
     part: Any = distribute_tensor(full.detach().to(mesh.device_type), mesh, shard.placements, src_data_rank=None)
     return part.to(shard.device) if part.device != shard.device else part  # offloaded shards lie elsewhere
+
+
+_copies: tuple[DeviceMesh | None, int, int] = (None, 0, 1)
+"""Of this process's strategy: a mesh whose tensors other ranks have, too; which copy this rank has, of how many."""
+
+
+def note_copies(mesh: DeviceMesh | None, index: int = 0, count: int = 1) -> None:
+    """Note that ranks outside of ``mesh`` hold equal copies of what is sharded over it; None forgets it.
+
+    Args:
+        mesh: That tensor parallelism leaves to what no plan cuts.
+        index: Of this rank's copy.
+        count: Of copies.
+    """
+    global _copies
+    _copies = (mesh, index, count)
+
+
+def copies_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return which of how many equal copies of a tensor on this mesh a rank holds, beside replicas in the mesh."""
+    known, index, count = _copies
+    return (index, count) if known is not None and mesh == known else (0, 1)
 
 
 def _check_equal_on_ranks(value: Tensor, what: str) -> None:

@@ -48,7 +48,7 @@ from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, with_constants
 from ..common.parallelism import ParallelismConfig, TensorParallel, build_named_mesh
-from ..common.sharded_tensors import FlatShard
+from ..common.sharded_tensors import FlatShard, note_copies
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
 from ..upstream.lightning import (
@@ -665,6 +665,7 @@ class AccelFSDPStrategy(TrainerHooks):
     def _meshes(self) -> tuple[DeviceMesh, TensorParallel | None]:
         """Return the mesh that FSDP shards over, and what cuts layers over the other ranks."""
         device = self.root_device.type
+        note_copies(None)
         if self._parallelism is None:
             return build_mesh(self._given_mesh, self.world_size, device), None
         self._parallelism = config = self._parallelism.for_processes(self.world_size)

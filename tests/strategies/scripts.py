@@ -188,6 +188,9 @@ FOUND: dict[str, Script] = {
         ),
         option="each_batch",
     ),
+    "trained after a validation, and saved by all ranks": Script(
+        (Fit(call="validate"), Fit(batches=2)), manual="zbs", sharded=True
+    ),
     "rows edited before manual optimization": Script(
         (Fit(batches=2, events=(Event("on_train_start", 0, "rows"),)),), manual="zbs"
     ),

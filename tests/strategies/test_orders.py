@@ -26,6 +26,7 @@ NUMBERS = [
     "kind",
     [
         *("fsdp2", "fsdp1", "zero3"),
+        pytest.param("fsdp2_tp", marks=pytest.mark.exhaustive),
         *(pytest.param(kind, marks=pytest.mark.machines) for kind in ("fsdp1_flat", "zero1", "zero2")),
     ],
 )

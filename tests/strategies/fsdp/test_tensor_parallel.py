@@ -170,7 +170,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.core("tp2 x shard2", "clipped")
+@pytest.mark.core("clipped")
 @pytest.mark.parametrize("name", CELLS)
 def test_it_trains_as_one_process(name: str) -> None:
     num_ranks, arguments = CELLS[name]
@@ -198,7 +198,7 @@ RESUMES: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.core("the same", "one process", "one file")
+@pytest.mark.core("the same", "one process")
 @pytest.mark.parametrize("name", RESUMES)
 def test_checkpoints_go_from_mesh_to_mesh(name: str, tmp_path: Path) -> None:
     saves, (num_ranks, resumes) = RESUMES[name]
@@ -233,6 +233,7 @@ def _of_all(parameter: Any) -> list[Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_dropout_is_the_same_in_a_group() -> None:
     (losses, are_equal), (others, _) = run_on_ranks(2, with_dropout)
     assert losses == others
@@ -248,6 +249,7 @@ def other_batches(call: str) -> str:
     return f"{error.value}"
 
 
+@pytest.mark.core("fit")
 @pytest.mark.parametrize("call", ["fit", "validate"])
 def test_other_batches_in_a_group_are_an_error(call: str) -> None:
     for message in run_on_ranks(2, other_batches, call):
@@ -348,6 +350,7 @@ def train_llama(tp: int, heads: tuple[int, int] = (4, 2)) -> dict[str, Tensor]:
     return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_transformers_brings_its_plan() -> None:
     module = Llama()
     trainer = Trainer(
@@ -366,6 +369,7 @@ def too_few_heads() -> str:
     return f"{error.value}"
 
 
+@pytest.mark.exhaustive
 def test_heads_that_do_not_divide_are_an_error() -> None:
     for message in run_on_ranks(2, too_few_heads):
         assert "LlamaForCausalLM has num_key_value_heads=1, which tp_size=2 does not divide" in message
@@ -408,6 +412,7 @@ def by_items(tp: int) -> dict[str, Tensor]:
     return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
 
 
+@pytest.mark.exhaustive
 def test_items_are_counted_once() -> None:
     expected = run_on_ranks(1, by_items, 1)[0]
     for found in run_on_ranks(2, by_items, 2):
@@ -435,11 +440,13 @@ def save_in_the_midst(folder: str) -> list[int]:
     return [again.global_step, len(module.losses)]
 
 
+@pytest.mark.exhaustive
 def test_places_of_loaders_are_those_of_groups(tmp_path: Path) -> None:
     for found in run_on_ranks(4, save_in_the_midst, str(tmp_path)):
         assert found == [BATCHES, BATCHES - 2]
 
 
+@pytest.mark.exhaustive
 def test_the_state_tells_of_it() -> None:
     assert run_on_ranks(2, state_of) == [(2, 1, {"num_replicas": 1, "rank": 0})] * 2
 
@@ -489,6 +496,7 @@ def train_frozen(tp: int, save_to: str, resume_from: str | None) -> dict[str, Te
     return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_of_what_trains_go_from_mesh_to_mesh(tmp_path: Path) -> None:
     first = str(tmp_path / "first.ckpt")
     run_on_ranks(4, train_frozen, 2, first, None)
@@ -527,6 +535,7 @@ def train_sequences(tp: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_activations_are_cut_along_the_sequence() -> None:
     expected = run_on_ranks(1, train_sequences, 1)[0]
     for found in run_on_ranks(4, train_sequences, 2):
