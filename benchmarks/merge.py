@@ -37,6 +37,7 @@ _SIDE = 4096  # a matrix of 64 MB, as in a model of a few billion parameters
 _SMALL_SIDE = 16
 SMALL_PAIR_BYTES = _SMALL_SIDE * _SMALL_SIDE * 4  # a matrix; the vector beside it does not count
 _OURS, _CAT, _ACCELERATE = "accelight merge-weights", "cat of the shards", "accelerate"
+_CHECKED = "accelight, checksums too"
 _LIGHTNING, _TORCH = "lightning consolidation", "torch HF consolidation"
 _SAVE = "import sys; from benchmarks.merge import save_shards; save_shards(*sys.argv[1:])"
 _MERGE = """
@@ -90,10 +91,12 @@ def run() -> None:
 def compare(folder: Path, layout: str, target: str) -> results.Panels:
     """Merge what `save_checkpoint` wrote with all, in turn, print a line for each and the ``target``; return all."""
     shards = sorted((folder / "in").glob("*.distcp"))
-    names = (_OURS, _CAT, _ACCELERATE, _LIGHTNING, _TORCH)
+    names = (_OURS, _CHECKED, _CAT, _ACCELERATE, _LIGHTNING, _TORCH)
+    ours = [str(Path(sys.executable).with_name("accelight")), "merge-weights"]
     outputs = {name: folder / f"out{number}" for number, name in enumerate(names)}
     commands = {
-        _OURS: [str(Path(sys.executable).with_name("accelight")), "merge-weights", str(folder / "in")],
+        _OURS: [*ours, "--no-verify", str(folder / "in")],  # the others compare no checksums
+        _CHECKED: [*ours, str(folder / "in")],
         _CAT: ["sh", "-c", f'cat {shlex.join(map(str, shards))} > "$0/cat" && sync "$0/cat"'],
         _ACCELERATE: [*python(_MERGE), str(folder / "in")],
         _LIGHTNING: [*python(_LIGHTNING_MERGE), str(folder / "in")],
@@ -109,12 +112,12 @@ def compare(folder: Path, layout: str, target: str) -> results.Panels:
     timings = time_into(commands, inputs, outputs, REPEATS)
     total = sum(path.stat().st_size for path in shards)
     print(f"{layout}: {total / 1e9:.2f} GB in {len(shards)} shards; merged files are identical")
-    ours = timings[_OURS].median
+    median = timings[_OURS].median
     for name, timing in timings.items():
         print(
             f"  {name:24} {timing.median:7.2f} s   spread {timing.spread:5.2f} s   "
-            f"peak {peaks[name] / 2**20:7.1f} MiB   ours / this {ours / timing.median:6.3f}   "
-            f"this / ours {timing.median / ours:6.2f}"
+            f"peak {peaks[name] / 2**20:7.1f} MiB   ours / this {median / timing.median:6.3f}   "
+            f"this / ours {timing.median / median:6.2f}"
         )
     print(f"  targets: {target}")
     title = f"Merging {len(shards)} shards of {total / 1e9:.2f} GB ({layout})"

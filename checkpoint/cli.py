@@ -201,7 +201,11 @@ def _add_merge(add_parser: AddParser) -> None:
     of_adapters.add_argument(*_spellings("no-adapter"), dest="adapter", action="store_false", help=help_text)
     parser.set_defaults(adapter=None)
     add("--threads", type=int, metavar="N", help="number of copy threads (default: chosen from measurements)")
-    add("--verify", action="store_true", help="read the result back and compare every byte with its source")
+    of_bytes = parser.add_mutually_exclusive_group()
+    help_text = "read the result back and compare every byte with its source"
+    of_bytes.add_argument("--verify", action="store_true", default=None, help=help_text)
+    help_text = "leave out comparing the checkpoint's bytes with their checksums while they are copied"
+    of_bytes.add_argument(*_spellings("no-verify"), dest="verify", action="store_false", help=help_text)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -198,6 +200,8 @@ class _Request:
     """Whether a model with adapters may be written under its own names."""
     threads: int
     verify: bool
+    check: bool
+    """Whether the source is compared with its checksums."""
 
 
 def merge_fsdp_weights(
@@ -216,7 +220,7 @@ def merge_fsdp_weights(
     merge_adapter: str | bool = False,
     threads: int | None = None,
     progress: ProgressCallback | bool | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> MergeReport:
     """Merge a sharded checkpoint into the weights of one model, by copying bytes.
@@ -248,8 +252,9 @@ def merge_fsdp_weights(
             takes the only one. Needs peft, and a checkpoint with the base.
         threads: How many copy; None takes what was measured to be best. Five upload to an object store.
         progress: Called with bytes done and bytes in all; True shows a bar, False none, None one on a terminal.
-        verify: Read the output back and compare every byte with its source before it gets its name (in an object
-            store, after that), and the source with the checksums that torch wrote when it was saved.
+        verify: True reads the output back and compares every byte with its source before it gets its name (in an
+            object store, after that). False leaves out what is done by default, too, for checkpoints on a file system:
+            while they are copied, their bytes are compared with the checksums that torch wrote when they were saved.
         storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.
 
     Returns:
@@ -280,7 +285,8 @@ def merge_fsdp_weights(
         merge_adapter=_adapter_name(merge_adapter),
         is_raw=adapter is False,
         threads=threads or (REMOTE_THREADS if is_remote(checkpoint_dir) else DEFAULT_THREADS),
-        verify=verify or remove_checkpoint_dir,
+        verify=bool(verify) or remove_checkpoint_dir,
+        check=verify is None and not is_remote(checkpoint_dir) and not isinstance(checkpoint_dir, ObjectPath),
     )
     of_names = {"strip_prefix": strip_prefix, "include": request.include, "exclude": request.exclude}
     of_files = {"max_shard_size": request.max_shard_bytes, "safe_serialization=False": not request.safe}
@@ -431,6 +437,8 @@ def _write(
         if isinstance(request.output_path, ObjectPath):
             if request.verify:
                 check(progress.add)
+            elif request.check:  # before an object is there, which cannot be taken back
+                check(lambda _: None)
             upload_plan(
                 plan,
                 request.output_path,
@@ -451,12 +459,13 @@ def _write_files(
     request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None], config: bytes | None
 ) -> None:
     with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
-        if request.safe:
-            _write_safetensors(request, plan, folder, progress)
-        else:
-            folder.check_space(plan.num_bytes)
-            for file in plan.files:
-                _write_bin(request, file, folder, progress)
+        with _Meanwhile(check) if request.check else nullcontext():
+            if request.safe:
+                _write_safetensors(request, plan, folder, progress)
+            else:
+                folder.check_space(plan.num_bytes)
+                for file in plan.files:
+                    _write_bin(request, file, folder, progress)
         if request.verify:
             check(progress.add)
         if plan.index_name is not None:
@@ -464,6 +473,35 @@ def _write_files(
         if config is not None:
             os.write(folder.create(ADAPTER_CONFIG, None), config)
         folder.commit(plan.index_name, stale_files(request.output_path, plan))
+
+
+class _Meanwhile:
+    """Compares the source with its checksums while the body copies it, whose pages are in memory then.
+
+    Raises:
+        CheckpointError: When the body is done, if they differ.
+    """
+
+    def __init__(self, check: Callable[[OnBytes], None]) -> None:
+        self._check = check
+        self._is_wanted = True
+        self._thread = ThreadPoolExecutor(1, "accelight-check")
+
+    def __enter__(self) -> None:
+        self._checked = self._thread.submit(self._check, self._go_on)
+
+    def _go_on(self, _: int) -> None:
+        if not self._is_wanted:
+            raise InterruptedError("The merge has failed.")
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self._is_wanted = error is None
+        try:
+            if error is None:
+                self._checked.result()
+        finally:
+            self._is_wanted = False
+            self._thread.shutdown()
 
 
 def _write_safetensors(request: _Request, plan: Plan, folder: AtomicFolder, progress: Progress) -> None:

@@ -155,9 +155,14 @@ def test_a_checkpoint_without_digests_is_read(tmp_path: Path) -> None:
     assert "digests      none: changes since the save may go unnoticed" in str(inspect_checkpoint(folder))
     inside = damage.place_of(folder, "model.a") + damage.record_of(folder, "model.a").index(torch.ones(50).numpy())
     for _ in flipped(folder / "__0_0.distcp", range(inside + 3, inside + 4)):
-        merge_fsdp_weights(folder, tmp_path / "out")
-        with pytest.raises(CheckpointError, match="bytes of data/0 are damaged"):
-            merge_fsdp_weights(folder, tmp_path / "out", verify=True)
+        merge_fsdp_weights(folder, tmp_path / "out", verify=False)
+        for verify in (None, True):
+            with pytest.raises(CheckpointError, match="bytes of data/0 are damaged"):
+                merge_fsdp_weights(folder, tmp_path / "out", verify=verify)
+        for safe in (True, False):  # nothing is left of what was copied in the meantime
+            with pytest.raises(CheckpointError, match="bytes of data/0 are damaged"):
+                merge_fsdp_weights(folder, tmp_path / "none", safe_serialization=safe)
+            assert not (tmp_path / "none").exists()
 
 
 def test_where_torch_was_told_to_make_no_checksums(tmp_path: Path) -> None:
