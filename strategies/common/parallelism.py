@@ -10,8 +10,9 @@ import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ..upstream.torch_core import tree_leaves
 from .dataloader_state import random_state, set_random_state
-from .sharded_tensors import note_copies
+from .sharded_tensors import local_part, note_copies
 
 _PREFIX = "PARALLELISM_CONFIG_"
 
@@ -165,6 +167,13 @@ STYLES: Mapping[str, type[ParallelStyle] | Any] = {
     "sequence_parallel": SequenceParallel,
 }
 """torch's styles by the names that transformers' plans have."""
+_CUT_SIZES: Mapping[type[ParallelStyle], tuple[str, str]] = {
+    ColwiseParallel: ("out_features", "embedding_dim"),
+    RowwiseParallel: ("in_features", "num_embeddings"),
+}
+"""Attributes of `nn.Linear` and `nn.Embedding` with the size that a style divides."""
+_MOST_DIFFERENT = 1e-2
+"""By which norms of one gradient may differ in a group: kernels of GPUs add up in other orders."""
 
 
 class TensorParallel:
@@ -181,6 +190,8 @@ class TensorParallel:
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.styles: dict[str, str] = {}
         """How each module was cut."""
+        self._checked: WeakSet[Optimizer] = WeakSet()
+        """Whose gradients were found to be the same on all ranks of the group."""
         note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
 
     def apply(self, model: nn.Module) -> None:
@@ -199,28 +210,23 @@ class TensorParallel:
         modules = dict(model.named_modules())
         self._check_ties(model, [modules[name] for name in chosen])
         for name, style in chosen.items():
-            self._check_sizes(name, modules[name])
+            self._check_sizes(name, modules[name], style)
             parallelize_module(modules[name], self.mesh, style, src_data_rank=None)
             self.styles[clean_name(name)] = _described(style)
 
     def _chosen(self, model: nn.Module) -> dict[str, ParallelStyle]:
         if self._plan is not None:
             return self._match(self._plan, model, "")
-        found: dict[str, ParallelStyle] = {}
         for prefix, module in model.named_modules():
-            if any(prefix.startswith(f"{other}.") for other in _models_of(found)) or not hasattr(module, "tp_plan"):
-                continue
-            plan = module.tp_plan
-            if plan and not found:
+            plan = getattr(module, "tp_plan", None)
+            if plan and (found := self._match(dict(plan), module, f"{prefix}." if prefix else "", must_match=False)):
                 _check_heads(module, self.size)
-                found = self._match(dict(plan), module, f"{prefix}." if prefix else "", must_match=False)
-        if not found:
-            raise ValueError(
-                "tp_size > 1 needs a plan: tp_plan={'model.blocks.*.up': 'colwise', 'model.blocks.*.down': 'rowwise'}, "
-                "with patterns over the names of model.named_modules(). Models of transformers bring one of their own "
-                "(base_model_tp_plan), and this module has none."
-            )
-        return found
+                return found
+        raise ValueError(
+            "tp_size > 1 needs a plan: tp_plan={'model.blocks.*.up': 'colwise', 'model.blocks.*.down': 'rowwise'}, "
+            "with patterns over the names of model.named_modules(). Models of transformers bring one of their own "
+            "(base_model_tp_plan), and this module has none."
+        )
 
     def _match(
         self, plan: Mapping[str, Any], model: nn.Module, prefix: str, *, must_match: bool = True
@@ -228,15 +234,19 @@ class TensorParallel:
         names = {clean_name(name): name for name, _ in model.named_modules() if name}
         found: dict[str, ParallelStyle] = {}
         for pattern, style in plan.items():
-            if isinstance(style, str) and style not in STYLES:
-                if not must_match:
-                    continue  # of experts, or of norms that need no cut
-                raise ValueError(f"tp_plan: {style!r} for {pattern!r} is no style. Allowed: {', '.join(STYLES)}.")
             matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-            if not matched and must_match:
+            if not matched:
+                if not must_match:
+                    continue  # of a variant of the architecture
                 raise ValueError(
                     f"tp_plan: {pattern!r} matches no module. The model has {', '.join(list(names)[:8])}"
                     f"{' and more' if len(names) > 8 else ''}."
+                )
+            if isinstance(style, str) and style not in STYLES:
+                whose = "tp_plan" if must_match else f"{type(model).__name__}'s own plan"
+                raise ValueError(
+                    f"{whose}: {style!r} for {pattern!r} is no style. Allowed: {', '.join(STYLES)}"
+                    f"{'.' if must_match else '. Give a plan of these: AccelFSDPStrategy(tp_plan={...}).'}"
                 )
             for name in matched:
                 if (full := f"{prefix}{names[name]}") in found and must_match:
@@ -244,11 +254,14 @@ class TensorParallel:
                 found[full] = STYLES[style]() if isinstance(style, str) else style
         return found
 
-    def _check_sizes(self, name: str, module: nn.Module) -> None:
-        style_of = {"in_features": 1, "out_features": 0, "num_embeddings": 0, "embedding_dim": 1}
-        sizes = {one: getattr(module, one) for one in style_of if isinstance(getattr(module, one, None), int)}
-        if sizes and not any(size % self.size == 0 for size in sizes.values()):
-            raise ValueError(f"tp_plan: {clean_name(name)} with {sizes} cannot be divided by tp_size={self.size}.")
+    def _check_sizes(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+        for kind, sizes in _CUT_SIZES.items():
+            for size in sizes if isinstance(style, kind) else ():
+                number = getattr(module, size, None)
+                if isinstance(number, int) and number % self.size:
+                    raise ValueError(
+                        f"tp_plan: {clean_name(name)} with {size}={number} cannot be divided by tp_size={self.size}."
+                    )
 
     def _check_ties(self, model: nn.Module, cut: Sequence[nn.Module]) -> None:
         own = {id(parameter) for module in cut for parameter in module.parameters()}
@@ -269,6 +282,34 @@ class TensorParallel:
         if self.rank != 0:
             set_random_state(states[0], device)
 
+    def check_gradients(self, optimizer: Optimizer, module: nn.Module) -> None:
+        """Check before an optimizer's first step that the group has one gradient of what no plan cuts; all call it.
+
+        It differs where a layer sees a part of the activations on each rank, such as a norm over the heads.
+
+        Raises:
+            RuntimeError: On every rank of a group that has several.
+        """
+        if optimizer in self._checked:
+            return
+        norms = {
+            clean_name(name): float(local_part(one.grad).norm())
+            for name, one in module.named_parameters()
+            if one.grad is not None and not is_cut(one)
+        }
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, norms, group=self.group)
+        for name in norms:
+            of_all = [one.get(name, 0.0) for one in everyone]
+            if max(of_all) - min(of_all) > _MOST_DIFFERENT * max(of_all):
+                raise RuntimeError(
+                    f"The gradient of {name}, which tp_plan does not cut, differs between the processes that share "
+                    "layers: each computes it from its part of the activations. Leave the layers before it out of the "
+                    "plan, or let them give whole activations ('colwise_rep')."
+                )
+        if all(isfinite(norm) for one in everyone for norm in one.values()):  # else a scaler's first steps
+            self._checked.add(optimizer)
+
     def check_batch(self, batch: Any) -> None:
         """Check that the ranks of the group have the same batch; every rank calls it.
 
@@ -286,10 +327,6 @@ class TensorParallel:
                 f"{self.size}), and got different batches. Deal samples by "
                 "trainer.strategy.distributed_sampler_kwargs: Trainer(use_distributed_sampler=True) does."
             )
-
-
-def _models_of(found: Mapping[str, Any]) -> set[str]:
-    return {name.rpartition(".")[0] for name in found}
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

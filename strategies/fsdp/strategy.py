@@ -236,6 +236,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         Returns:
             False for a window without items: no gradient is left.
         """
+        if self.engine.tensor_parallel is not None:
+            self.engine.tensor_parallel.check_gradients(optimizer, unwrap_root(self.form.root))
         self._average_unsharded(optimizer)
         factor = self._tracker.gradient_factor() if self._is_automatic else 1.0
         parameters = self._parameters_of(optimizer)

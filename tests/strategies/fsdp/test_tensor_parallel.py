@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from accelight.callbacks import ExactEvaluation
 from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_merged
@@ -280,6 +280,7 @@ def refused(plan: Any, kind: str) -> str:
         ({"net.none": "colwise"}, "", "'net.none' matches no module. The model has net, net.embed"),
         ({"net.head": "columns"}, "", "'columns' for 'net.head' is no style. Allowed: colwise, rowwise"),
         ({"net.embed": "colwise", "net.e*": "rowwise"}, "", "net.embed is matched by several patterns"),
+        ({"net.embed": "rowwise"}, "", "tp_plan: net.embed with in_features=5 cannot be divided by tp_size=2"),
         (PLAN, "tied", "tp_plan cuts net.blocks.0.up.weight, which is tied to net.blocks.1.up.weight"),
         (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size > 1"),
     ],
@@ -325,7 +326,7 @@ class Llama(LightningModule):
             vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=heads,
             num_key_value_heads=key_value_heads, max_position_embeddings=16, tie_word_embeddings=False,
         )  # fmt: skip
-        self.model = LlamaForCausalLM(config)
+        self.model: Any = LlamaForCausalLM(config)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
@@ -554,3 +555,60 @@ def test_the_example_has_the_same_losses_without() -> None:
     assert printed[0] == printed[1]
     assert len(printed[0]) == 3
     assert "nan" not in printed[0][-1]
+
+
+class _NormOfHeads(nn.Module):
+    """Its weight sees the heads of one process alone, and gets a part of its gradient there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(-1, (-1, 3))).flatten(-2)
+
+
+class _WithHeads(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: Any = self.net.blocks
+        blocks[0].up = nn.Sequential(blocks[0].up, _NormOfHeads())
+
+
+def partial_gradients() -> str:
+    plan = {"net.blocks.0.up.0": "colwise", "net.blocks.0.down": "rowwise"}
+    strategy = AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), tp_plan=plan)
+    with pytest.raises(RuntimeError) as error:
+        quiet_trainer(strategy, 2, max_epochs=1).fit(_WithHeads(), loader(1))
+    return f"{error.value}"
+
+
+def test_gradients_of_a_part_of_the_activations_are_an_error() -> None:
+    for message in run_on_ranks(2, partial_gradients):
+        assert "The gradient of net.blocks.0.up.1.norm." in message
+        assert "which tp_plan does not cut, differs between the processes that share layers" in message
+
+
+class _Qwen(Llama):
+    def __init__(self) -> None:
+        super().__init__()
+        config = Qwen3Config(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=4, tie_word_embeddings=False,
+        )  # fmt: skip
+        self.model = Qwen3ForCausalLM(config)
+
+
+def unknown_style() -> str:
+    strategy = AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ValueError, match="is no style") as error:
+        quiet_trainer(strategy, 2, max_epochs=1).fit(_Qwen(), DataLoader(_tokens(), batch_size=8))
+    return f"{error.value}"
+
+
+def test_styles_that_only_transformers_has_are_an_error() -> None:
+    """They were passed over, and the norms of the heads got gradients of their own on each process."""
+    found = "'replicated_with_grad_allreduce' for 'model.layers.*.self_attn.q_norm'"
+    for message in run_on_ranks(2, unknown_style):
+        assert f"Qwen3ForCausalLM's own plan: {found}" in message
+        assert "Give a plan of these: AccelFSDPStrategy(tp_plan={...})." in message
