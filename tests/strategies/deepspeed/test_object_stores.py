@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from accelight.callbacks import ShardedEMA, TriggerEarlyStopping
 from accelight.checkpoint import CheckpointError, inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
@@ -32,9 +28,7 @@ from accelight.strategies import (
 from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
-
-BATCHES, BATCH = 6, 12
-URL = f"s3://{BUCKET}"
+from tests.strategies.stored import BATCH, BATCHES, URL, SaveEachStep, assert_close, data, kill_saves, two_best
 
 
 class Module(LightningModule):
@@ -62,11 +56,6 @@ class Module(LightningModule):
         if self.optimizer == "adam":
             return torch.optim.Adam(self.parameters(), lr=0.01)
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-def _data() -> DataLoader[Tensor]:
-    samples = torch.randn(BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(2))
-    return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
 
 
 def _trainer(strategy: Any, epochs: int, callbacks: Any = ()) -> Any:
@@ -103,7 +92,7 @@ def _fit(
         else AccelFSDPStrategy(fsdp_version=2, **options)
     )
     trainer, module = _trainer(strategy, epochs, callbacks), Module(width, optimizer)
-    trainer.fit(module, _data(), ckpt_path=resume_from)
+    trainer.fit(module, data(), ckpt_path=resume_from)
     if save_to:
         trainer.save_checkpoint(save_to)
     return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
@@ -111,10 +100,6 @@ def _fit(
 
 def _on(num_ranks: int, **arguments: Any) -> list[dict[str, Tensor]]:
     return run_on_ranks(num_ranks, fit, arguments, timeout_s=100)
-
-
-def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums over ranks in another order
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +116,7 @@ def test_a_checkpoint_is_resumed_from_a_store(
     url = f"{URL}/run/saved.ckpt"
     weights = _on(2, epochs=1, stage=stage, save_to=url)[0]
     for found in _on(2, epochs=2, stage=stage, resume_from=url, copies_in=str(tmp_path)):
-        _assert_close(found, expected)
+        assert_close(found, expected)
     assert not list(tmp_path.iterdir())
     inspected = inspect_checkpoint(url)
     assert inspected.has_optimizer
@@ -147,13 +132,13 @@ def test_a_download_is_resumed(store: Store, expected: dict[str, Tensor], tmp_pa
     url = f"{URL}/saved.ckpt"
     _on(2, epochs=1, save_to=url)
     store.files().get(f"{BUCKET}/saved.ckpt/", f"{tmp_path}/down.ckpt/", recursive=True)
-    _assert_close(_on(2, epochs=2, resume_from=f"{tmp_path}/down.ckpt")[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=f"{tmp_path}/down.ckpt")[0], expected)
     _on(2, epochs=1, save_to=f"{tmp_path}/local.ckpt")
     store.files().put(f"{tmp_path}/local.ckpt", f"{BUCKET}/up.ckpt", recursive=True)
-    _assert_close(_on(2, epochs=2, resume_from=f"{URL}/up.ckpt")[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=f"{URL}/up.ckpt")[0], expected)
     _on(2, epochs=1, save_to=f"{URL}/up.ckpt")
     assert len({name.partition("/")[0] for name in store.names("up.ckpt/")}) == 2  # `latest`, and one generation
-    _assert_close(_on(2, epochs=2, resume_from=f"{URL}/up.ckpt")[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=f"{URL}/up.ckpt")[0], expected)
 
 
 def test_strategies_replace_each_other(store: Store, expected: dict[str, Tensor]) -> None:
@@ -174,7 +159,7 @@ def test_strategies_replace_each_other(store: Store, expected: dict[str, Tensor]
         folder = {one.partition("/")[0] for one in store.names("saved.ckpt/")} - {"notes.txt"}
         assert ({name} <= folder and len(folder) == 2) if name else not folder
         assert (store.files().info(f"{BUCKET}/saved.ckpt")["type"] == "file") == (name == "")
-        _assert_close(_on(2, epochs=2, resume_from=url, **options)[0], expected)
+        assert_close(_on(2, epochs=2, resume_from=url, **options)[0], expected)
     assert files.cat_file(f"{BUCKET}/saved.ckpt/notes.txt") == b"a user's"
 
 
@@ -184,7 +169,7 @@ def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tenso
     url = f"{URL}/saved.ckpt"
     _on(2, epochs=1, save_to=url, stage=3)
     for found in _on(2, epochs=2, resume_from=url, stage=3):
-        _assert_close(found, expected)
+        assert_close(found, expected)
     assert any(one.status in (0, 503) for one in store.requests)
 
 
@@ -203,7 +188,7 @@ def test_an_object_that_cannot_be_written_is_named_on_every_rank(store: Store, e
         assert "process 1: PermissionError: writing s3://bucket/saved.ckpt/" in message
     store.forbidden = ""
     assert store.names("saved.ckpt/") == before
-    _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
 
 
 def test_damaged_checkpoints_are_errors_that_name_the_object(store: Store, tmp_path: Path) -> None:
@@ -240,7 +225,7 @@ def test_ranks_of_another_number(store: Store, tmp_path: Path) -> None:
 
 def _validates(url: str, stage: int) -> dict[str, Tensor]:
     module = Module()
-    _trainer(AccelDeepSpeedStrategy(zero_stage=stage), 1).validate(module, _data(), ckpt_path=url, verbose=False)
+    _trainer(AccelDeepSpeedStrategy(zero_stage=stage), 1).validate(module, data(), ckpt_path=url, verbose=False)
     return module.seen
 
 
@@ -250,7 +235,7 @@ def test_validation_on_another_number_of_ranks(stage: int, store: Store) -> None
     url = f"{URL}/saved.ckpt"
     weights = _on(2, epochs=1, stage=stage, save_to=url)[0]
     for found in run_on_ranks(3, _validates, url, stage):
-        _assert_close(found, weights)
+        assert_close(found, weights)
 
 
 def _averages(url: str, resume_from: str | None) -> dict[str, Tensor]:
@@ -266,7 +251,7 @@ def test_averages_and_weights_in_16_bit(store: Store, tmp_path: Path) -> None:
     run_on_ranks(2, _averages, local, None)
     expected = run_on_ranks(2, _averages, local, local)[0]
     for found in run_on_ranks(2, _averages, second, first):
-        _assert_close(found, expected)
+        assert_close(found, expected)
     url = f"{URL}/whole.ckpt"
     weights = _on(2, epochs=1, stage=3, save_to=url, zero3_save_16bit_model=True)[0]
     [name] = [one for one in store.names("whole.ckpt/") if one.endswith("model.safetensors")]
@@ -276,9 +261,7 @@ def test_averages_and_weights_in_16_bit(store: Store, tmp_path: Path) -> None:
 
 
 def _keeps_best(folder: str) -> tuple[str, list[str]]:
-    callback = ModelCheckpoint(
-        folder, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=2
-    )
+    callback = two_best(folder)
     _fit(1, callbacks=[callback])
     return callback.last_model_path, sorted(callback.best_k_models)
 
@@ -288,7 +271,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: di
     [(last, kept), _] = run_on_ranks(2, _keeps_best, f"{URL}/run")
     names = {name.partition("/")[0] for name in store.names("run/")}
     assert names == {path.rpartition("/")[2] for path in (*kept, last)}
-    _assert_close(_on(2, epochs=2, resume_from=last)[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=last)[0], expected)
     module = load_from_checkpoint(Module, last)
     weights = load_state_dict(last)
     assert all(torch.equal(one, weights[name]) for name, one in module.state_dict().items() if name in weights)
@@ -311,7 +294,7 @@ def _stops(folder: str) -> str | None:
 def test_a_signal_saves_into_the_store(store: Store, expected: dict[str, Tensor]) -> None:
     path, of_other = run_on_ranks(2, _stops, f"{URL}/run")
     assert path == of_other == newest_checkpoint(f"{URL}/run")
-    _assert_close(_on(2, epochs=2, resume_from=path, callbacks=[TriggerEarlyStopping()])[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=path, callbacks=[TriggerEarlyStopping()])[0], expected)
 
 
 @pytest.mark.exhaustive
@@ -362,17 +345,6 @@ def test_options_instead_of_the_environment(store: Store, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------------- kills
-_SAVES = """
-import os, sys
-rank, folder, url = sys.argv[1:]
-os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", DS_ACCELERATOR="cpu")
-import torch.distributed as dist
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=2)
-from tests.strategies.deepspeed import test_object_stores as tests
-tests.save_without_end(url)
-"""
-
-
 class _Counting(LightningModule):
     """All its weights are the number of steps: a checkpoint of two moments shows."""
 
@@ -385,57 +357,23 @@ class _Counting(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return -sum((one.sum() for one in self.parameters()), torch.zeros(()))
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.save_checkpoint(os.environ["SAVED_TO"])
-        print("saved", self.trainer.global_step, flush=True)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def save_without_end(url: str) -> None:
-    os.environ["SAVED_TO"] = url
-    trainer = quiet_trainer(AccelDeepSpeedStrategy(zero_stage=2), 2, max_epochs=100, use_distributed_sampler=False)
-    trainer.fit(_Counting(), _data())
-
-
-def _kill_once(folder: Path, after_s: float, which: tuple[int, ...]) -> None:
-    """Kill ranks that save without a pause, and look at the checkpoint that is there."""
-    folder.mkdir()
-    url = f"{URL}/killed.ckpt"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _SAVES, str(rank), str(folder), url],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output = processes[0].stdout
-    assert output is not None
-    try:
-        assert any(line.startswith("saved") for line in output), "nothing was saved"
-        time.sleep(after_s)
-        for rank in which:
-            processes[rank].kill()
-        time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    saved = [int(line.split()[1]) for line in output if line.startswith("saved")]
-    steps = {float(number) for one in load_state_dict(url).values() for number in one.unique()}
-    assert len(steps) == 1, f"a checkpoint of {steps}"
-    assert int(max(steps)) >= max([1, *saved])
+    trainer = quiet_trainer(
+        AccelDeepSpeedStrategy(zero_stage=2),
+        2,
+        max_epochs=100,
+        use_distributed_sampler=False,
+        callbacks=[SaveEachStep(url)],
+    )
+    trainer.fit(_Counting(), data())
 
 
 def _check_kills(store: Store, tmp_path: Path, num_times: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    for number in range(num_times):
-        which = [(0,), (1,), (0, 1)][number % 3]
-        _kill_once(tmp_path / str(number), float(torch.rand((), generator=generator)), which)
-    _on(2, epochs=1, save_to=f"{URL}/killed.ckpt")
+    _on(2, epochs=1, save_to=kill_saves(__name__, tmp_path, num_times, load_state_dict))
     assert len({name.partition("/")[0] for name in store.names("killed.ckpt/")}) == 2  # `latest`, and one generation
     assert not store.files().list_multipart_uploads(BUCKET)
 
@@ -446,5 +384,6 @@ def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, t
 
 
 @pytest.mark.machines
+@pytest.mark.timeout(1200)
 def test_fifty_killed_saves(store: Store, tmp_path: Path) -> None:
     _check_kills(store, tmp_path, 50)

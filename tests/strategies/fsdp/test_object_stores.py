@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +18,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.data import DataLoader
 
 from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.cli import main
@@ -32,9 +26,7 @@ from accelight.strategies.common import checkpoint_files
 from tests.object_store import BUCKET, Store
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
-
-BATCHES, BATCH = 6, 12
-URL = f"s3://{BUCKET}"
+from tests.strategies.stored import BATCH, BATCHES, URL, SaveEachStep, assert_close, data, kill_saves, two_best
 
 
 class Module(LightningModule):
@@ -55,11 +47,6 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-def _data() -> DataLoader[Tensor]:
-    samples = torch.randn(BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(2))
-    return DataLoader(samples, batch_size=BATCH)  # type: ignore[arg-type]
 
 
 def _fit(
@@ -83,7 +70,7 @@ def _fit(
         callbacks=list(callbacks),
     )
     module = Module(width)
-    trainer.fit(module, _data(), ckpt_path=resume_from)
+    trainer.fit(module, data(), ckpt_path=resume_from)
     if save_to:
         trainer.save_checkpoint(save_to)
     if not options.get("use_orig_params", True):
@@ -97,10 +84,6 @@ def fit(arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 def _on(num_ranks: int, **arguments: Any) -> list[dict[str, Tensor]]:
     return run_on_ranks(num_ranks, fit, arguments, timeout_s=100)
-
-
-def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # sums over ranks in another order
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +109,7 @@ def test_a_checkpoint_is_resumed_from_a_store(name: str, store: Store, expected:
     url = f"{URL}/{name.replace(' ', '-')}/saved.ckpt"
     _on(2, epochs=1, save_to=url, **options)
     for found in _on(num_ranks, epochs=2, resume_from=url, **next_options):
-        _assert_close(found, expected)
+        assert_close(found, expected)
 
 
 def test_a_save_replaces_the_one_before_and_what_killed_ones_left(store: Store) -> None:
@@ -153,7 +136,7 @@ def test_forms_replace_each_other(store: Store, expected: dict[str, Tensor]) -> 
         _on(2, epochs=1, save_to=url, form=form)
         assert any(name == "" for name in store.names("saved.ckpt")) == (form == "full_state_dict")
         assert (".metadata" in store.names("saved.ckpt/")) == (form == "sharded_state_dict")
-        _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+        assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
 
 
 def _refused(url: str) -> str:
@@ -180,7 +163,7 @@ def test_an_object_that_cannot_be_written_is_named_on_every_rank(store: Store, e
         assert "/__1_" in message
     store.forbidden = ""
     assert store.names("saved.ckpt/") == before
-    _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
 
 
 def _fails_after_naming(url: str) -> str:
@@ -196,7 +179,7 @@ def test_a_checkpoint_that_is_named_is_not_taken_for_a_failed_one(store: Store, 
     url = f"{URL}/saved.ckpt"
     for message in run_on_ranks(2, _fails_after_naming, url):
         assert "after the PUT of .metadata" in message
-    _assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
+    assert_close(_on(2, epochs=2, resume_from=url)[0], expected)
 
 
 def test_ranks_read_their_own_bytes_alone(store: Store) -> None:
@@ -215,7 +198,7 @@ def test_requests_that_fail_are_repeated(store: Store, expected: dict[str, Tenso
     url = f"{URL}/saved.ckpt"
     _on(2, epochs=1, save_to=url)
     for found in _on(3, epochs=2, resume_from=url):
-        _assert_close(found, expected)
+        assert_close(found, expected)
     assert any(one.status == 503 for one in store.requests)
     assert any(one.status == 0 for one in store.requests)
 
@@ -227,7 +210,7 @@ def test_requests_that_are_never_answered_are_repeated(store: Store, expected: d
     url = f"{URL}/saved.ckpt"
     _on(2, epochs=1, save_to=url)
     for found in _on(2, epochs=2, resume_from=url):
-        _assert_close(found, expected)
+        assert_close(found, expected)
     merge_fsdp_weights(url, f"{URL}/merged")
     store.failing = store.stalling = 0.0
     assert verify_merged(url, f"{URL}/merged").is_equal
@@ -255,9 +238,7 @@ def test_a_store_that_is_down_is_an_error_on_every_rank(saves: bool, store: Stor
 
 
 def _keeps_best(folder: str) -> tuple[str, str, list[str]]:
-    callback = ModelCheckpoint(
-        folder, filename="{step}", monitor="loss", save_top_k=2, save_last=True, every_n_train_steps=2
-    )
+    callback = two_best(folder)
     _fit(1, callbacks=[callback])
     return callback.best_model_path, callback.last_model_path, sorted(callback.best_k_models)
 
@@ -275,7 +256,7 @@ def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: di
     assert best in kept
     assert len(kept) == 2
     for which in (last, "last"):
-        _assert_close(run_on_ranks(2, _resumes_last, folder, which)[0], expected)
+        assert_close(run_on_ranks(2, _resumes_last, folder, which)[0], expected)
 
 
 def _refuses_to_load(url: str) -> str:
@@ -334,23 +315,13 @@ def test_folders_of_torchs_writer_are_resumed(store: Store, expected: dict[str, 
 def _weights_of(url: str) -> dict[str, Tensor]:
     strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear})
     trainer = quiet_trainer(strategy, dist.get_world_size())
-    trainer.validate(_Validated(), _data(), ckpt_path=url, verbose=False)
+    trainer.validate(_Validated(), data(), ckpt_path=url, verbose=False)
     return {name: one.clone() for name, one in full_state_dict(strategy).items()}
 
 
 class _Validated(Module):
     def validation_step(self, batch: Tensor) -> None:
         self.net(batch)
-
-
-_SAVES = """
-import os, sys, torch.distributed as dist
-from tests.strategies.fsdp import test_object_stores as tests
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-tests.save_without_end(sys.argv[3])
-"""
 
 
 class _Counting(Module):
@@ -368,63 +339,27 @@ class _Counting(Module):
         for parameter in self.parameters():
             parameter.grad = -torch.ones_like(parameter)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.save_checkpoint(os.environ["SAVED_TO"])
-        print("saved", self.trainer.global_step, flush=True)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def save_without_end(url: str) -> None:
-    os.environ["SAVED_TO"] = url
     strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear}, state_dict_type="sharded_state_dict")
-    trainer = quiet_trainer(strategy, 2, max_epochs=100, use_distributed_sampler=False)
-    trainer.fit(_Counting(), _data())
+    trainer = quiet_trainer(strategy, 2, max_epochs=100, use_distributed_sampler=False, callbacks=[SaveEachStep(url)])
+    trainer.fit(_Counting(), data())
 
 
-def _kill_once(store: Store, folder: Path, after_s: float, which: tuple[int, ...]) -> int:
-    """Kill ranks that save without a pause; return the step of the checkpoint that is there."""
-    folder.mkdir()
-    url = f"{URL}/killed.ckpt"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _SAVES, str(rank), str(folder), url],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert processes[0].stdout is not None
-        assert processes[0].stdout.readline().startswith("saved"), "nothing was saved"
-        time.sleep(after_s)
-        for rank in which:
-            processes[rank].send_signal(signal.SIGKILL)
-        time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    saved = [int(line.split()[1]) for line in processes[0].stdout if line.startswith("saved")]
+def _weights_by_torch(url: str) -> dict[str, Tensor]:
     reader = FsspecReader(url)
     entries = reader.read_metadata().state_dict_metadata
     weights = {name: one for name, one in entries.items() if name.startswith("state_dict.")}
     state = {name: torch.zeros(one.size) for name, one in weights.items() if isinstance(one, TensorStorageMetadata)}
     load(state, storage_reader=reader, no_dist=True)
-    steps = {float(number) for one in state.values() for number in one.unique()}
-    assert len(steps) == 1, f"a checkpoint of {steps}"
-    assert int(max(steps)) >= max([1, *saved])
-    return int(max(steps))
+    return state
 
 
 def _check_kills(store: Store, tmp_path: Path, num_times: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    for number in range(num_times):
-        which = [(0,), (1,), (0, 1)][number % 3]
-        _kill_once(store, tmp_path / str(number), float(torch.rand((), generator=generator)), which)
-    _on(2, epochs=1, save_to=f"{URL}/killed.ckpt")
+    _on(2, epochs=1, save_to=kill_saves(__name__, tmp_path, num_times, _weights_by_torch))
     assert len({name.partition("/")[0] for name in store.names("killed.ckpt/")}) == 2  # .metadata, and one generation
 
 
@@ -434,6 +369,7 @@ def test_killed_saves_leave_the_checkpoint_before_or_the_new_one(store: Store, t
 
 
 @pytest.mark.machines
+@pytest.mark.timeout(1200)
 def test_fifty_killed_saves(store: Store, tmp_path: Path) -> None:
     _check_kills(store, tmp_path, 50)
 
@@ -506,7 +442,7 @@ def _begin_with(url: str, version: int) -> dict[str, Tensor]:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    trainer.fit(module, _data())
+    trainer.fit(module, data())
     return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
 
 
