@@ -286,7 +286,7 @@ def merge_fsdp_weights(
         is_raw=adapter is False,
         threads=threads or (REMOTE_THREADS if is_remote(checkpoint_dir) else DEFAULT_THREADS),
         verify=bool(verify) or remove_checkpoint_dir,
-        check=verify is None and not is_remote(checkpoint_dir) and not isinstance(checkpoint_dir, ObjectPath),
+        check=verify is None and not remove_checkpoint_dir and not is_remote(checkpoint_dir),
     )
     of_names = {"strip_prefix": strip_prefix, "include": request.include, "exclude": request.exclude}
     of_files = {"max_shard_size": request.max_shard_bytes, "safe_serialization=False": not request.safe}
@@ -495,7 +495,6 @@ class _Meanwhile:
             raise InterruptedError("The merge has failed.")
 
     def __exit__(self, error: object, *_: object) -> None:
-        self._is_wanted = error is None
         try:
             if error is None:
                 self._checked.result()

@@ -309,6 +309,15 @@ class ObjectFolder:
         with io.BufferedReader(_ReadStream(self, name, size), PART_BYTES) as stream:
             yield cast("IO[bytes]", stream)
 
+    def read_parts(self, name: str, begin: int, end: int) -> Iterator[bytes]:
+        """Yield a range in order, as parts of which several are read at once."""
+
+        def read(at: int) -> bytes:
+            return self.read(name, at, min(at + PART_BYTES, end))
+
+        starts = range(begin, end, PART_BYTES)
+        yield from map(read, starts) if len(starts) < 2 else in_order(read, starts, _READ_THREADS)
+
     @classmethod
     def of(cls, path: ObjectPath) -> ObjectFolder:
         """Return the folder that a path is."""
@@ -440,12 +449,7 @@ class _ReadStream(io.RawIOBase):
         """Fill as much of ``buffer`` as there is."""
         view, begin = memoryview(buffer).cast("B"), self._position
         end = min(begin + len(view), self._size)
-
-        def read(at: int) -> bytes:
-            return self._folder.read(self._name, at, min(at + PART_BYTES, end))
-
-        starts = range(begin, end, PART_BYTES)
-        for part in map(read, starts) if len(starts) < 2 else in_order(read, starts, _READ_THREADS):
+        for part in self._folder.read_parts(self._name, begin, end):
             at = self._position - begin
             view[at : at + len(part)] = part
             self._position += len(part)

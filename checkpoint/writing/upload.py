@@ -30,7 +30,7 @@ _CONVERTED_BYTES = 2**20
 _MAX_PARTS = 9_000
 """S3's maximum is 10,000."""
 _MAX_THREADS = 5
-"""Each holds one part: 60 MiB in all."""
+"""Each holds one part: 25 to 50 MiB in all."""
 
 
 def upload_plan(

@@ -635,7 +635,7 @@ def _read_model_file(folder: Path) -> dict[str, Any]:
 
 
 def _find_tag(path: Path) -> str:
-    """Return the name of the folder with DeepSpeed's files: see [Note: tags] in ``remote.py``."""
+    """Return the name of the folder with DeepSpeed's files: see [Note: tags] in ``files.py``."""
     named = latest_tag(path) if path.is_dir() else None
     if named is not None and named.name != universal.FOLDER:
         return str(named.relative_to(path))

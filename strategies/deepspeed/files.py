@@ -32,7 +32,7 @@ from ...checkpoint.formats.safetensors import Entry, lay_out
 from ...checkpoint.formats.torch_save import digest_of_file
 from ...checkpoint.formats.zero_files import LATEST_NAME
 from ...checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, save_manifest
-from ...checkpoint.object_path import NUM_THREADS, PART_BYTES, ObjectPath, in_order
+from ...checkpoint.object_path import NUM_THREADS, ObjectPath, in_order
 from ...checkpoint.storage import WEIGHTS_IN_16_BIT, ObjectFolder
 from ...state.rendezvous import raise_on_all_ranks, store_barrier, store_messages
 from ..common.checkpoint_files import NewFolder, NewGeneration, ObjectStreams, num_bytes_of, save_torch
@@ -40,7 +40,6 @@ from .universal import TAG
 
 _NUM_THREADS = 4
 """That upload parts of a file at once; DeepSpeed writes one file after the other."""
-_NUM_REQUESTS = 6
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_\d+_(model|optim)_states\.pt")
 _FORMAT = {"format": "pt"}
 
@@ -268,11 +267,6 @@ def _files(source: ObjectPath, tag: str, *, with_optimizer: bool, whole: bool) -
 
 def _fetch(source: ObjectPath, target: Path) -> None:
     """Copy an object into a file."""
-    size, folder = source.stat().st_size, ObjectFolder.of(source)
-
-    def read(begin: int) -> bytes:
-        return folder.read("", begin, min(begin + PART_BYTES, size))
-
+    size = source.stat().st_size
     with telling_full_disk(target, size), target.open("wb") as stream:
-        for part in in_order(read, range(0, size, PART_BYTES), _NUM_REQUESTS):
-            stream.write(part)
+        stream.writelines(ObjectFolder.of(source).read_parts("", 0, size))
