@@ -8,7 +8,6 @@ from .common.config import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
-    from .common.parallelism import ParallelismConfig
     from .common.user_code import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
     from .loading import load_from_checkpoint, newest_checkpoint, unwrap_model
+    from .parallelism.config import ParallelismConfig
     from .ray_train import RayAccelDeepSpeedStrategy as RayAccelDeepSpeedStrategy
     from .ray_train import RayAccelFSDPStrategy as RayAccelFSDPStrategy
     from .ray_train import reported_checkpoint
@@ -51,7 +51,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "DummyScheduler": ".deepspeed",
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
-    "ParallelismConfig": ".common.parallelism",
+    "ParallelismConfig": ".parallelism.config",
     "full_gradients": ".common.user_code",
     "full_parameters": ".common.user_code",
     "full_state_dict": ".common.user_code",

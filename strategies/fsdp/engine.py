@@ -21,10 +21,11 @@ from typing_extensions import override
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
 from ..common.modules import find_ties
-from ..common.parallelism import TensorParallel
 from ..common.sharded_tensors import FlatShard, NoAccess, ShardAccess
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
 from ..optimizers.steps import WholeTensorStep
+from ..parallelism.sequence import SequenceParallel
+from ..parallelism.tensor import TensorParallel
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from .flat_params import units_of
@@ -99,6 +100,8 @@ class Engine(ABC, Generic[SettingsT]):
         """For the messages of the ranks about each step."""
         self.tensor_parallel: TensorParallel | None = None
         """What cuts layers before the rest is sharded, over ranks beside those of the mesh."""
+        self.sequence_parallel: SequenceParallel | None = None
+        """What cuts the sequences of modules, over ranks of the mesh."""
         self._patches, self._steps = Patches("labels"), Patches("user code")
 
     @property
@@ -116,7 +119,7 @@ class Engine(ABC, Generic[SettingsT]):
             deferred_init: Whether all of it is on the meta device, and its values come through `named_tensors`.
 
         Raises:
-            RuntimeError: If ``model`` is sharded by the other FSDP version.
+            RuntimeError: If ``model`` is sharded by the other FSDP version, or with other sizes.
             ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
         """
         form = recall_form(model, self.version)
@@ -162,9 +165,22 @@ class Engine(ABC, Generic[SettingsT]):
                 references.switch(model)
                 if self.refuses_holders:
                     references.check_holders()
-            form = ShardedModel(root, not parts, self.version, ties, attribute, unsharded_parameters, order, early)
+            form = ShardedModel(
+                root, not parts, self.version, ties, attribute, unsharded_parameters, order, early,
+                self.tensor_parallel, self.sequence_parallel,
+            )  # fmt: skip
             hide_wrapper_names(root)
             remember_form(model, form)
+        sizes, given = (
+            [1 if one is None else one.size for one in (of.tensor_parallel, of.sequence_parallel)]
+            for of in (form, self)
+        )
+        if sizes != given:
+            raise RuntimeError(
+                f"{type(model).__name__} is already sharded with tp_size={sizes[0]} and sp_size={sizes[1]}, and cannot "
+                f"be sharded again with tp_size={given[0]} and sp_size={given[1]}. Build a new module, or keep them."
+            )
+        self.tensor_parallel, self.sequence_parallel = form.tensor_parallel, form.sequence_parallel
         return form
 
     def _checkpoint(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:

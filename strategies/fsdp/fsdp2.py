@@ -83,6 +83,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         if self.tensor_parallel is not None:
             self.tensor_parallel.apply(model)
+        if self.sequence_parallel is not None:
+            self.sequence_parallel.apply(model)
         root = model if isinstance(model, FSDPModule) else self._root_of(model)
         common: dict[str, Any] = {"mesh": self.mesh, "offload_policy": self._offload_policy()}
         ignored_params = {parameter for module in plan.ignored for parameter in module.parameters(recurse=False)}
@@ -147,6 +149,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         self._units = Units(root)
         for group in self._units.groups:
             give_frozen_group_dtypes(group)
+        if self.sequence_parallel is not None:
+            self.sequence_parallel.after_trial = self._units.forget_forwards
         self._units_by_module = units_by_module(root)
         self.path = CollectiveOrder([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
         label_quickly(self._patches)

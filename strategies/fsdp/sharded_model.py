@@ -24,7 +24,9 @@ from torch.utils.weak import TensorWeakRef
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
 from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
-from ..common.parallelism import build_named_mesh
+from ..parallelism.config import build_named_mesh
+from ..parallelism.sequence import SequenceParallel
+from ..parallelism.tensor import TensorParallel
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 
@@ -94,6 +96,10 @@ class ShardedModel:
     """Each parameter's place in ``parameters()`` before sharding, see `parameter_order`."""
     early: OriginalParameters
     """The parameters as they were, for optimizers made before sharding."""
+    tensor_parallel: TensorParallel | None
+    """What has cut layers."""
+    sequence_parallel: SequenceParallel | None
+    """What cuts sequences."""
 
 
 def remember_form(module: nn.Module, form: ShardedModel) -> None:

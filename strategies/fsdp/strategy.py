@@ -47,10 +47,12 @@ from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, with_constants
-from ..common.parallelism import ParallelismConfig, TensorParallel, build_named_mesh
 from ..common.sharded_tensors import FlatShard, note_copies
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
+from ..parallelism.config import ParallelismConfig, SameBatches, build_named_mesh
+from ..parallelism.sequence import SequenceParallel
+from ..parallelism.tensor import TensorParallel
 from ..upstream.lightning import (
     DoublePrecision,
     FSDPPrecision,
@@ -97,6 +99,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _user_code: UserCode | None = None
     _reshard_during_accumulation: bool
     _checkpointer: Checkpointer
+    _same_batches: SameBatches | None = None
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
     _summaries: Patches
@@ -191,8 +194,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return self._evaluate("predict", super().predict_step, *args, **kwargs)
 
     def _evaluate(self, stage: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.engine.tensor_parallel is not None and args[1:2] == (0,):  # the first batch of a loader
-            self.engine.tensor_parallel.check_batch(args[0])
+        if self._same_batches is not None and args[1:2] == (0,):  # the first batch of a loader
+            self._same_batches.check_batch(args[0])
         return self._running.evaluate(stage, partial(step, *args, **kwargs))
 
     @override
@@ -401,8 +404,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and self.engine.tensor_parallel is not None:
-            self.engine.tensor_parallel.check_batch(batch)
+        if batch_idx == 0 and self._same_batches is not None:
+            self._same_batches.check_batch(batch)
         super().on_train_batch_start(batch, batch_idx)
         self._checkpointer.before_batch(batch_idx)
 
@@ -517,9 +520,11 @@ class AccelFSDPStrategy(TrainerHooks):
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``: with ``tp_size``, FSDP2 shards
-            what tensor parallelism leaves to each process.
+            what tensor parallelism leaves to each process; with ``sp_size`` processes share sequences.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
+        sp_modules: Patterns over names of modules inside of which ``sp_size`` cuts sequences. Default: a causal
+            language model of transformers.
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
             lies on the CPU.
@@ -575,6 +580,7 @@ class AccelFSDPStrategy(TrainerHooks):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         parallelism_config: ParallelismConfig | None = None,
         tp_plan: dict[str, Any] | None = None,
+        sp_modules: list[str] | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
     ) -> None:
@@ -594,7 +600,8 @@ class AccelFSDPStrategy(TrainerHooks):
         self.skipped_steps = SkippedSteps()
         self._recomputed = _recomputed(self.fsdp_plugin, activation_checkpointing_policy)
         self._given_mesh = device_mesh
-        self._parallelism, self._tp_plan = _checked(parallelism_config, device_mesh, tp_plan, self.fsdp_plugin), tp_plan
+        self._tp_plan, self._sp_modules = tp_plan, sp_modules
+        self._parallelism = _checked(parallelism_config, device_mesh, tp_plan, sp_modules, self.fsdp_plugin)
         self._compile_options = compile if isinstance(compile, dict) else {} if compile else None
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
@@ -625,7 +632,7 @@ class AccelFSDPStrategy(TrainerHooks):
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
-        mesh, parallel = self._meshes()
+        mesh, tensor_parallel, sequence_parallel = self._meshes()
         settings = self.fsdp_plugin.settings(
             precision=self.precision_plugin.settings, dp_replicate=mesh.size(0) if mesh.ndim == 2 else 1
         )
@@ -647,7 +654,7 @@ class AccelFSDPStrategy(TrainerHooks):
             check_offload(self.root_device)
         self._checkpointer.connect()
         self._engine = build_engine(settings, mesh, self.root_device)
-        self._engine.tensor_parallel = parallel
+        self._engine.tensor_parallel, self._engine.sequence_parallel = tensor_parallel, sequence_parallel
         self._engine.all_reduce_max_async = self._termination.all_reduce_max_async
         if self._timeout is not None:
             self._engine.timeout = self._timeout
@@ -664,26 +671,37 @@ class AccelFSDPStrategy(TrainerHooks):
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = mesh  # its `device_mesh`, for configure_model()
 
-    def _meshes(self) -> tuple[DeviceMesh, TensorParallel | None]:
-        """Return the mesh that FSDP shards over, and what cuts layers over the other ranks."""
+    def _meshes(self) -> tuple[DeviceMesh, TensorParallel | None, SequenceParallel | None]:
+        """Return the mesh that FSDP shards over, and what cuts layers and sequences."""
         device = self.root_device.type
         note_copies(None)
+        self._same_batches = None
         if self._parallelism is None:
-            return build_mesh(self._given_mesh, self.world_size, device), None
+            return build_mesh(self._given_mesh, self.world_size, device), None, None
         self._parallelism = config = self._parallelism.for_processes(self.world_size)
-        replicate, shard = config.dp_replicate_size or 1, config.dp_shard_size or 1
+        self._loader_places.group_size = config.non_data_parallel_size
+        replicate, tp, sp = config.dp_replicate_size or 1, config.tp_size or 1, config.sp_size or 1
+        shard = (config.dp_shard_size or 1) * sp  # FSDP shards over the ranks that share a sequence, too
+        sequence_parallel = None
+        if config.non_data_parallel_size > 1:
+            alike = build_named_mesh({"data": config.data_parallel_size, "alike": sp * tp}, device)["alike"].get_group()
+            self._same_batches = SameBatches(alike, f"sp_size={sp}, tp_size={tp}")
+        if config.sp_enabled:
+            sequences = build_named_mesh({"data": config.data_parallel_size, "sp": sp, "tp": tp}, device)["sp"]
+            sequence_parallel = SequenceParallel(sequences.get_group(), self._sp_modules)
         if not config.tp_enabled:
-            return build_mesh((replicate, shard) if replicate > 1 else None, self.world_size, device), None
-        sizes = {**({"replicate": replicate} if replicate > 1 else {}), "shard": shard, "tp": config.tp_size or 1}
+            mesh = build_mesh((replicate, shard) if replicate > 1 else None, self.world_size, device)
+            return mesh, None, sequence_parallel
+        sizes = {**({"replicate": replicate} if replicate > 1 else {}), "shard": shard, "tp": tp}
         mesh = build_named_mesh(sizes, device)
-        self._loader_places.group_size = config.tp_size or 1
-        return mesh[tuple(name for name in sizes if name != "tp")], TensorParallel(mesh, self._tp_plan)
+        tensor_parallel = TensorParallel(mesh, self._tp_plan)
+        return mesh[tuple(name for name in sizes if name != "tp")], tensor_parallel, sequence_parallel
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samples are dealt: processes that share the layers of one copy of the model see the same."""
-        size = 1 if self._parallelism is None else self._parallelism.tp_size or 1
+        """How samples are dealt: processes that share one copy of the model see the same."""
+        size = 1 if self._parallelism is None else self._parallelism.non_data_parallel_size
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     @override
@@ -718,9 +736,9 @@ class AccelFSDPStrategy(TrainerHooks):
         if fitting:
             check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
             check_places(self._checkpointer.saves, trainer.checkpoint_callbacks)
-            if self.engine.tensor_parallel is not None:
+            if self._same_batches is not None:
                 check_callbacks(trainer.callbacks, _REFUSED_WITH_TP, of_accelight=True)  # type: ignore[attr-defined]
-                self.engine.tensor_parallel.share_random_states(self.root_device)
+                self._same_batches.share_random_states(self.root_device)
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -799,23 +817,33 @@ class AccelFSDPStrategy(TrainerHooks):
 
 _REFUSED_WITH_TP = dict.fromkeys(
     ("ElasticTraining", "ExactEvaluation"),
-    "counts samples by process, and with tp_size > 1 several processes see the same. Remove it, or set tp_size=1.",
+    "counts samples by process, and with tp_size or sp_size > 1 several processes see the same. Remove it, or "
+    "set both to 1.",
 )
 
 
 def _checked(
-    config: ParallelismConfig | None, device_mesh: Any, tp_plan: Any, plugin: FullyShardedDataParallelPlugin
+    config: ParallelismConfig | None,
+    device_mesh: Any,
+    tp_plan: Any,
+    sp_modules: Any,
+    plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
+    for name, given, size in (("tp_plan", tp_plan, "tp_size"), ("sp_modules", sp_modules, "sp_size")):
+        if given is None:
+            continue
+        if config is None:
+            raise ValueError(f"{name} needs parallelism_config=ParallelismConfig({size}=...).")
+        if getattr(config, size) == 1:
+            raise ValueError(f"{name} was given, but {size} is 1. Set ParallelismConfig({size}=...), or omit {name}.")
     if config is None:
-        if tp_plan is not None:
-            raise ValueError("tp_plan needs parallelism_config=ParallelismConfig(tp_size=...).")
         return None
     if device_mesh is not None:
         raise ValueError("device_mesh and parallelism_config were both given: the config has the same sizes and more.")
     if config.tp_enabled and plugin.fsdp_version != 2:
         raise ValueError(f"tp_size={config.tp_size} needs fsdp_version=2: FSDP1 flattens parameters.")
-    if tp_plan is not None and not config.tp_enabled:
-        raise ValueError("tp_plan was given, but tp_size is 1. Set ParallelismConfig(tp_size=...), or omit the plan.")
+    if config.sp_enabled and plugin.fsdp_version != 2:
+        raise ValueError(f"sp_size={config.sp_size} needs fsdp_version=2.")
     return config
 
 

@@ -294,7 +294,8 @@ def explained_recomputation(error: BaseException) -> RuntimeError | None:
     return RuntimeError(
         "Activation checkpointing recomputed something other than the forward. Usually, parameters were frozen or "
         "unfrozen between training_step() and its backward (in on_before_zero_grad or on_before_backward), or the "
-        "forward is not deterministic. Freeze before training_step(), or disable activation_checkpointing. torch "
+        "forward is not deterministic. Freeze before training_step(), or disable activation_checkpointing. With "
+        "sp_size > 1, give torch.utils.checkpoint a module, and not a function that calls attention itself. torch "
         f"says: {str(error).partition('.')[0]}."
     )
 

@@ -26,7 +26,7 @@ from ...checkpoint.storage import source_path
 from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
-from ..common.parallelism import is_cut
+from ..parallelism.tensor import is_cut
 from ..upstream.lightning import _materialize_distributed_module
 from ..upstream.patches import Patches
 from .engine import Engine

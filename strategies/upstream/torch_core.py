@@ -1,4 +1,4 @@
-"""Private names of torch (2.13) outside of its FSDP: autograd, modules, DTensor, DCP, pytrees."""
+"""Private names of torch (2.13) outside of its FSDP: autograd, modules, DTensor, DCP, pytrees; one of transformers."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 ATTRIBUTES = {
+    "_attn_implementation": ("transformers.PreTrainedConfig", "which attention a model computes; nothing public says"),
     "_C": ("torch", "whether a backward runs"),
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
     "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),

@@ -36,6 +36,8 @@ ROWS = 2
 """Samples in one rank's batch."""
 TENSOR_PARALLEL = "fsdp2_tp"
 """The kind whose two ranks share the layers of one model and see the same batches."""
+SEQUENCE_PARALLEL = "fsdp2_sp"
+"""The kind whose two ranks share each sequence."""
 
 HOOKS = (
     "on_train_start",
@@ -156,6 +158,8 @@ class Script(_Code):
     """Whether checkpoints lie behind a URL."""
     width: int = 5
     """Of the model: what tensor parallelism cuts must be even."""
+    heads: int = 0
+    """Of attention, which sequence parallelism divides; none without it."""
 
 
 class Planned(Exception):  # noqa: N818 (an event, and no error)
@@ -165,9 +169,9 @@ class Planned(Exception):  # noqa: N818 (an event, and no error)
 class Block(nn.Module):
     """Counts the batches that it was trained on, and keeps that beside its weights."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 0) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.norm, self.linear, self.heads = nn.LayerNorm(width), nn.Linear(width, width), heads
         self.num_batches = 0
         self.recomputes = False
         """Whether it is recomputed in backward without a strategy: with weights that a hook has changed since, too."""
@@ -182,13 +186,18 @@ class Block(nn.Module):
         return checkpoint(self._compute, x, use_reentrant=False) if self.recomputes else self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
+        hidden = self.norm(x)
+        if self.heads:
+            split = hidden.view(*hidden.shape[:2], self.heads, -1).transpose(1, 2)
+            attended = functional.scaled_dot_product_attention(split, split, split, is_causal=True)
+            hidden = attended.transpose(1, 2).flatten(2)
+        return x + torch.tanh(self.linear(hidden))
 
 
 class Net(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, heads: int = 0) -> None:
         super().__init__()
-        self.emb, self.blocks = nn.Embedding(7, width), nn.ModuleList([Block(width), Block(width)])
+        self.emb, self.blocks = nn.Embedding(7, width), nn.ModuleList([Block(width, heads), Block(width, heads)])
         self.branch, self.head = nn.Linear(width, width), nn.Linear(width, 3)
 
     def forward(self, tokens: Tensor, branch: bool = True, unit: bool = True) -> Tensor:
@@ -270,7 +279,7 @@ class Module(LightningModule):
     def __init__(self, script: Script, rank: int | None, seed: int = 1, *, sees_all: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = Net(script.width)
+        self.net = Net(script.width, script.heads)
         self.sees_all = sees_all or rank is None
         if script.manual:
             self.second = Second()
@@ -702,11 +711,13 @@ def build_strategy(kind: str, script: Script) -> Any:
         "gradient_accumulation": accumulation,
         "whole_tensor_optimizers": script.optimizer == "ratio" or None,
     }
-    if kind in ("fsdp2", TENSOR_PARALLEL):
+    if kind in ("fsdp2", TENSOR_PARALLEL, SEQUENCE_PARALLEL):
         options["fsdp_version"] = 2
     if kind == TENSOR_PARALLEL:
         cut = {"net.blocks.0.linear": "colwise_rep", "net.blocks.1.linear": "rowwise_rep", "net.head": "rowwise_rep"}
         options |= {"parallelism_config": ParallelismConfig(tp_size=WORLD_SIZE), "tp_plan": cut}
+    elif kind == SEQUENCE_PARALLEL:
+        options |= {"parallelism_config": ParallelismConfig(sp_size=WORLD_SIZE), "sp_modules": ["net"]}
     elif kind == "fsdp1_flat":
         options["use_orig_params"] = False
     elif kind == "fsdp1":
@@ -721,7 +732,7 @@ def play_on_rank(script: Script, kind: str, folder: str, on_gpu: bool = False) -
     """Run a script on this rank, in a group of all."""
     where = share_a_device() if on_gpu else {"accelerator": "cpu", "devices": WORLD_SIZE}
     with late_saves() if script.option == "background" else nullcontext():
-        sees_all = kind == TENSOR_PARALLEL
+        sees_all = kind in (TENSOR_PARALLEL, SEQUENCE_PARALLEL)
         return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder), where, sees_all)
 
 
@@ -819,6 +830,8 @@ def check(script: Script, kind: str, *, on_gpu: bool = False) -> None:
     if kind == TENSOR_PARALLEL:  # which steps on parts, and whose ranks have the same items
         optimizer = "sgd" if script.optimizer == "ratio" else script.optimizer
         script = replace(script, width=6, items=False, optimizer=optimizer)
+    if kind == SEQUENCE_PARALLEL:
+        script = replace(script, width=6, items=False, heads=2)
     again = f'python -m tests.strategies.orders "{script}" {kind}'
     refused = refusals(script, kind)
     try:

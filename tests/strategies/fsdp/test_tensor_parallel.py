@@ -24,8 +24,8 @@ from accelight.callbacks import ExactEvaluation
 from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_merged
 from accelight.state import AcceleratorState, GradientAccumulationPlugin
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
-from accelight.strategies.common.parallelism import is_cut
 from accelight.strategies.common.user_code import library_code
+from accelight.strategies.parallelism.tensor import is_cut
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
 
@@ -253,7 +253,7 @@ def other_batches(call: str) -> str:
 @pytest.mark.parametrize("call", ["fit", "validate"])
 def test_other_batches_in_a_group_are_an_error(call: str) -> None:
     for message in run_on_ranks(2, other_batches, call):
-        assert "The processes 0, 1 share the layers of one copy of the model (tp_size=2), and got different" in message
+        assert "The processes 0, 1 share one copy of the model (sp_size=1, tp_size=2), and got different" in message
 
 
 class _Tied(Module):
@@ -282,7 +282,7 @@ def refused(plan: Any, kind: str) -> str:
         ({"net.embed": "colwise", "net.e*": "rowwise"}, "", "net.embed is matched by several patterns"),
         ({"net.embed": "rowwise"}, "", "tp_plan: net.embed with in_features=5 cannot be divided by tp_size=2"),
         (PLAN, "tied", "tp_plan cuts net.blocks.0.up.weight, which is tied to net.blocks.1.up.weight"),
-        (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size > 1"),
+        (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size or sp_size > 1"),
     ],
 )
 def test_what_does_not_fit_is_an_error(plan: Any, kind: str, words: str) -> None:
@@ -296,7 +296,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.tp_size, config.dp_replicate_size, config.dp_shard_size) == (2, 1, None)
     found = config.for_processes(8)
     assert (found.dp_shard_size, found.data_parallel_size, found.total_size) == (4, 4, 8)
-    with pytest.raises(ValueError, match=r"tp_size=2, which is not the number of processes, 3\. Change one of them"):
+    with pytest.raises(ValueError, match=r"tp_size=2, which is not the number of processes, 3\. Change one"):
         config.for_processes(3)
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "two")
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE='two' must be a number of processes"):
@@ -308,6 +308,10 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         ParallelismConfig(dp_shard_size=0)
     with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
         AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ValueError, match="sp_size=2 needs fsdp_version=2"):
+        AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(sp_size=2))
+    with pytest.raises(ValueError, match="sp_modules was given, but sp_size is 1"):
+        AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), sp_modules=["net"])
     with pytest.raises(ValueError, match="device_mesh and parallelism_config were both given"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), device_mesh=(1, 2))
     with pytest.raises(ValueError, match="tp_plan was given, but tp_size is 1"):

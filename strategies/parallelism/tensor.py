@@ -1,18 +1,16 @@
-"""How the processes are divided: `ParallelismConfig`, the mesh that it makes, and tensor parallelism over a part of it.
+"""Tensor parallelism cuts the layers of one copy of the model, by a plan.
 
-Tensor parallelism cuts the layers of one copy of the model: its ranks see the same batch, and each computes a part of
-each planned layer. FSDP2 shards what is left to each of them over the other ranks.
+The ranks of a group see the same batch, and each computes a part of each planned layer. FSDP2 shards what is left to
+each of them over the other ranks.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,131 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
-from ...state.process_group import require_group, timeout_of
-from ..upstream.torch_core import tree_leaves
-from .dataloader_state import random_state, set_random_state
-from .sharded_tensors import local_part, note_copies
-
-_PREFIX = "PARALLELISM_CONFIG_"
-
-
-@dataclass
-class ParallelismConfig:
-    """Into how many parts each dimension of parallelism divides the processes, for ``AccelFSDPStrategy``.
-
-    Args:
-        dp_replicate_size: Copies of the sharded model (HSDP). Default 1.
-        dp_shard_size: Processes that FSDP2 shards over. Default: all that the others leave.
-        tp_size: Processes that share the layers of the tensor-parallel plan, and see the same batches. Default 1.
-        cp_size: Context parallelism. Not supported: must be 1.
-        sp_size: Sequence parallelism (Ulysses). Not supported: must be 1.
-
-    Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given.
-
-    Raises:
-        ValueError: If a size is not allowed.
-
-    Source: accelerate 1.15 ``parallelism_config.py``, whose ``dp_shard_size`` is 1 by default.
-    """
-
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    sp_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            size = getattr(self, one.name)
-            given = os.environ.get(variable := f"{_PREFIX}{one.name.upper()}")
-            if size is None and given is not None:
-                if not given.strip().isdecimal():
-                    raise ValueError(f"{variable}={given!r} must be a number of processes.")
-                size = int(given)
-            if size is None and one.name != "dp_shard_size":
-                size = 1
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{one.name} must be at least 1, got {size!r}.")
-            setattr(self, one.name, size)
-        for name in ("cp_size", "sp_size"):
-            if getattr(self, name) != 1:
-                what = "Context" if name == "cp_size" else "Sequence"
-                raise ValueError(
-                    f"{what} parallelism ({name}={getattr(self, name)}) is not supported. Set {name}=1, and "
-                    "recompute activations (activation_checkpointing=True) or cut layers by tp_size."
-                )
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether layers are cut."""
-        return self._tp > 1
-
-    @property
-    def _tp(self) -> int:
-        return self.tp_size or 1
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of processes that see different batches, once ``dp_shard_size`` is known."""
-        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
-
-    @property
-    def total_size(self) -> int:
-        """Number of processes, once ``dp_shard_size`` is known."""
-        return self.data_parallel_size * self._tp
-
-    def for_processes(self, world_size: int) -> ParallelismConfig:
-        """Return the config with each size, for as many processes.
-
-        Raises:
-            ValueError: If they do not multiply to that number.
-        """
-        others = (self.dp_replicate_size or 1) * self._tp
-        shard = self.dp_shard_size or max(world_size // others, 1)
-        if shard * others != world_size:
-            raise ValueError(
-                f"ParallelismConfig divides into dp_replicate_size={self.dp_replicate_size} x dp_shard_size="
-                f"{self.dp_shard_size or 'the rest'} x tp_size={self.tp_size}, which is not the number of processes, "
-                f"{world_size}. Change one of them, or start another number."
-            )
-        return replace(self, dp_shard_size=shard)
-
-
-# ------------------------------------------------------------------------------------------------
-# The mesh over all ranks.
-
-
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]] = WeakKeyDictionary()
-"""Of each default group, so that one fit after another does not start new groups."""
-
-
-def build_named_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """Return a mesh over all ranks, whose groups are started one by one.
-
-    `init_device_mesh` would split the default group where it is bound to a device, as the Trainer binds it on GPUs. The
-    gloo part of it, for what lies on the CPU, cannot be split in the second process group of a process: that ends the
-    process (torch 2.13, github.com/pytorch/pytorch/issues/192106).
-
-    Args:
-        sizes: Of the dimensions by name, the outermost first.
-        device_type: Such as ``"cpu"`` or ``"cuda"``.
-    """
-    group = require_group("device_mesh")
-    known, key = _KNOWN.setdefault(group, {}), tuple(sizes.items())
-    if key not in known:
-        ranks = torch.arange(group.size()).view(*sizes.values())
-        groups = []
-        for dim, size in enumerate(ranks.shape):  # of each dimension: the ranks that differ in it alone
-            members = ranks.movedim(dim, -1).reshape(-1, size)
-            own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout_of(group))  # type: ignore[no-untyped-call]
-            groups.append(own)
-        known[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(sizes))
-    return known[key]
-
-
-# ------------------------------------------------------------------------------------------------
-# Tensor parallelism.
-
+from ..common.sharded_tensors import local_part, note_copies
 
 Plan = Mapping[str, "str | ParallelStyle"]
 """Patterns (``fnmatch``) over names of modules, and how each is cut."""
@@ -275,13 +149,6 @@ class TensorParallel:
                     "own. Leave these modules out of the plan, or untie them (tie_word_embeddings=False)."
                 )
 
-    def share_random_states(self, device: torch.device) -> None:
-        """Give all ranks of the group the first one's random states: dropout of what all of them have is the same."""
-        states: list[Any] = [random_state(device)]
-        dist.broadcast_object_list(states, group=self.group, group_src=0)
-        if self.rank != 0:
-            set_random_state(states[0], device)
-
     def check_gradients(self, optimizer: Optimizer, module: nn.Module) -> None:
         """Check before an optimizer's first step that the group has one gradient of what no plan cuts; all call it.
 
@@ -309,24 +176,6 @@ class TensorParallel:
                 )
         if all(isfinite(norm) for one in everyone for norm in one.values()):  # else a scaler's first steps
             self._checked.add(optimizer)
-
-    def check_batch(self, batch: Any) -> None:
-        """Check that the ranks of the group have the same batch; every rank calls it.
-
-        Raises:
-            RuntimeError: On every rank of a group that has not.
-        """
-        tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-        own = [(tuple(one.shape), float(one.detach().double().sum().nan_to_num())) for one in tensors]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, own, group=self.group)
-        if any(one != everyone[0] for one in everyone):
-            ranks = dist.get_process_group_ranks(self.group)
-            raise RuntimeError(
-                f"The processes {', '.join(map(str, ranks))} share the layers of one copy of the model (tp_size="
-                f"{self.size}), and got different batches. Deal samples by "
-                "trainer.strategy.distributed_sampler_kwargs: Trainer(use_distributed_sampler=True) does."
-            )
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

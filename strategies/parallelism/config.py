@@ -1,0 +1,186 @@
+"""How the processes are divided: `ParallelismConfig`, meshes over them, and those that see the same batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...state.process_group import require_group, timeout_of
+from ..common.dataloader_state import random_state, set_random_state
+from ..upstream.torch_core import tree_leaves
+
+_PREFIX = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class ParallelismConfig:
+    """Into how many parts each dimension of parallelism divides the processes, for ``AccelFSDPStrategy``.
+
+    Args:
+        dp_replicate_size: Copies of the sharded model (HSDP). Default 1.
+        dp_shard_size: Processes that FSDP2 shards over. Default: all that the others leave.
+        tp_size: Processes that share the layers of the tensor-parallel plan, and see the same batches. Default 1.
+        cp_size: Context parallelism. Not supported: must be 1.
+        sp_size: Processes that share each sequence (Ulysses), and see the same batches. Default 1.
+
+    Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given.
+
+    Raises:
+        ValueError: If a size is not allowed.
+
+    Source: accelerate 1.15 ``parallelism_config.py``, whose ``dp_shard_size`` is 1 by default.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    sp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            size = getattr(self, one.name)
+            given = os.environ.get(variable := f"{_PREFIX}{one.name.upper()}")
+            if size is None and given is not None:
+                if not given.strip().isdecimal():
+                    raise ValueError(f"{variable}={given!r} must be a number of processes.")
+                size = int(given)
+            if size is None and one.name != "dp_shard_size":
+                size = 1
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ValueError(f"{one.name} must be at least 1, got {size!r}.")
+            setattr(self, one.name, size)
+        if self.cp_size != 1:
+            raise ValueError(
+                f"Context parallelism (cp_size={self.cp_size}) is not supported. Set cp_size=1, and divide "
+                "sequences by sp_size."
+            )
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are cut."""
+        return self._tp > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are cut."""
+        return self._sp > 1
+
+    @property
+    def _tp(self) -> int:
+        return self.tp_size or 1
+
+    @property
+    def _sp(self) -> int:
+        return self.sp_size or 1
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Number of processes that see the same batches; their ranks are consecutive."""
+        return self._sp * self._tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes that see different batches, once ``dp_shard_size`` is known."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def total_size(self) -> int:
+        """Number of processes, once ``dp_shard_size`` is known."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    def for_processes(self, world_size: int) -> ParallelismConfig:
+        """Return the config with each size, for as many processes.
+
+        Raises:
+            ValueError: If they do not multiply to that number.
+        """
+        others = (self.dp_replicate_size or 1) * self.non_data_parallel_size
+        shard = self.dp_shard_size or max(world_size // others, 1)
+        if shard * others != world_size:
+            raise ValueError(
+                f"ParallelismConfig divides into dp_replicate_size={self.dp_replicate_size} x dp_shard_size="
+                f"{self.dp_shard_size or 'the rest'} x sp_size={self.sp_size} x tp_size={self.tp_size}, which is not "
+                f"the number of processes, {world_size}. Change one of them, or start another number."
+            )
+        return replace(self, dp_shard_size=shard)
+
+
+# ------------------------------------------------------------------------------------------------
+# The mesh over all ranks.
+
+
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]] = WeakKeyDictionary()
+"""Of each default group, so that one fit after another does not start new groups."""
+
+
+def build_named_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """Return a mesh over all ranks, whose groups are started one by one.
+
+    `init_device_mesh` would split the default group where it is bound to a device, as the Trainer binds it on GPUs. The
+    gloo part of it, for what lies on the CPU, cannot be split in the second process group of a process: that ends the
+    process (torch 2.13, github.com/pytorch/pytorch/issues/192106).
+
+    Args:
+        sizes: Of the dimensions by name, the outermost first.
+        device_type: Such as ``"cpu"`` or ``"cuda"``.
+    """
+    group = require_group("device_mesh")
+    known, key = _KNOWN.setdefault(group, {}), tuple(sizes.items())
+    if key not in known:
+        ranks = torch.arange(group.size()).view(*sizes.values())
+        groups = []
+        for dim, size in enumerate(ranks.shape):  # of each dimension: the ranks that differ in it alone
+            members = ranks.movedim(dim, -1).reshape(-1, size)
+            own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout_of(group))  # type: ignore[no-untyped-call]
+            groups.append(own)
+        known[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(sizes))
+    return known[key]
+
+
+# ------------------------------------------------------------------------------------------------
+# The ranks that see the same batches.
+
+
+class SameBatches:
+    """The ranks that share the layers or the sequences of one copy of the model.
+
+    Args:
+        group: Of them.
+        size: Which they share, for messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: str) -> None:
+        self._group, self._size = group, size
+
+    def share_random_states(self, device: torch.device) -> None:
+        """Give all ranks of the group the first one's random states: dropout of what all of them have is the same."""
+        states: list[Any] = [random_state(device)]
+        dist.broadcast_object_list(states, group=self._group, group_src=0)
+        if self._group.rank() != 0:
+            set_random_state(states[0], device)
+
+    def check_batch(self, batch: Any) -> None:
+        """Check that the ranks of the group have the same batch; every rank calls it.
+
+        Raises:
+            RuntimeError: On every rank of a group that has not.
+        """
+        tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
+        own = [(tuple(one.shape), float(one.detach().double().sum().nan_to_num())) for one in tensors]
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, own, group=self._group)
+        if any(one != everyone[0] for one in everyone):
+            ranks = dist.get_process_group_ranks(self._group)
+            raise RuntimeError(
+                f"The processes {', '.join(map(str, ranks))} share one copy of the model ({self._size}), and "
+                "got different batches. Deal samples by "
+                "trainer.strategy.distributed_sampler_kwargs: Trainer(use_distributed_sampler=True) does."
+            )
