@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace) -> None:
         fsdp_version=2,
         auto_wrap_policy={Block},
         parallelism_config=ParallelismConfig(sp_size=size),
-        sp_modules=["net"] if size > 1 else None,
+        sequence_modules=["net"] if size > 1 else None,
     )
     trainer = Trainer(
         strategy=strategy, accelerator="cpu", devices=arguments.devices, max_epochs=1, logger=False,

@@ -171,14 +171,14 @@ class Engine(ABC, Generic[SettingsT]):
             )  # fmt: skip
             hide_wrapper_names(root)
             remember_form(model, form)
-        sizes, given = (
-            [1 if one is None else one.size for one in (of.tensor_parallel, of.sequence_parallel)]
-            for of in (form, self)
+        before, now = (
+            _sizes(form.tensor_parallel, form.sequence_parallel),
+            _sizes(self.tensor_parallel, self.sequence_parallel),
         )
-        if sizes != given:
+        if before != now:
             raise RuntimeError(
-                f"{type(model).__name__} is already sharded with tp_size={sizes[0]} and sp_size={sizes[1]}, and cannot "
-                f"be sharded again with tp_size={given[0]} and sp_size={given[1]}. Build a new module, or keep them."
+                f"{type(model).__name__} is already sharded with {before}, and cannot be sharded again with {now}. "
+                "Build a new module, or keep them."
             )
         self.tensor_parallel, self.sequence_parallel = form.tensor_parallel, form.sequence_parallel
         return form
@@ -332,6 +332,13 @@ class Engine(ABC, Generic[SettingsT]):
     @abstractmethod
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         """Return the module to hand to ``torch.distributed.checkpoint.state_dict``, whose names are the plain ones."""
+
+
+def _sizes(tensors: TensorParallel | None, sequences: SequenceParallel | None) -> str:
+    found = [f"tp_size={1 if tensors is None else tensors.size}"]
+    if sequences is not None:
+        found.append(f"{sequences.setting}={sequences.size}")
+    return ", ".join(found)
 
 
 def _memory_estimate(model: nn.Module) -> str:

@@ -520,11 +520,11 @@ class AccelFSDPStrategy(TrainerHooks):
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``: with ``tp_size``, FSDP2 shards
-            what tensor parallelism leaves to each process; with ``sp_size`` processes share sequences.
+            what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size`` processes share sequences.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
-        sp_modules: Patterns over names of modules inside of which ``sp_size`` cuts sequences. Default: a causal
-            language model of transformers.
+        sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
+            Default: a causal language model of transformers.
         timeout: Of the process group's collectives. Default 30 minutes.
         process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
             lies on the CPU.
@@ -580,7 +580,7 @@ class AccelFSDPStrategy(TrainerHooks):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         parallelism_config: ParallelismConfig | None = None,
         tp_plan: dict[str, Any] | None = None,
-        sp_modules: list[str] | None = None,
+        sequence_modules: list[str] | None = None,
         timeout: timedelta = timedelta(minutes=30),
         process_group_backend: str | None = None,
     ) -> None:
@@ -600,8 +600,8 @@ class AccelFSDPStrategy(TrainerHooks):
         self.skipped_steps = SkippedSteps()
         self._recomputed = _recomputed(self.fsdp_plugin, activation_checkpointing_policy)
         self._given_mesh = device_mesh
-        self._tp_plan, self._sp_modules = tp_plan, sp_modules
-        self._parallelism = _checked(parallelism_config, device_mesh, tp_plan, sp_modules, self.fsdp_plugin)
+        self._tp_plan, self._sequence_modules = tp_plan, sequence_modules
+        self._parallelism = _checked(parallelism_config, device_mesh, tp_plan, sequence_modules, self.fsdp_plugin)
         self._compile_options = compile if isinstance(compile, dict) else {} if compile else None
         self._pretrained_weights = pretrained_weights
         self._reshard_during_accumulation = reshard_during_accumulation
@@ -680,15 +680,18 @@ class AccelFSDPStrategy(TrainerHooks):
             return build_mesh(self._given_mesh, self.world_size, device), None, None
         self._parallelism = config = self._parallelism.for_processes(self.world_size)
         self._loader_places.group_size = config.non_data_parallel_size
-        replicate, tp, sp = config.dp_replicate_size or 1, config.tp_size or 1, config.sp_size or 1
-        shard = (config.dp_shard_size or 1) * sp  # FSDP shards over the ranks that share a sequence, too
+        replicate, tp = config.dp_replicate_size or 1, config.tp_size or 1
+        setting: Literal["sp_size", "cp_size"] = "cp_size" if config.cp_enabled else "sp_size"
+        parts = getattr(config, setting) or 1
+        shard = (config.dp_shard_size or 1) * parts  # FSDP shards over the ranks that share a sequence, too
         sequence_parallel = None
         if config.non_data_parallel_size > 1:
-            alike = build_named_mesh({"data": config.data_parallel_size, "alike": sp * tp}, device)["alike"].get_group()
-            self._same_batches = SameBatches(alike, f"sp_size={sp}, tp_size={tp}")
-        if config.sp_enabled:
-            sequences = build_named_mesh({"data": config.data_parallel_size, "sp": sp, "tp": tp}, device)["sp"]
-            sequence_parallel = SequenceParallel(sequences.get_group(), self._sp_modules)
+            sizes = {"data": config.data_parallel_size, "alike": config.non_data_parallel_size}
+            group = build_named_mesh(sizes, device)["alike"].get_group()
+            self._same_batches = SameBatches(group, f"{setting}={parts}, tp_size={tp}")
+        if parts > 1:
+            sequences = build_named_mesh({"data": config.data_parallel_size, "parts": parts, "tp": tp}, device)["parts"]
+            sequence_parallel = SequenceParallel(sequences.get_group(), setting, self._sequence_modules)
         if not config.tp_enabled:
             mesh = build_mesh((replicate, shard) if replicate > 1 else None, self.world_size, device)
             return mesh, None, sequence_parallel
@@ -817,8 +820,8 @@ class AccelFSDPStrategy(TrainerHooks):
 
 _REFUSED_WITH_TP = dict.fromkeys(
     ("ElasticTraining", "ExactEvaluation"),
-    "counts samples by process, and with tp_size or sp_size > 1 several processes see the same. Remove it, or "
-    "set both to 1.",
+    "counts samples by process, and with tp_size, sp_size or cp_size > 1 several processes see the same. "
+    "Remove it, or set them to 1.",
 )
 
 
@@ -826,24 +829,21 @@ def _checked(
     config: ParallelismConfig | None,
     device_mesh: Any,
     tp_plan: Any,
-    sp_modules: Any,
+    sequence_modules: Any,
     plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
-    for name, given, size in (("tp_plan", tp_plan, "tp_size"), ("sp_modules", sp_modules, "sp_size")):
-        if given is None:
-            continue
-        if config is None:
-            raise ValueError(f"{name} needs parallelism_config=ParallelismConfig({size}=...).")
-        if getattr(config, size) == 1:
-            raise ValueError(f"{name} was given, but {size} is 1. Set ParallelismConfig({size}=...), or omit {name}.")
+    for name, given, sizes in (
+        ("tp_plan", tp_plan, ("tp_size",)), ("sequence_modules", sequence_modules, ("sp_size", "cp_size"))
+    ):  # fmt: skip
+        if given is not None and (config is None or all(getattr(config, size) == 1 for size in sizes)):
+            raise ValueError(f"{name} needs parallelism_config=ParallelismConfig({sizes[0]}=...), greater than 1.")
     if config is None:
         return None
     if device_mesh is not None:
         raise ValueError("device_mesh and parallelism_config were both given: the config has the same sizes and more.")
-    if config.tp_enabled and plugin.fsdp_version != 2:
-        raise ValueError(f"tp_size={config.tp_size} needs fsdp_version=2: FSDP1 flattens parameters.")
-    if config.sp_enabled and plugin.fsdp_version != 2:
-        raise ValueError(f"sp_size={config.sp_size} needs fsdp_version=2.")
+    for size in ("tp_size", "sp_size", "cp_size"):
+        if getattr(config, size) != 1 and plugin.fsdp_version != 2:
+            raise ValueError(f"{size}={getattr(config, size)} needs fsdp_version=2.")
     return config
 
 

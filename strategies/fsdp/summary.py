@@ -144,8 +144,8 @@ def _mesh(engine: Engine[Any]) -> str:
     if parallel is not None:
         kinds = Counter(parallel.styles.values())
         sizes.append(f"tp={parallel.size} ({', '.join(f'{number} {kind}' for kind, number in sorted(kinds.items()))})")
-    if engine.sequence_parallel is not None:
-        sizes.append(f"of which sp={engine.sequence_parallel.size} in {', '.join(engine.sequence_parallel.names)}")
+    if (sequences := engine.sequence_parallel) is not None:
+        sizes.append(f"of which {sequences.setting}={sequences.size} in {', '.join(sequences.names)}")
     return "mesh " + " x ".join(sizes)
 
 

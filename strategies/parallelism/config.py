@@ -27,8 +27,9 @@ class ParallelismConfig:
         dp_replicate_size: Copies of the sharded model (HSDP). Default 1.
         dp_shard_size: Processes that FSDP2 shards over. Default: all that the others leave.
         tp_size: Processes that share the layers of the tensor-parallel plan, and see the same batches. Default 1.
-        cp_size: Context parallelism. Not supported: must be 1.
-        sp_size: Processes that share each sequence (Ulysses), and see the same batches. Default 1.
+        cp_size: Processes that share each sequence (context parallelism, by gathered keys), and see the same batches.
+            Default 1.
+        sp_size: The same by heads (Ulysses). Default 1.
 
     Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given.
 
@@ -57,11 +58,8 @@ class ParallelismConfig:
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{one.name} must be at least 1, got {size!r}.")
             setattr(self, one.name, size)
-        if self.cp_size != 1:
-            raise ValueError(
-                f"Context parallelism (cp_size={self.cp_size}) is not supported. Set cp_size=1, and divide "
-                "sequences by sp_size."
-            )
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError(f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide sequences. Set one to 1.")
 
     @property
     def tp_enabled(self) -> bool:
@@ -69,22 +67,27 @@ class ParallelismConfig:
         return self._tp > 1
 
     @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are cut, and their keys gathered."""
+        return (self.cp_size or 1) > 1
+
+    @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are cut."""
-        return self._sp > 1
+        """Whether sequences are cut, and exchanged for heads."""
+        return (self.sp_size or 1) > 1
 
     @property
     def _tp(self) -> int:
         return self.tp_size or 1
 
     @property
-    def _sp(self) -> int:
-        return self.sp_size or 1
+    def _parts(self) -> int:
+        return (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def non_data_parallel_size(self) -> int:
         """Number of processes that see the same batches; their ranks are consecutive."""
-        return self._sp * self._tp
+        return self._parts * self._tp
 
     @property
     def data_parallel_size(self) -> int:
@@ -107,8 +110,9 @@ class ParallelismConfig:
         if shard * others != world_size:
             raise ValueError(
                 f"ParallelismConfig divides into dp_replicate_size={self.dp_replicate_size} x dp_shard_size="
-                f"{self.dp_shard_size or 'the rest'} x sp_size={self.sp_size} x tp_size={self.tp_size}, which is not "
-                f"the number of processes, {world_size}. Change one of them, or start another number."
+                f"{self.dp_shard_size or 'the rest'} x cp_size={self.cp_size} x sp_size={self.sp_size} x "
+                f"tp_size={self.tp_size}, which is not the number of processes, "
+                f"{world_size}. Change one of them, or start another number."
             )
         return replace(self, dp_shard_size=shard)
 

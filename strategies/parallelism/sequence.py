@@ -1,16 +1,19 @@
-"""Sequence parallelism (Ulysses): the ranks of a group compute parts of the same sequences.
+"""Sequence and context parallelism: the ranks of a group compute parts of the same sequences.
 
 Inside of the modules that are named each rank has a part of the sequence: at their inputs the sequence is cut, at their
-outputs it is gathered. In between, attention exchanges parts of the sequence for heads and back, by one all-to-all
-each. Everything else must treat each position alone. Whether it does is tried: the first calls compute the beginning of
-their sequences with and without cuts.
+outputs it is gathered. In between, attention sees all of it. With ``sp_size`` (Ulysses) one all-to-all exchanges parts
+of the sequence for heads, and another one back; with ``cp_size`` an all-gather brings keys and values of all positions
+to each rank's queries. Everything else must treat each position alone. Whether it does is tried: the first calls
+compute the beginning of their sequences with and without cuts.
 
 [Note: scale of gradients] FSDP averages gradients over all ranks, also over those of a group. What lies outside of the
 modules computes the same on all ranks of a group, so that this is right. Inside, a rank has the gradient of its own
 positions, and the sum over the group is right: what goes into the modules' backward is multiplied by the group's size,
 what comes out of it is divided.
 
-Source: DeepSpeed-Ulysses (arXiv 2309.14509); accelerate 1.15 ``ParallelismConfig.sp_size``, DeepSpeed alone.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509), which accelerate 1.15's ``sp_size`` has for DeepSpeed alone; the
+all-gather of Llama 3 (arXiv 2407.21783, 3.3.2). torch 2.13's own ``context_parallel``, of accelerate's ``cp_size``, is
+a prototype that no kernel of the CPU supports.
 """
 
 from __future__ import annotations
@@ -20,18 +23,19 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
-from ..upstream.torch_core import all_gather_single, tree_leaves
+from ..upstream.torch_core import all_gather_single, reduce_scatter_single, tree_leaves
 
 _TRIED_AT = (0, 16, 256)
 """Calls of a module that compute the beginning of their sequences in both ways: layers that begin as zeros hide what
@@ -43,6 +47,8 @@ _MOST_DIFFERENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _MOST_DIFFERENT_IN_HALF = 5e-2
 _IGNORED_LABEL = -100
 """torch's and transformers' label of positions without a loss."""
+_FILLS = {"labels": _IGNORED_LABEL, "shift_labels": _IGNORED_LABEL, "attention_mask": 1}
+"""What sequences are filled up with whose length cannot be divided, by names of arguments; others with 0."""
 
 
 class SequenceParallel:
@@ -50,12 +56,18 @@ class SequenceParallel:
 
     Args:
         group: Of the ranks that share sequences.
+        setting: Of `ParallelismConfig` that asks for it.
         patterns: (``fnmatch``) over the names of modules; None takes the causal language model of transformers.
     """
 
-    def __init__(self, group: dist.ProcessGroup, patterns: Sequence[str] | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, setting: Literal["sp_size", "cp_size"], patterns: Sequence[str] | None
+    ) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        self._patterns = patterns
+        self.setting, self._patterns = setting, patterns
+        self.pieces = 1 if setting == "sp_size" else 2
+        """Of which each rank's part consists. With two, one from the beginning and one from the end, causal attention
+        takes all ranks the same time."""
         self.names: list[str] = []
         """Of the modules inside of which sequences are cut."""
         self.after_trial: Callable[[], None] = lambda: None
@@ -71,7 +83,9 @@ class SequenceParallel:
         for name, module in chosen.items():
             inside = next((other for other in chosen if name.startswith(f"{other}.")), None)
             if inside is not None:
-                raise ValueError(f"sp_modules: {name} lies inside of {inside}, which is cut already. Name one of them.")
+                raise ValueError(
+                    f"sequence_modules: {name} lies inside of {inside}, which is cut already. Name one of them."
+                )
             (_CausalRegion if _is_causal_model(module) else Region)(name, module, self).attach()
             self.names.append(name)
 
@@ -83,22 +97,39 @@ class SequenceParallel:
             if found:
                 return found
             raise ValueError(
-                "sp_size > 1 needs the modules whose sequences it cuts: sp_modules=['model.blocks'], with patterns "
-                "over the names of model.named_modules(). Causal language models of transformers are found, and this "
-                "module has none."
+                f"{self.setting} > 1 needs the modules whose sequences it cuts: sequence_modules=['model.blocks'], "
+                "with patterns over the names of model.named_modules(). Causal language models of transformers are "
+                "found, and this module has none."
             )
         chosen: dict[str, nn.Module] = {}
         for pattern in self._patterns:
             matched = {name: one for name, one in modules.items() if fnmatch.fnmatchcase(name, pattern)}
             if not matched:
-                raise ValueError(f"sp_modules: {pattern!r} matches no module. The model has {', '.join(modules)}.")
+                raise ValueError(
+                    f"sequence_modules: {pattern!r} matches no module. The model has {', '.join(modules)}."
+                )
             chosen.update(matched)
         return chosen
 
-    # ------------------------------------------------------------------ collectives
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Send the i-th of ``parts`` [ranks, ...] to the i-th rank; return what all have sent here, in rank order."""
-        return _apply(_Exchange, parts, self.group)
+    # ------------------------------------------------------------------ parts
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of ``whole`` [batch, length, ...]."""
+        pieces = whole.chunk(self.size * self.pieces, 1)
+        if self.pieces == 1:
+            return pieces[self.rank].contiguous()
+        return torch.cat([pieces[self.rank], pieces[-1 - self.rank]], 1)
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """Return the whole [batch, length, ...] of the ranks' ``parts`` [ranks, batch, part, ...]."""
+        if self.pieces == 2:
+            beginnings, ends = parts.chunk(2, 2)
+            parts = torch.cat([beginnings, ends.flip(0)])
+        return parts.transpose(0, 1).flatten(1, 2)
+
+    def divided(self, whole: Tensor) -> Tensor:
+        """Return the parts [ranks, batch, part, ...] of ``whole`` [batch, length, ...]."""
+        pieces = torch.stack(whole.chunk(self.size * self.pieces, 1))
+        return pieces if self.pieces == 1 else torch.cat([pieces[: self.size], pieces[self.size :].flip(0)], 2)
 
     def cut(self, whole: Tensor, padding: int, value: float) -> Tensor:
         """Return this rank's part of ``whole`` [batch, length, ...], made longer by ``padding``."""
@@ -109,6 +140,14 @@ class SequenceParallel:
     def gather(self, part: Tensor, length: int) -> Tensor:
         """Return the whole sequence [batch, length, ...] of the ranks' parts, without its padding."""
         return _apply(_Gather, part, self)[:, :length]
+
+    def gather_for_own(self, part: Tensor) -> Tensor:
+        """Return the whole [batch, length, ...] of which each rank makes another use."""
+        return _apply(_GatherForOwn, part, self)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send the i-th of ``parts`` [ranks, ...] to the i-th rank; return what all have sent here, in rank order."""
+        return _apply(_Exchange, parts, self.group)
 
     def sum(self, part: Tensor) -> Tensor:
         """Return the sum over the ranks, whose gradient each of them has."""
@@ -137,7 +176,7 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, parallel: SequenceParallel) -> Tensor:
         ctx.parallel = parallel
-        return whole.chunk(parallel.size, 1)[parallel.rank].contiguous()
+        return parallel.own(whole)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -148,13 +187,41 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, parallel: SequenceParallel) -> Tensor:
         ctx.parallel = parallel
-        gathered = part.new_empty(parallel.size * part.shape[0], *part.shape[1:])
-        all_gather_single(gathered, part.contiguous(), group=parallel.group)
-        return gathered.view(parallel.size, *part.shape).transpose(0, 1).flatten(1, 2)
+        return _gathered(part, parallel)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _apply(_Cut, grads[0] * ctx.parallel.size, ctx.parallel), None  # [Note: scale of gradients]
+
+
+class _GatherForOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, parallel: SequenceParallel) -> Tensor:
+        ctx.parallel = parallel
+        return _gathered(part, parallel)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _apply(_SumForOwn, grads[0], ctx.parallel), None
+
+
+class _SumForOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, parallel: SequenceParallel) -> Tensor:
+        ctx.parallel = parallel
+        parts = parallel.divided(whole)
+        reduce_scatter_single(own := torch.empty_like(parts[0]), parts.flatten(0, 1), group=parallel.group)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _apply(_GatherForOwn, grads[0], ctx.parallel), None
+
+
+def _gathered(part: Tensor, parallel: SequenceParallel) -> Tensor:
+    gathered = part.new_empty(parallel.size * part.shape[0], *part.shape[1:])
+    all_gather_single(gathered, part.contiguous(), group=parallel.group)
+    return parallel.joined(gathered.view(parallel.size, *part.shape))
 
 
 class _Sum(torch.autograd.Function):
@@ -174,7 +241,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Attention(TorchFunctionMode):
-    """Exchanges parts of the sequence for heads around each ``scaled_dot_product_attention``."""
+    """Lets each ``scaled_dot_product_attention`` see the whole sequence."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -191,51 +258,75 @@ class _Attention(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        size, name = self._parallel.size, self._region.name
         if any(one.ndim != 4 for one in (query, key, value)) or query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"{name}: attention of {tuple(query.shape)} over {tuple(key.shape)} cannot be cut along the sequence: "
-                "sp_size > 1 takes self-attention of [batch, heads, length, size]. Leave the module out of sp_modules."
+                f"{self._region.name}: attention of {tuple(query.shape)} over {tuple(key.shape)} cannot be cut along "
+                f"the sequence: {self._parallel.setting} > 1 takes self-attention of [batch, heads, length, size]. "
+                "Leave the module out of sequence_modules."
             )
-        heads, length = query.shape[1], query.shape[2]
-        if heads % size:
-            raise ValueError(f"{name}: sp_size={size} does not divide the {heads} heads of its attention.")
-        if key.shape[1] % size:  # fewer keys and values than ranks: each rank needs those of its heads
+        self._region.check_attention(attn_mask, is_causal, query.shape[2])
+        if attn_mask is not None:
+            attn_mask = self._whole_mask(attn_mask, query.shape[2])
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *, causal: bool = False) -> Tensor:
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        divided = self._by_heads if self._parallel.setting == "sp_size" else self._by_queries
+        return divided(attend, query, key, value, attn_mask, is_causal)
+
+    # ------------------------------------------------------------------ sp_size
+    def _by_heads(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        ranks, rank, heads = self._parallel.size, self._parallel.rank, query.shape[1]
+        if heads % ranks:
+            raise ValueError(
+                f"{self._region.name}: sp_size={ranks} does not divide the {heads} heads of its attention. Set cp_size."
+            )
+        if key.shape[1] % ranks:  # fewer keys and values than ranks: each rank needs those of its heads
             repeats = heads // key.shape[1]
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        query, key, value = self._to_heads(query, key, value)
-        self._region.check_attention(attn_mask, is_causal, length)
-        if attn_mask is not None:
-            attn_mask = self._whole_mask(attn_mask, heads, length)
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return self._to_parts(attended)
-
-    def _to_heads(self, *tensors: Tensor) -> list[Tensor]:
-        """Turn all heads of a part of the sequence, [batch, heads, part, size], into some heads of all of it."""
-        ranks = self._parallel.size
-        split = [torch.stack(one.chunk(ranks, 1)) for one in tensors]
-        if len({(one.shape[-1], one.dtype) for one in tensors}) > 1:
-            return [self._received(one) for one in split]
-        return list(torch.split_with_sizes(self._received(torch.cat(split, 2)), [one.shape[2] for one in split], 1))
-
-    def _received(self, split: Tensor) -> Tensor:
-        return self._parallel.exchange(split).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _to_parts(self, attended: Tensor) -> Tensor:
-        split = torch.stack(attended.chunk(self._parallel.size, 2))
-        return self._parallel.exchange(split).transpose(0, 1).flatten(1, 2)
-
-    def _whole_mask(self, mask: Tensor, heads: int, part: int) -> Tensor:
-        """Return the mask of this rank's heads over the whole sequence."""
-        ranks, rank, whole = self._parallel.size, self._parallel.rank, part * self._parallel.size
-        if mask.ndim > 2 and mask.shape[-3] == heads:
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
             mask = mask.narrow(-3, rank * (heads // ranks), heads // ranks)
+
+        def exchanged(split: Tensor) -> Tensor:  # [ranks, batch, heads, part, size]
+            return self._parallel.exchange(split).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+        split = [torch.stack(one.chunk(ranks, 1)) for one in (query, key, value)]
+        attended = attend(*_in_one(exchanged, split, 2, 1), mask, causal=is_causal)
+        return self._parallel.exchange(torch.stack(attended.chunk(ranks, 2))).transpose(0, 1).flatten(1, 2)
+
+    # ------------------------------------------------------------------ cp_size
+    def _by_queries(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:  # fmt: skip
+        def gathered(part: Tensor) -> Tensor:  # [batch, heads, part, size]
+            return self._parallel.gather_for_own(part.transpose(1, 2)).transpose(1, 2)
+
+        key, value = _in_one(gathered, [key, value], 1, 1)
+        whole = key.shape[2]
+        if not is_causal:
+            if mask is not None and mask.shape[-2] > 1:
+                mask = mask.index_select(-2, self._parallel.own(torch.arange(whole, device=mask.device)[None])[0])
+            return attend(query, key, value, mask)
+        attended, length = [], query.shape[2] // 2
+        for piece, queries in zip((self._parallel.rank, -1 - self._parallel.rank), query.chunk(2, 2), strict=True):
+            end = (piece % (2 * self._parallel.size) + 1) * length
+            keys, values = key[:, :, :end], value[:, :, :end]
+            bias = None if end == length else _lower_right(length, end, query.device)
+            attended.append(attend(queries, keys, values, bias, causal=bias is None))
+        return torch.cat(attended, 2)
+
+    def _whole_mask(self, mask: Tensor, part: int) -> Tensor:
+        ranks, whole = self._parallel.size, part * self._parallel.size
         queries, keys = mask.shape[-2], mask.shape[-1]
         if queries == 1 and keys == part:  # of keys alone, made from a part
-            return torch.cat(list(self._parallel.exchange(mask.expand(ranks, *mask.shape))), -1)
-        if keys == part or not whole - 2 * ranks < keys <= whole or queries not in (1, keys):
+            return self._parallel.gather_for_own(mask.movedim(-1, 1)).movedim(1, -1)
+        if keys == part or not whole - 4 * ranks < keys <= whole or queries not in (1, keys):
             raise ValueError(
                 f"{self._region.name}: attention with a mask of {tuple(mask.shape)} does not cover the sequence, of "
                 f"which each rank has {part} positions. Make the mask, [batch, 1, length, length], outside of the "
@@ -249,6 +340,23 @@ class _Attention(TorchFunctionMode):
             return mask
         everywhere = True if mask.dtype == torch.bool else 0.0  # a row without a key would be NaN
         return functional.pad(mask, [0, 0, 0, missing], value=everywhere)
+
+
+def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the causal mask of the last ``queries`` positions of ``keys``."""
+    if device.type == "cpu":  # where torch 2.13's own makes this mask, too, and fails under dispatch modes
+        return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return causal_lower_right(queries, keys)
+
+
+def _in_one(
+    communicate: Callable[[Tensor], Tensor], tensors: Sequence[Tensor], dim: int, dim_after: int
+) -> list[Tensor]:
+    """Communicate several tensors, with one collective if they are alike but for one dimension."""
+    if len({(one.shape[-1], one.dtype) for one in tensors}) > 1:
+        return [communicate(one) for one in tensors]
+    sizes = [one.shape[dim] for one in tensors]
+    return list(torch.split_with_sizes(communicate(torch.cat(list(tensors), dim)), sizes, dim_after))
 
 
 class _Trial(TorchFunctionMode):
@@ -350,13 +458,14 @@ class Region:
     def cut(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return this rank's part of the inputs."""
         length = _first(args, kwargs).shape[1]
-        self.part = max(-(-length // self.parallel.size), self.least)
+        pieces = self.parallel.pieces
+        self.part = max(-(-length // (self.parallel.size * pieces)) * pieces, self.least)
         self.padding = self.part * self.parallel.size - length
 
         def cut_one(name: str, whole: Tensor) -> Tensor:
             if whole.ndim < 2 or whole.shape[1] != length:
                 return whole
-            return self.parallel.cut(whole, self.padding, _IGNORED_LABEL if name.endswith("labels") else 0)
+            return self.parallel.cut(whole, self.padding, _FILLS.get(name, 0))
 
         return _mapped(args, cut_one), _mapped(kwargs, cut_one)
 
@@ -392,7 +501,7 @@ class Region:
         """
         if self.padding and not is_causal and (mask is None or mask.shape[-1] == part):
             raise ValueError(
-                f"{self.name}: sp_size={self.parallel.size} does not divide a sequence of "
+                f"{self.name}: {self.parallel.setting}={self.parallel.size} does not divide a sequence of "
                 f"{self.part * self.parallel.size - self.padding} positions, and its attention, which is not causal, "
                 "would see what fills it up. Fill the batch up to a multiple, with an attention mask."
             )
@@ -445,12 +554,12 @@ class Region:
         dist.all_reduce(differs, dist.ReduceOp.MAX)
         if differs:
             raise RuntimeError(
-                f"{self.name} computes something else from parts of a sequence than from all of it, so that sp_size="
-                f"{self.parallel.size} would train another model. Inside of it each position must be treated alone, "
-                "except by torch's scaled_dot_product_attention: positions are arguments, not torch.arange() of the "
-                "length; no nn.MultiheadAttention, convolution, BatchNorm or mean over the sequence; transformers with "
-                "attn_implementation='sdpa' and without losses of experts. Change that, or name smaller modules in "
-                "sp_modules."
+                f"{self.name} computes something else from parts of a sequence than from all of it, so that "
+                f"{self.parallel.setting}={self.parallel.size} would train another model. Inside of it each position "
+                "must be treated alone, except by torch's scaled_dot_product_attention: positions are arguments, not "
+                "torch.arange() of the length; no nn.MultiheadAttention, convolution, BatchNorm or mean over the "
+                "sequence; transformers with attn_implementation='sdpa' and without losses of experts. Change that, or "
+                "name smaller modules in sequence_modules."
             )
 
 
@@ -468,21 +577,21 @@ class _CausalRegion(Region):
         kind, layers = config._attn_implementation, set(getattr(config, "layer_types", None) or ())
         if kind != "sdpa":
             raise ValueError(
-                f"{self.name} has attn_implementation={kind!r}, and sp_size > 1 cuts torch's "
-                "scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
+                f"{self.name} has attn_implementation={kind!r}, and {self.parallel.setting} > 1 cuts "
+                "torch's scaled_dot_product_attention alone. Load it with attn_implementation='sdpa'."
             )
         if getattr(config, "output_router_logits", False):
             raise ValueError(
                 f"{self.name} adds a loss of its router over all positions, of which each rank has a part with "
-                "sp_size > 1. Set output_router_logits=False, or sp_size=1."
+                f"{self.parallel.setting} > 1. Set output_router_logits=False, or {self.parallel.setting}=1."
             )
         if layers - {"full_attention"}:
             raise ValueError(
-                f"{self.name} has layers of {', '.join(sorted(layers))}: sp_size > 1 needs full attention in each. Set "
-                "sp_size=1, or tp_size."
+                f"{self.name} has layers of {', '.join(sorted(layers))}: {self.parallel.setting} > 1 needs full "
+                f"attention in each. Set {self.parallel.setting}=1, or tp_size."
             )
         heads = getattr(config, "num_attention_heads", self.parallel.size)
-        if heads % self.parallel.size:
+        if self.parallel.setting == "sp_size" and heads % self.parallel.size:
             raise ValueError(f"{self.name} has {heads} heads of attention, which sp_size={self.parallel.size} does not "
                              "divide.")  # fmt: skip
         super().attach()
@@ -496,8 +605,8 @@ class _CausalRegion(Region):
         for name in ("past_key_values", "use_cache", "logits_to_keep", "output_attentions"):
             if given.get(name):
                 raise ValueError(
-                    f"{self.name}: {name} works on whole sequences, which no rank has with sp_size > 1. Leave it out; "
-                    "to generate, load the merged weights into a model without sp_size."
+                    f"{self.name}: {name} works on whole sequences, which no rank has with "
+                    f"{self.parallel.setting} > 1. Leave it out; to generate, load the merged weights without it."
                 )
         tokens = _first((), given)
         (batch, length), device = tokens.shape[:2], tokens.device
@@ -514,6 +623,10 @@ class _CausalRegion(Region):
             # Whose jumps separate packed sequences; to transformers 5.23 not in a model that makes a cache.
             position_ids=None if cached else given.get("position_ids"),
         )
+        if (
+            given["attention_mask"] is None and self.parallel.pieces > 1
+        ):  # else the jump of positions would begin another
+            given["attention_mask"] = torch.ones(batch, length, device=device, dtype=torch.bool)
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=device)[None]
         return (), given
@@ -552,7 +665,7 @@ def _is_causal_model(module: nn.Module) -> bool:
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     found = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.ndim > 1), None)
     if found is None:
-        raise ValueError("A module of sp_modules was called without a tensor [batch, length, ...] to cut.")
+        raise ValueError("A module of sequence_modules was called without a tensor [batch, length, ...] to cut.")
     return found
 
 

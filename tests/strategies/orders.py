@@ -36,8 +36,8 @@ ROWS = 2
 """Samples in one rank's batch."""
 TENSOR_PARALLEL = "fsdp2_tp"
 """The kind whose two ranks share the layers of one model and see the same batches."""
-SEQUENCE_PARALLEL = "fsdp2_sp"
-"""The kind whose two ranks share each sequence."""
+SEQUENCE_PARALLEL = {"fsdp2_sp": "sp_size", "fsdp2_cp": "cp_size"}
+"""The kinds whose two ranks share each sequence."""
 
 HOOKS = (
     "on_train_start",
@@ -711,13 +711,14 @@ def build_strategy(kind: str, script: Script) -> Any:
         "gradient_accumulation": accumulation,
         "whole_tensor_optimizers": script.optimizer == "ratio" or None,
     }
-    if kind in ("fsdp2", TENSOR_PARALLEL, SEQUENCE_PARALLEL):
+    if kind in ("fsdp2", TENSOR_PARALLEL, *SEQUENCE_PARALLEL):
         options["fsdp_version"] = 2
     if kind == TENSOR_PARALLEL:
         cut = {"net.blocks.0.linear": "colwise_rep", "net.blocks.1.linear": "rowwise_rep", "net.head": "rowwise_rep"}
         options |= {"parallelism_config": ParallelismConfig(tp_size=WORLD_SIZE), "tp_plan": cut}
-    elif kind == SEQUENCE_PARALLEL:
-        options |= {"parallelism_config": ParallelismConfig(sp_size=WORLD_SIZE), "sp_modules": ["net"]}
+    elif kind in SEQUENCE_PARALLEL:
+        sizes = {SEQUENCE_PARALLEL[kind]: WORLD_SIZE}
+        options |= {"parallelism_config": ParallelismConfig(**sizes), "sequence_modules": ["net"]}
     elif kind == "fsdp1_flat":
         options["use_orig_params"] = False
     elif kind == "fsdp1":
@@ -732,7 +733,7 @@ def play_on_rank(script: Script, kind: str, folder: str, on_gpu: bool = False) -
     """Run a script on this rank, in a group of all."""
     where = share_a_device() if on_gpu else {"accelerator": "cpu", "devices": WORLD_SIZE}
     with late_saves() if script.option == "background" else nullcontext():
-        sees_all = kind in (TENSOR_PARALLEL, SEQUENCE_PARALLEL)
+        sees_all = kind in (TENSOR_PARALLEL, *SEQUENCE_PARALLEL)
         return _play(script, lambda: build_strategy(kind, script), dist.get_rank(), Path(folder), where, sees_all)
 
 
@@ -830,7 +831,7 @@ def check(script: Script, kind: str, *, on_gpu: bool = False) -> None:
     if kind == TENSOR_PARALLEL:  # which steps on parts, and whose ranks have the same items
         optimizer = "sgd" if script.optimizer == "ratio" else script.optimizer
         script = replace(script, width=6, items=False, optimizer=optimizer)
-    if kind == SEQUENCE_PARALLEL:
+    if kind in SEQUENCE_PARALLEL:
         script = replace(script, width=6, items=False, heads=2)
     again = f'python -m tests.strategies.orders "{script}" {kind}'
     refused = refusals(script, kind)

@@ -14,7 +14,7 @@ from tests.strategies.orders import ACTIONS, HOOKS, OPTIONS, Event, Fit, Script
 Pick = Callable[[Sequence[Any]], Any]
 
 FSDP = ["fsdp2", "fsdp1", "fsdp1_flat"]
-KINDS = [*FSDP, "fsdp2_tp", "fsdp2_sp", "zero1", "zero2", "zero3"]
+KINDS = [*FSDP, "fsdp2_tp", "fsdp2_sp", "fsdp2_cp", "zero1", "zero2", "zero3"]
 
 MIDDLE = Script(
     (

@@ -26,7 +26,7 @@ NUMBERS = [
     "kind",
     [
         *("fsdp2", "fsdp1", "zero3"),
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("fsdp2_tp", "fsdp2_sp")),
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("fsdp2_tp", "fsdp2_sp", "fsdp2_cp")),
         *(pytest.param(kind, marks=pytest.mark.machines) for kind in ("fsdp1_flat", "zero1", "zero2")),
     ],
 )

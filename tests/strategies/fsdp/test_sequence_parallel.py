@@ -147,7 +147,13 @@ def train(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(
-    kind: str = "gpt", sp: int = 2, tp: int = 1, accumulate: int = 1, clip: float | None = None, **options: Any
+    kind: str = "gpt",
+    sp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    accumulate: int = 1,
+    clip: float | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     module = KINDS[kind]()
     plan = {"net.blocks.*.proj": "colwise_rep"} if tp > 1 else None
@@ -156,17 +162,17 @@ def _train(
     options = {"auto_wrap_policy": {Block}, **options} if kind.startswith("gpt") else options
     strategy = AccelFSDPStrategy(
         fsdp_version=2,
-        parallelism_config=ParallelismConfig(sp_size=sp, tp_size=tp),
+        parallelism_config=ParallelismConfig(sp_size=sp, cp_size=cp, tp_size=tp),
         tp_plan=plan,
-        sp_modules=["net"] if kind.startswith("gpt") and sp > 1 else None,
+        sequence_modules=["net"] if kind.startswith("gpt") else None,
         **options,
     )
     world_size = dist.get_world_size()
     trainer = quiet_trainer(
         strategy, world_size, max_epochs=1, accumulate_grad_batches=accumulate, gradient_clip_val=clip
     )
-    trainer.fit(module, loader(module, world_size // (sp * tp)))
-    [metrics] = trainer.validate(module, loader(module, world_size // (sp * tp)), verbose=False)
+    trainer.fit(module, loader(module, world_size // (sp * cp * tp)))
+    [metrics] = trainer.validate(module, loader(module, world_size // (sp * cp * tp)), verbose=False)
     weights = {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
     return {"weights": weights, "norms": module.norms, "loss": metrics["loss"]}
 
@@ -184,19 +190,29 @@ def plain(kind: str, accumulate: int = 1, clip: float | None = None) -> dict[str
 
 
 CELLS: dict[str, tuple[int, dict[str, Any]]] = {
-    "sp2 x shard2": (4, {}),
+    "sp2 x shard2": (4, {"sp": 2}),
     "sp4": (4, {"sp": 4}),
-    "accumulated and clipped": (4, {"accumulate": 2, "clip": 0.3}),
-    "recomputed": (2, {"activation_checkpointing": True}),
-    "kept through accumulation": (2, {"accumulate": 2, "reshard_during_accumulation": False}),
-    "compiled": (2, {"compile": True}),
-    **{kind: (2, {"kind": kind}) for kind in KINDS if kind not in ("gpt", "llama, untied")},
-    "llama, sp2 x shard2": (4, {"kind": "llama"}),
-    "llama, tp2 x sp2": (4, {"kind": "llama, untied", "tp": 2}),
+    "cp2 x shard2": (4, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+    "accumulated and clipped": (4, {"sp": 2, "accumulate": 2, "clip": 0.3}),
+    "kept through accumulation": (2, {"sp": 2, "accumulate": 2, "reshard_during_accumulation": False}),
+    "compiled": (2, {"sp": 2, "compile": True}),
+    "recomputed": (2, {"sp": 2, "activation_checkpointing": True}),
+    "recomputed, cp2": (2, {"cp": 2, "activation_checkpointing": True}),
+    **{
+        f"{kind}, {setting}2": (2, {"kind": kind, setting: 2})
+        for kind in KINDS
+        for setting in ("sp", "cp")
+        if kind not in ("gpt", "llama, untied")
+    },
+    "llama, sp2 x shard2": (4, {"kind": "llama", "sp": 2}),
+    "llama, cp4": (4, {"kind": "llama", "cp": 4}),
+    "llama, tp2 x sp2": (4, {"kind": "llama, untied", "tp": 2, "sp": 2}),
+    "llama, tp2 x cp2": (4, {"kind": "llama, untied", "tp": 2, "cp": 2}),
 }
 
 
-@pytest.mark.core("sp2 x shard2", "clipped", "left")
+@pytest.mark.core("sp2 x shard2", "clipped", "cp2 x shard2", "left, sp2", "packed, cp2")
 @pytest.mark.parametrize("name", CELLS)
 def test_it_trains_as_one_process(name: str) -> None:
     num_ranks, arguments = CELLS[name]
@@ -322,7 +338,7 @@ REFUSED: dict[str, tuple[Any, list[str] | None, str]] = {
     "functions": (lambda: Module(InFunctions), ["net"], "give torch.utils.checkpoint a module"),
     "old functions": (lambda: Module(InOldFunctions), ["net"], "set use_reentrant=False"),
     "no module": (Module, None, "sp_size > 1 needs the modules whose sequences it cuts"),
-    "a wrong pattern": (Module, ["body"], "sp_modules: 'body' matches no module. The model has net, net.tokens"),
+    "a wrong pattern": (Module, ["body"], "sequence_modules: 'body' matches no module. The model has net, net.tokens"),
     "inside of another": (Module, ["net", "net.blocks.0"], "net.blocks.0 lies inside of net, which is cut already"),
     "eager": (lambda: _llama(_attn_implementation="eager"), None, "net has attn_implementation='eager'"),
     "experts": (lambda: _llama(output_router_logits=True), None, "net adds a loss of its router over all positions"),
@@ -335,7 +351,9 @@ def refused(name: str) -> str:
     make, names, _ = REFUSED[name]
     module = make()
     config = ParallelismConfig(sp_size=2)
-    strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=config, sp_modules=names)
+    strategy = AccelFSDPStrategy(
+        fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=config, sequence_modules=names
+    )
     with pytest.raises((ValueError, RuntimeError)) as error:
         quiet_trainer(strategy, 2, max_epochs=1).fit(module, loader(module, 1))
     return f"{error.value}"
@@ -366,7 +384,7 @@ def generated() -> list[str]:
 def test_generation_and_other_sizes_are_errors() -> None:
     for generation, sizes in run_on_ranks(2, generated):
         assert "past_key_values works on whole sequences, which no rank has with sp_size > 1" in generation
-        assert "sharded with tp_size=1 and sp_size=2, and cannot be sharded again with tp_size=1" in sizes
+        assert "sharded with tp_size=1, sp_size=2, and cannot be sharded again with tp_size=1" in sizes
 
 
 class Dropping(Module):
@@ -394,7 +412,7 @@ def dropped() -> tuple[Tensor, Tensor, int]:
         fsdp_version=2,
         auto_wrap_policy={Block},
         parallelism_config=ParallelismConfig(sp_size=2),
-        sp_modules=["net"],
+        sequence_modules=["net"],
         activation_checkpointing=True,
     )
     torch.manual_seed(dist.get_rank())  # as processes that nobody has seeded
@@ -430,11 +448,11 @@ class Counting(Callback):
             self.counts = {f"{name}".split(".")[-1]: count for name, count in self._mode.get_comm_counts().items()}
 
 
-def counted(recompute: bool) -> dict[str, int]:
+def counted(setting: str, recompute: bool) -> dict[str, int]:
     counting, module = Counting(), Module()
     strategy = AccelFSDPStrategy(
-        fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=ParallelismConfig(sp_size=2), sp_modules=["net"],
-        activation_checkpointing=recompute,
+        fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=ParallelismConfig(**{setting: 2}),
+        sequence_modules=["net"], activation_checkpointing=recompute,
     )  # fmt: skip
     quiet_trainer(strategy, 2, max_epochs=1, callbacks=[counting]).fit(module, loader(module, 1))
     return counting.counts
@@ -443,10 +461,13 @@ def counted(recompute: bool) -> dict[str, int]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", [False, True])
 def test_collectives_of_a_step(recompute: bool) -> None:
-    for found in run_on_ranks(2, counted, recompute):
+    for found in run_on_ranks(2, counted, "sp_size", recompute):
         assert found["alltoall_base_"] == 2 * (6 if recompute else 4)  # each attention: to heads and back, and backward
         assert found["_reduce_scatter_base_"] == 3  # each unit
         assert found["_allgather_base_"] == 3 + 2 + 1  # each unit; the blocks again in backward; the losses
+    for found in run_on_ranks(2, counted, "cp_size", recompute):
+        assert found["_reduce_scatter_base_"] == 3 + 2  # each unit; the keys and values of each attention
+        assert found["_allgather_base_"] == 3 + 2 + 1 + 2 * (2 if recompute else 1)
 
 
 @pytest.mark.exhaustive

@@ -310,8 +310,8 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(tp_size=2))
     with pytest.raises(ValueError, match="sp_size=2 needs fsdp_version=2"):
         AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(sp_size=2))
-    with pytest.raises(ValueError, match="sp_modules was given, but sp_size is 1"):
-        AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), sp_modules=["net"])
+    with pytest.raises(ValueError, match="sequence_modules was given, but sp_size is 1"):
+        AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), sequence_modules=["net"])
     with pytest.raises(ValueError, match="device_mesh and parallelism_config were both given"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), device_mesh=(1, 2))
     with pytest.raises(ValueError, match="tp_plan was given, but tp_size is 1"):
