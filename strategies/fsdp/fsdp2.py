@@ -27,6 +27,7 @@ from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
 from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
+from ..common.parallelism import build_named_mesh
 from ..common.sharded_tensors import NoAccess, ShardAccess
 from ..common.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
@@ -41,6 +42,7 @@ from ..upstream.torch_fsdp2 import (
     groups_of_state,
     label_quickly,
     reset_iter_state,
+    reshard_to,
     settle_dtypes,
 )
 from .engine import CPUOffloadGradScaler, Engine, GroupGradScaler
@@ -67,6 +69,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     version = 2
     model_key = "state_dict"
     renews_parameters = True
+
+    def __init__(self, settings: FSDP2Settings, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(settings, mesh, device)
+        self._mesh_after_forward = _mesh_after_forward(settings, mesh)
 
     @override
     def _possible_units(self, model: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
@@ -102,7 +108,9 @@ class FSDP2Engine(Engine[FSDP2Settings]):
                 )
         for unit in [*plan.units, *plan.parts]:
             if not isinstance(unit, FSDPModule):
-                fully_shard(unit, reshard_after_forward=reshard, mp_policy=policy, **common)
+                fully_shard(unit, reshard_after_forward=bool(reshard), mp_policy=policy, **common)
+                if self._mesh_after_forward is not None:
+                    reshard_to(unit, self._mesh_after_forward)
         heads = [] if plan.parts else self._heads(model, plan)
         for head in heads:  # gathered once for each forward and backward, and treated otherwise as in the root's unit
             fully_shard(head, reshard_after_forward=False, mp_policy=self._mp_policy(is_root=True), **common)
@@ -261,6 +269,28 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         return unwrap_root(root)
+
+
+def _mesh_after_forward(settings: FSDP2Settings, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return over which mesh ``reshard_after_forward=<int>`` keeps parameters between forward and backward.
+
+    `fully_shard` would start groups, and on GPUs communicators, of its own for each unit (torch 2.13).
+    """
+    size = settings.reshard_after_forward
+    if isinstance(size, bool):
+        return None
+    num_shards, ranks = mesh.size(mesh.ndim - 1), mesh.mesh.flatten().tolist()
+    if not 1 < size < num_shards or num_shards % size:
+        raise ValueError(
+            f"reshard_after_forward={size} must divide {num_shards}, the number of processes that FSDP2 shards over, "
+            "and be less. Use such a number, or True or False."
+        )
+    if len(ranks) != dist.get_world_size():
+        raise ValueError(
+            f"reshard_after_forward={size} needs a device_mesh over all {dist.get_world_size()} processes, and this "
+            f"one has {len(ranks)}. Use reshard_after_forward=True or False."
+        )
+    return build_named_mesh({"replicate": len(ranks) // size, "shard": size}, mesh.device_type, ranks)
 
 
 def _as_fsdp(root: nn.Module) -> FSDPModule:
@@ -425,7 +455,7 @@ class UsedParameterTracker:
         path = self._path
 
         def run(async_op: bool = False) -> None:
-            if group.is_sharded:
+            if not group.is_unsharded:
                 for param, module, name in registered:
                     if module._parameters[name] is not param.sharded_param:
                         raise other_parameters(module)

@@ -81,8 +81,9 @@ class PluginFields:
     """1 (the default) or 2."""
     sharding_strategy: str | ShardingStrategy | None = None
     """FSDP1: what is sharded, ``"FULL_SHARD"`` by default. With FSDP2 it is turned into ``reshard_after_forward``."""
-    reshard_after_forward: str | ShardingStrategy | bool | None = None
-    """FSDP2: free gathered parameters after forward, True by default. With FSDP1, the same as ``sharding_strategy``."""
+    reshard_after_forward: str | ShardingStrategy | bool | int | None = None
+    """FSDP2: free gathered parameters after forward, True by default. A number keeps them until backward, sharded over
+    so many processes (those of a node). With FSDP1, the same as ``sharding_strategy``."""
     backward_prefetch: str | BackwardPrefetch | None = None
     """FSDP1: ``"BACKWARD_PRE"``, ``"BACKWARD_POST"`` or ``"NO_PREFETCH"`` (the default, held as None)."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
@@ -439,7 +440,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
         plugin._resolve({})
         common = plugin._engine_settings(precision or PrecisionSettings(), dp_replicate)
         if plugin._version == 2:
-            return FSDP2Settings(**common, reshard_after_forward=cast("bool", plugin.reshard_after_forward))
+            return FSDP2Settings(**common, reshard_after_forward=cast("bool | int", plugin.reshard_after_forward))
         default_init = plugin.param_init_fn is materialize  # the engine knows the device better
         return FSDP1Settings(
             **common,

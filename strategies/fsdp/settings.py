@@ -185,11 +185,17 @@ class FSDP1Settings(EngineSettings):
 class FSDP2Settings(EngineSettings):
     """What the FSDP2 engine needs; each field feeds one ``fully_shard`` argument."""
 
-    reshard_after_forward: bool = True
-    """Free a unit's gathered parameters after its forward and gather them again in backward."""
+    reshard_after_forward: bool | int = True
+    """Free a unit's gathered parameters after its forward and gather them again in backward. A number keeps each
+    parameter over so many processes meanwhile, and backward gathers among these alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.reshard_after_forward, bool) and not self.reshard_during_accumulation:
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward} reshards over fewer processes, and "
+                "reshard_during_accumulation=False keeps parameters gathered. Set only one of them."
+            )
         if self.state_dict_type == "local_state_dict":
             raise ValueError(
                 "state_dict_type='local_state_dict' is not possible with fsdp_version=2. "
@@ -336,8 +342,10 @@ def _strategy_from_environment(unset: Mapping[str, str]) -> ShardingStrategy:
     return _as_strategy(name, "FULL_SHARD")
 
 
-def reshard_for_fsdp2(sharding_strategy: object, reshard_after_forward: object, unset: Mapping[str, str]) -> bool:
-    """Return whether FSDP2 frees parameters after forward; a sharding strategy is translated, with a warning.
+def reshard_for_fsdp2(sharding_strategy: object, reshard_after_forward: object, unset: Mapping[str, str]) -> bool | int:
+    """Return whether FSDP2 frees parameters after forward, or over how many processes it keeps them.
+
+    A sharding strategy is translated, with a warning.
 
     Args:
         sharding_strategy: The field of this name, or None.
@@ -399,15 +407,19 @@ def _as_strategy(field: str, value: object) -> ShardingStrategy:
     return as_member(field, value, ShardingStrategy)
 
 
-def _as_reshard(value: object) -> bool:
+def _as_reshard(value: object) -> bool | int:
     if isinstance(value, bool):
         return value
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if type(number) is int and number > 1:
+        return number
     try:
         return as_bool("reshard_after_forward", value)
     except (TypeError, ValueError):
         raise ValueError(
             f"{source('reshard_after_forward', value)}={value!r} is not possible with fsdp_version=2. "
-            "Use True (frees parameters after forward, as FULL_SHARD does) or False (keeps them, as SHARD_GRAD_OP)."
+            "Use True (frees parameters after forward, as FULL_SHARD does), False (keeps them, as SHARD_GRAD_OP), or a "
+            "number of processes from 2 on (keeps them sharded over as many)."
         ) from None
 
 

@@ -461,8 +461,9 @@ class AccelFSDPStrategy(TrainerHooks):
         fsdp_version: 1 (default) or 2.
         sharding_strategy: FSDP1: ``FULL_SHARD`` (default), ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD`` or
             ``HYBRID_SHARD_ZERO2``.
-        reshard_after_forward: FSDP2: free parameters after forward (default True) or keep them for backward.
-            FSDP1: another name of ``sharding_strategy``.
+        reshard_after_forward: FSDP2: free parameters after forward (default True) or keep them for backward; a number
+            keeps them sharded over so many processes, such as those of a node. FSDP1: another name of
+            ``sharding_strategy``.
         backward_prefetch: FSDP1: ``BACKWARD_PRE``, ``BACKWARD_POST`` or ``NO_PREFETCH`` (default).
         mixed_precision_policy: Dtypes as torch's policy or a dict; wins over ``Trainer(precision=...)``.
         auto_wrap_policy: ``transformer_based_wrap``, ``size_based_wrap``, ``no_wrap`` (default), a set of module
@@ -544,7 +545,7 @@ class AccelFSDPStrategy(TrainerHooks):
         *,
         fsdp_version: int | None = None,
         sharding_strategy: str | ShardingStrategy | None = None,
-        reshard_after_forward: str | ShardingStrategy | bool | None = None,
+        reshard_after_forward: str | ShardingStrategy | bool | int | None = None,
         backward_prefetch: str | BackwardPrefetch | None = None,
         mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None,
         # The names first: jsonargparse takes the first that fits, and a name passes as a callable that it cannot write.
@@ -844,6 +845,12 @@ def _checked(
     for size in ("tp_size", "sp_size", "cp_size"):
         if getattr(config, size) != 1 and plugin.fsdp_version != 2:
             raise ValueError(f"{size}={getattr(config, size)} needs fsdp_version=2.")
+    reshard = plugin.reshard_after_forward
+    if config.tp_enabled and isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard} and tp_size={config.tp_size} do not go together: torch cannot reshard "
+            "what is cut over fewer processes. Use reshard_after_forward=True or False, or tp_size=1."
+        )
     return config
 
 

@@ -153,8 +153,11 @@ def _resharding(root: nn.Module, settings: EngineSettings) -> str:
     for unit in root.modules():
         if isinstance(unit, FullyShardedDataParallel):  # torch's own: on one process it does not shard
             return unit.sharding_strategy.name
-    if isinstance(settings, FSDP2Settings) and not settings.reshard_after_forward:
+    after = settings.reshard_after_forward if isinstance(settings, FSDP2Settings) else True
+    if not after:
         return "resharded after backward"
+    if not isinstance(after, bool):
+        return f"resharded over {after} processes after forward"
     return "resharded after forward"
 
 

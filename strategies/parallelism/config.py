@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -121,11 +121,11 @@ class ParallelismConfig:
 # The mesh over all ranks.
 
 
-_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[str, int], ...], DeviceMesh]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()
 """Of each default group, so that one fit after another does not start new groups."""
 
 
-def build_named_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+def build_named_mesh(sizes: Mapping[str, int], device_type: str, order: Sequence[int] = ()) -> DeviceMesh:
     """Return a mesh over all ranks, whose groups are started one by one.
 
     `init_device_mesh` would split the default group where it is bound to a device, as the Trainer binds it on GPUs. The
@@ -135,11 +135,13 @@ def build_named_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
     Args:
         sizes: Of the dimensions by name, the outermost first.
         device_type: Such as ``"cpu"`` or ``"cuda"``.
+        order: Of all ranks; by number if it is empty.
     """
     group = require_group("device_mesh")
-    known, key = _KNOWN.setdefault(group, {}), tuple(sizes.items())
+    order = tuple(order) or tuple(range(group.size()))
+    known, key = _KNOWN.setdefault(group, {}), (*sizes.items(), order)
     if key not in known:
-        ranks = torch.arange(group.size()).view(*sizes.values())
+        ranks = torch.tensor(order).view(*sizes.values())
         groups = []
         for dim, size in enumerate(ranks.shape):  # of each dimension: the ranks that differ in it alone
             members = ranks.movedim(dim, -1).reshape(-1, size)

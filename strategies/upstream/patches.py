@@ -91,8 +91,9 @@ TABLE: dict[str, Patch] = {
     "FSDP2 groups": Patch(
         "FSDPParamGroup and FSDPState of a unit",
         "unshard reshard wait_for_unshard pre_backward post_backward _pre_forward _post_forward _pre_backward "
-        "_root_post_backward_final_callback",
-        "ranks compare what they gather, changes by users reach the shards, unused parameters get zeros",
+        "_root_post_backward_final_callback __class__",
+        "ranks compare what they gather, changes by users reach the shards, unused parameters get zeros; what lies "
+        "over fewer processes between forward and backward is nobody else's",
         "the engine lives",
     ),
     "FSDP1 handles": Patch(

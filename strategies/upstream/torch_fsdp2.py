@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group
 from torch.profiler import record_function
+from typing_extensions import override
 
 from .patches import Patches, replace_for_good
 
@@ -28,6 +30,7 @@ __all__ = [
     "groups_of_state",
     "label_quickly",
     "reset_iter_state",
+    "reshard_to",
     "settle_dtypes",
 ]
 
@@ -51,6 +54,7 @@ ATTRIBUTES = {
     "_orig_dtype": (_GROUP, "gradients that torch has not reduced have the parameters' dtype"),
     "_partial_reduce_output": (_GROUP, "hybrid sharding keeps gradients that are reduced in part"),
     "_partial_reduce_output_layout": (_GROUP, "what the gradients that are reduced in part are of"),
+    "_init_sharded_post_forward_param_metadata": (_PARAM, "one mesh for all units, not one for each"),
     "_forward_hooks": ("torch.nn.Module", "those of a unit are replaced where they stand"),
     "_forward_pre_hooks": ("torch.nn.Module", "those of a unit are replaced where they stand"),
     "_post_forward": (_STATE, "a part called from outside goes through its unit's hooks"),
@@ -60,8 +64,12 @@ ATTRIBUTES = {
     "_reduce_dtype": (_GROUP, "gradients that torch has not reduced are reduced in its dtype"),
     "_reshard_after_forward_event": (_GROUP, "an exception leaves a unit that is not sharded again"),
     "_root_post_backward_final_callback": (_STATE, "what ends a backward, looked up in each"),
+    "_setattr_on_modules": (_PARAM, "modules show the shards, also where backward will gather from fewer processes"),
+    "_sharded_post_forward_param": (_PARAM, "what lies over fewer processes is freed, and is nobody's parameter"),
+    "_sharded_post_forward_param_data": (_PARAM, "what lies over fewer processes is freed"),
     "_state_ctx": (_STATE, "an exception leaves the iteration open"),
     "_to_sharded": (_GROUP, "an exception leaves parameters gathered"),
+    "_to_sharded_post_forward": (_GROUP, "after a forward, parameters lie over fewer processes"),
     "_training_state": (_GROUP, "an exception leaves it set"),
     "_wait_all_gather_streams_on_event": (_GROUP, "what is sharded again is not gathered before that is done"),
     "_unsharded_param": (_PARAM, "the gathered parameter, where unreduced gradients are"),
@@ -164,6 +172,51 @@ def settle_dtypes(params: Sequence[Any]) -> None:
         for param in params:
             param.accumulate_unsharded_grad_if_needed()
             param.to_accumulated_grad_if_needed()
+
+
+class _GroupOverFewer(_fsdp_param_group.FSDPParamGroup):
+    """Between a forward and its backward it is sharded over fewer processes. Nothing but that backward sees it.
+
+    torch (2.13) shows users that form, with other rows where a size is not divisible, and a second forward gathers from
+    it although the shards may have changed since.
+    """
+
+    @override
+    def unshard(self, async_op: bool = False) -> None:
+        if self.is_sharded_post_forward and self._training_state.name != "PRE_BACKWARD":
+            self._to_sharded()
+        super().unshard(async_op)
+
+    @override
+    def _to_sharded_post_forward(self) -> None:
+        if not torch.is_grad_enabled():  # no backward will come
+            self._to_sharded()
+            return
+        super()._to_sharded_post_forward()  # type: ignore[no-untyped-call]
+        for param in self.fsdp_params:
+            param._setattr_on_modules(param.sharded_param)
+
+    @override
+    def _to_sharded(self) -> None:
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        for param in self.fsdp_params:  # torch keeps them until the next forward
+            param._sharded_post_forward_param = param._sharded_post_forward_param_data = None
+
+
+def reshard_to(unit: Any, mesh: DeviceMesh) -> None:
+    """Keep a unit's parameters over another mesh between forward and backward.
+
+    Args:
+        unit: Sharded, and never called before.
+        mesh: Two dimensions, of which the second one shards; it divides the mesh of the unit.
+    """
+    info = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in groups_of_state(unit._get_fsdp_state()):
+        replace_for_good("FSDP2 groups", group, __class__=_GroupOverFewer)
+        group.post_forward_mesh_info = info
+        for param in group.fsdp_params:
+            param.post_forward_mesh_info = info
+            param._init_sharded_post_forward_param_metadata(torch.empty(param.sharded_param.size(), device="meta"))
 
 
 def reset_iter_state(unit: FSDPModule) -> None:

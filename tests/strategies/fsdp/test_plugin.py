@@ -167,6 +167,7 @@ FORMS: list[tuple[str, Any, Any, int]] = [
     ("sharding_strategy", "_HYBRID_SHARD_ZERO2", ShardingStrategy._HYBRID_SHARD_ZERO2, 1),
     *(("reshard_after_forward", form, False, 2) for form in (False, "false", "False", "0")),
     *(("reshard_after_forward", form, True, 2) for form in (True, "true", "1")),
+    *(("reshard_after_forward", form, 8, 2) for form in (8, "8")),
     *(("backward_prefetch", form, BackwardPrefetch.BACKWARD_PRE, 1)
       for form in ("BACKWARD_PRE", "backward_pre", "1", 1, BackwardPrefetch.BACKWARD_PRE)),
     ("backward_prefetch", "2", BackwardPrefetch.BACKWARD_POST, 1),
@@ -252,7 +253,10 @@ WRONG: list[tuple[type[Exception], dict[str, Any], str]] = [
      r"sharding_strategy='FULL_SHARD' and reshard_after_forward='SHARD_GRAD_OP' differ"),
     *((ValueError, {"fsdp_version": 2, "reshard_after_forward": value},
        r"reshard_after_forward=.* is not possible with fsdp_version=2. Use True")
-      for value in ("FULL_SHARD", ShardingStrategy.FULL_SHARD, 2)),
+      for value in ("FULL_SHARD", ShardingStrategy.FULL_SHARD, 1, 0, -2)),
+    (ValueError, {"reshard_after_forward": 8}, r"reshard_after_forward must be one of FULL_SHARD, .*got 8"),
+    (ValueError, {"fsdp_version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": 8},
+     r"'FULL_SHARD' and reshard_after_forward=8 contradict"),
     (ValueError, {"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, r"NO_SHARD is not possible .*Lightning's 'ddp'"),
     (ValueError, {"fsdp_version": 2, "sharding_strategy": "ALL"}, r"sharding_strategy .*got 'ALL'"),
     (ValueError, {"fsdp_version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
@@ -323,6 +327,7 @@ ENVIRONMENT: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({"FSDP_SHARDING_STRATEGY": "2"}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
     ({"FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
     ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, {"reshard_after_forward": False}),
+    ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "4"}, {"reshard_after_forward": 4}),
     ({"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"}, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
     ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"},
      {"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": ["A", "B"]}),
