@@ -93,7 +93,7 @@ def send_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None
 
 
 def check_values(tensors: Mapping[str, Tensor]) -> None:
-    """Check that all ranks have the same values; every rank calls it, after `check_layout`.
+    """Check that all ranks have the same values under a name; every rank calls it, after `check_layout`.
 
     Raises:
         RuntimeError: On every rank, if values differ; it names the tensors.
@@ -103,7 +103,10 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
     mine = {name: _fingerprint(tensor) for name, tensor in tensors.items()}
     everyone: list[dict[str, int]] = [{}] * num_ranks()
     dist.all_gather_object(everyone, mine)
-    different = [name for name in mine if any(other.get(name) != everyone[0][name] for other in everyone)]
+    first: dict[str, int] = {}
+    different = dict.fromkeys(
+        name for one in everyone for name, value in one.items() if first.setdefault(name, value) != value
+    )
     if different:
         raise RuntimeError(
             f"The processes start with different values of {_listed([repr(name) for name in different])}, and "

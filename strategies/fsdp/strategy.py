@@ -52,7 +52,7 @@ from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
 from ..parallelism.config import ParallelismConfig, SameBatches, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
-from ..parallelism.tensor import TensorParallel
+from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..upstream.lightning import (
     DoublePrecision,
     FSDPPrecision,
@@ -669,8 +669,10 @@ class AccelFSDPStrategy(TrainerHooks):
             distributed_type=DistributedType.FSDP,
             parallelism_config=self._parallelism,
         )
-        if self.lightning_module is not None:
-            self.lightning_module._device_mesh = mesh  # its `device_mesh`, for configure_model()
+        if self.lightning_module is not None:  # its `device_mesh`, for configure_model()
+            cuts = tensor_parallel is not None and not settings.weights_from_rank_zero
+            whole = tensor_parallel.whole_mesh if tensor_parallel is not None and cuts else mesh
+            self.lightning_module._device_mesh = whole
 
     def _meshes(self) -> tuple[DeviceMesh, TensorParallel | None, SequenceParallel | None]:
         """Return the mesh that FSDP shards over, and what cuts layers and sequences."""
@@ -727,8 +729,13 @@ class AccelFSDPStrategy(TrainerHooks):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with marking_units():  # the engine wraps when the module is complete, both versions alike
-            yield
+        try:
+            with marking_units():  # the engine wraps when the module is complete, both versions alike
+                yield
+        except KeyError as error:  # the module has no `device_mesh["tp"]` then
+            if self.engine.tensor_parallel is not None and "('tp',)" in f"{error}":
+                raise ValueError(WITHOUT_WEIGHTS) from error
+            raise
 
     @override
     def setup(self, trainer: Trainer) -> None:

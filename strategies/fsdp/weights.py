@@ -6,7 +6,7 @@ import importlib.util
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +26,8 @@ from ...checkpoint.storage import source_path
 from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
-from ..parallelism.tensor import is_cut
+from ..common.sharded_tensors import local_part
+from ..parallelism.tensor import check_parallelized, is_cut
 from ..upstream.lightning import _materialize_distributed_module
 from ..upstream.patches import Patches
 from .engine import Engine
@@ -63,6 +64,9 @@ def prepare_with_weights(
     """
     if recall_form(model, engine.version) is not None:
         return engine.prepare(model)
+    if engine.num_ranks == num_ranks():
+        from_rank_zero = pretrained_weights is None and engine.settings.weights_from_rank_zero
+        check_parallelized(model, engine.tensor_parallel, from_rank_zero=from_rank_zero)
     if pretrained_weights is None and not engine.settings.weights_from_rank_zero and not _begin_alike(engine, model):
         return engine.prepare(model)
     _check_metrics(model)
@@ -94,12 +98,36 @@ def _begin_alike(engine: Engine[Any], model: nn.Module) -> bool:
     tensors = {named.name: named.tensor for named in named_tensors(model)}
     absent = check_layout(tensors)
     if not engine.settings.sync_module_states:
-        check_values({name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)})
+        parameters = {name: one for name, one in tensors.items() if isinstance(one, nn.Parameter)}
+        rank = 0 if engine.tensor_parallel is None else engine.tensor_parallel.rank
+        check_values(
+            {f"{name} (part {rank})" if is_cut(one) else name: local_part(one) for name, one in parameters.items()}
+        )
     elif absent:
         return True
     else:
         send_from_rank_zero(tensors.values(), engine.device)
+        _send_parts(engine, tensors.values(), range(engine.mesh.ndim))
     return False
+
+
+def _send_parts(engine: Engine[Any], tensors: Iterable[Tensor], dims: Iterable[int]) -> None:
+    """Give all ranks that hold one part of a DTensor the first one's values; every rank calls it.
+
+    Args:
+        engine: Of the mesh.
+        tensors: Among them DTensors.
+        dims: Of the mesh, over which none of them is sharded.
+    """
+    parallel = engine.tensor_parallel
+    with torch.no_grad():
+        for tensor in tensors:
+            if isinstance(tensor, DTensor) and not tensor.is_meta:
+                groups = [engine.mesh.get_group(at) for at in dims]
+                if parallel is not None and not is_cut(tensor):
+                    groups.append(parallel.group)
+                for group in groups:
+                    dist.broadcast(tensor.to_local(), group=group, group_src=0)
 
 
 def materialize_alike(engine: Engine[Any], root: nn.Module) -> None:
@@ -118,17 +146,7 @@ def materialize_alike(engine: Engine[Any], root: nn.Module) -> None:
         return
     tensors = [named.tensor for named in named_tensors(root)]
     send_from_rank_zero([tensor for tensor in tensors if not isinstance(tensor, DTensor)], engine.device)
-    if engine.mesh.ndim == 2 and engine.mesh.size(0) > 1:
-        group = engine.mesh.get_group(0)
-        with torch.no_grad():
-            for tensor in tensors:
-                if isinstance(tensor, DTensor):
-                    dist.broadcast(tensor.to_local(), group=group, group_src=0)
-    if engine.tensor_parallel is not None:
-        with torch.no_grad():
-            for tensor in tensors:
-                if isinstance(tensor, DTensor) and not is_cut(tensor):
-                    dist.broadcast(tensor.to_local(), group=engine.tensor_parallel.group, group_src=0)
+    _send_parts(engine, tensors, range(engine.mesh.ndim - 1))
 
 
 def _check_metrics(model: nn.Module) -> None:

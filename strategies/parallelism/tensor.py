@@ -59,7 +59,7 @@ class TensorParallel:
     """
 
     def __init__(self, mesh: DeviceMesh, plan: Plan | None) -> None:
-        self.mesh, self._plan = mesh["tp"], plan
+        self.whole_mesh, self.mesh, self._plan = mesh, mesh["tp"], plan
         self.group = self.mesh.get_group()
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.styles: dict[str, str] = {}
@@ -69,17 +69,16 @@ class TensorParallel:
         note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
 
     def apply(self, model: nn.Module) -> None:
-        """Cut the layers; their parameters become DTensors. All ranks hold the same values, or none.
+        """Cut the layers, unless the user has; their parameters become DTensors. Ranks hold the same values, or none.
 
         Raises:
             ValueError: If there is no plan, or it does not fit the model.
         """
-        present = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
-        if present is not None:
-            raise ValueError(
-                f"{clean_name(present)} is a DTensor already. Build the model without parallelize_module(), and give "
-                "the plan to AccelFSDPStrategy(tp_plan={...}): it cuts the layers when all ranks have the same values."
-            )
+        if cut := parallelized(model):
+            for name, one in cut.items():
+                if is_cut(one):
+                    self.styles.setdefault(name.rpartition(".")[0], f"{one.placements[0]!r}")
+            return
         chosen = self._chosen(model)
         modules = dict(model.named_modules())
         self._check_ties(model, [modules[name] for name in chosen])
@@ -87,6 +86,32 @@ class TensorParallel:
             self._check_sizes(name, modules[name], style)
             parallelize_module(modules[name], self.mesh, style, src_data_rank=None)
             self.styles[clean_name(name)] = _described(style)
+
+    def check_parallelized(self, cut: Mapping[str, DTensor]) -> None:
+        """Check what the user has cut before, in ``configure_model()``.
+
+        Raises:
+            ValueError: If it is cut over other ranks, or there is a plan, too.
+        """
+        for name, one in cut.items():
+            if self._plan is not None:
+                raise ValueError(
+                    f"{name} is a DTensor already, and there is a tp_plan. Omit the plan, or build the model without "
+                    "parallelize_module()."
+                )
+            if one.device_mesh.ndim != 1 or one.device_mesh.get_group() is not self.group:
+                raise ValueError(
+                    f"{name} is a DTensor over {one.device_mesh}, which is not the mesh that AccelFSDPStrategy shares "
+                    'layers over. Use self.device_mesh["tp"] in configure_model(), and leave fully_shard() to the '
+                    "strategy."
+                )
+            placed = one.placements[0]
+            dim = placed.dim if isinstance(placed, Shard) else None
+            if not (placed.is_replicate() if dim is None else one.shape[dim] % self.size == 0):
+                raise ValueError(
+                    f"{name} of shape {tuple(one.shape)} is placed as {placed} over tp_size={self.size}. Use "
+                    "Replicate(), or Shard() of a dimension that tp_size divides."
+                )
 
     def _chosen(self, model: nn.Module) -> dict[str, ParallelStyle]:
         if self._plan is not None:
@@ -99,7 +124,8 @@ class TensorParallel:
         raise ValueError(
             "tp_size > 1 needs a plan: tp_plan={'model.blocks.*.up': 'colwise', 'model.blocks.*.down': 'rowwise'}, "
             "with patterns over the names of model.named_modules(). Models of transformers bring one of their own "
-            "(base_model_tp_plan), and this module has none."
+            "(base_model_tp_plan), and this module has none. Nor did configure_model() cut layers over "
+            'self.device_mesh["tp"].'
         )
 
     def _match(
@@ -176,6 +202,44 @@ class TensorParallel:
                 )
         if all(isfinite(norm) for one in everyone for norm in one.values()):  # else a scaler's first steps
             self._checked.add(optimizer)
+
+
+def parallelized(model: nn.Module) -> dict[str, DTensor]:
+    """Return the parameters that are DTensors, by name."""
+    return {clean_name(name): one for name, one in model.named_parameters() if isinstance(one, DTensor)}
+
+
+def check_parallelized(model: nn.Module, parallel: TensorParallel | None, *, from_rank_zero: bool) -> None:
+    """Check that a model is not sharded yet, or cut as `TensorParallel` would have cut it.
+
+    Args:
+        model: Before sharding.
+        parallel: What cuts layers.
+        from_rank_zero: Whether only rank 0 has weights.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    cut = parallelized(model)
+    if not cut:
+        return
+    if parallel is None:
+        name, one = next(iter(cut.items()))
+        raise ValueError(
+            f"{name} is a DTensor over {one.device_mesh} before AccelFSDPStrategy has sharded it. To cut layers in "
+            'configure_model(), set ParallelismConfig(tp_size=...) and use self.device_mesh["tp"]; leave '
+            "fully_shard() to the strategy."
+        )
+    if from_rank_zero:
+        raise ValueError(WITHOUT_WEIGHTS)
+    parallel.check_parallelized(cut)
+
+
+WITHOUT_WEIGHTS = (
+    "cpu_ram_efficient_loading=True cannot load a model that configure_model() cuts itself: only process 0 has "
+    "weights, and each process cuts its own. Give the plan to AccelFSDPStrategy(tp_plan={...}), or the weights in "
+    "pretrained_weights."
+)
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

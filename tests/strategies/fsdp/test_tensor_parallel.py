@@ -27,79 +27,10 @@ from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_stat
 from accelight.strategies.common.user_code import library_code
 from accelight.strategies.parallelism.tensor import is_cut
 from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Module, Rows, loader, plain
 from tests.strategies.oracle import quiet_trainer
 
-BATCH, BATCHES = 8, 6
 PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise", "net.head": "colwise_rep"}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 12), nn.Linear(12, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([Block(6), Block(6)])
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(self.embed(x) if block is self.blocks[0] else x)
-        return self.head(x)
-
-
-class Module(LightningModule):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = Net()
-        for module in self.net.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = dropout
-        self.norms: list[float] = []
-        self.losses: list[float] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.losses.append(nn.functional.mse_loss(self.net(batch[0]), batch[1]).item())
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norms.append(sum(float(one.grad.norm()) ** 2 for one in self.parameters() if one.grad is not None))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class _Rows(torch.utils.data.Dataset[Any]):
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.x, self.y = (
-            torch.randn(BATCH * BATCHES, 5, generator=generator),
-            torch.randn(BATCH * BATCHES, 4, generator=generator),
-        )
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.x[index], self.y[index]
-
-
-def loader(num_replicas: int) -> DataLoader[Any]:
-    return DataLoader(_Rows(), batch_size=BATCH // num_replicas)
 
 
 def _strategy(tp: int, replicate: int = 1, fsdp_version: int = 2, **options: Any) -> Any:
@@ -135,21 +66,6 @@ def _train(
         trainer.save_checkpoint(save_to)
     weights = {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
     return {"weights": weights, "norms": module.norms, "step": trainer.global_step}
-
-
-def plain(epochs: int = 1, accumulate: int = 1, clip: float | None = None) -> dict[str, Any]:
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=accumulate, gradient_clip_val=clip,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, _dealt())
-    return {"weights": module.state_dict(), "norms": module.norms, "step": trainer.global_step}
-
-
-def _dealt() -> DataLoader[Any]:
-    """Return a loader in the order that the Trainer's sampler deals to several processes."""
-    return DataLoader(_Rows(), batch_size=BATCH, sampler=DistributedSampler(_Rows(), num_replicas=1, rank=0))
 
 
 def _on(num_ranks: int, **arguments: Any) -> list[dict[str, Any]]:
@@ -242,7 +158,7 @@ def test_dropout_is_the_same_in_a_group() -> None:
 
 def other_batches(call: str) -> str:
     trainer = quiet_trainer(_strategy(2), 2, max_epochs=1, use_distributed_sampler=False)
-    rows = _Rows()
+    rows = Rows()
     rows.x += dist.get_rank()
     with pytest.raises(RuntimeError) as error:
         getattr(trainer, call)(Module(), DataLoader(rows, batch_size=BATCH))
@@ -435,13 +351,13 @@ class _Saves(Callback):
 
 def save_in_the_midst(folder: str) -> list[int]:
     trainer = quiet_trainer(_strategy(2), 4, max_epochs=1, callbacks=[_Saves(f"{folder}/saved.ckpt")])
-    trainer.fit(Module(), StatefulDataLoader(_Rows(), batch_size=BATCH // 2))
+    trainer.fit(Module(), StatefulDataLoader(Rows(), batch_size=BATCH // 2))
     other = quiet_trainer(_strategy(1), 4, max_epochs=1)
     with pytest.raises(ValueError, match="holds the positions of the training loaders of 2 processes; 4 resume"):
-        other.fit(Module(), StatefulDataLoader(_Rows(), batch_size=BATCH // 4), ckpt_path=f"{folder}/saved.ckpt")
+        other.fit(Module(), StatefulDataLoader(Rows(), batch_size=BATCH // 4), ckpt_path=f"{folder}/saved.ckpt")
     again = quiet_trainer(_strategy(2), 4, max_epochs=1)
     module = Module()
-    again.fit(module, StatefulDataLoader(_Rows(), batch_size=BATCH // 2), ckpt_path=f"{folder}/saved.ckpt")
+    again.fit(module, StatefulDataLoader(Rows(), batch_size=BATCH // 2), ckpt_path=f"{folder}/saved.ckpt")
     return [again.global_step, len(module.losses)]
 
 
