@@ -221,6 +221,14 @@ def check_parallelized(model: nn.Module, parallel: TensorParallel | None, *, fro
         ValueError: If it is not.
     """
     cut = parallelized(model)
+    for name, module in model.named_modules():
+        size = getattr(module, "tp_size", None) if hasattr(module, "tp_plan") else None
+        if isinstance(size, int) and size > 1 and not parallelized(module):
+            raise ValueError(
+                f"{clean_name(name) or type(model).__name__} was cut by transformers over {size} processes, and its "
+                "parts are plain tensors: those of process 0 would take the place of all others. Use a version whose "
+                'parts are DTensors (5.23 is one), over self.device_mesh["tp"].'
+            )
     if not cut:
         return
     if parallel is None:
