@@ -105,9 +105,11 @@ class PlanConfig:
         Raises:
             ValueError: If activation checkpointing is the module's own business.
         """
-        from .. import AccelDeepSpeedStrategy, AccelFSDPStrategy
+        from .. import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 
         arguments = {**STRATEGIES[self.strategy], **self.strategy_args}
+        if isinstance(sizes := arguments.get("parallelism_config"), Mapping):
+            arguments["parallelism_config"] = ParallelismConfig(**sizes)
         if not self.is_fsdp:
             if self.wrap:
                 raise ValueError("--wrap names FSDP units; ZeRO has none.")

@@ -59,6 +59,18 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert whole["settings"]["batch_size"] == 4
 
 
+@pytest.mark.machines
+def test_layers_that_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cut = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+    held = []
+    for more in ({}, {"parallelism_config": {"tp_size": 2}, "tp_plan": cut}):
+        words = ["--world-size", "4", "--strategy-args", json.dumps(more), "--json"]
+        assert main(["plan", *SMALL, *words]) == 0
+        held.append(json.loads(capsys.readouterr().out))
+    assert held[1]["parts"]["gathered"] < held[0]["parts"]["gathered"]
+    assert held[1]["num_parameters"] == held[0]["num_parameters"]
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 from accelight.strategies.planning import plan_memory
 from accelight.strategies.planning.example_model import causal_lm_batch
 from tests.ranks import forget_processes, run_on_ranks
@@ -39,6 +39,7 @@ CHECKPOINTED = {"activation_checkpointing": True}
 BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 ONE, TWO = {"fsdp_version": 1, **BLOCKS}, {"fsdp_version": 2, **BLOCKS}
 OFFLOADED = {"offload_optimizer_device": "cpu"}
+CUT = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
 CASES = {
     "fsdp2-weights": Case(TWO),
     "fsdp2-activations": Case(TWO, ACTIVATIONS, 16, {"gradient_clip_val": 1.0}),
@@ -49,6 +50,7 @@ CASES = {
     "fsdp2-mixed": Case(TWO, ACTIVATIONS, 4, {**MIXED, "gradient_clip_val": 1.0}),
     "fsdp2-half-checkpointed": Case({**TWO, **CHECKPOINTED}, ACTIVATIONS, 4, HALF),
     "fsdp2-offloaded": Case({**TWO, "cpu_offload": True}, trainer={"gradient_clip_val": 1.0}),
+    "fsdp2-tensor-parallel": Case({**TWO, "parallelism_config": ParallelismConfig(tp_size=2), "tp_plan": CUT}),
     "fsdp1-weights": Case(ONE),
     "fsdp1-checkpointed": Case({**ONE, **CHECKPOINTED}, ACTIVATIONS, 16),
     "fsdp1-shard-grad-op": Case({**ONE, "sharding_strategy": "SHARD_GRAD_OP"}, ACTIVATIONS, 16),
