@@ -198,7 +198,7 @@ def refused(plan: Any, kind: str) -> str:
         ({"net.embed": "colwise", "net.e*": "rowwise"}, "", "net.embed is matched by several patterns"),
         ({"net.embed": "rowwise"}, "", "tp_plan: net.embed with in_features=5 cannot be divided by tp_size=2"),
         (PLAN, "tied", "tp_plan cuts net.blocks.0.up.weight, which is tied to net.blocks.1.up.weight"),
-        (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size or sp_size > 1"),
+        (PLAN, "exact", "ExactEvaluation counts samples by process, and with tp_size, sp_size or cp_size > 1"),
     ],
 )
 def test_what_does_not_fit_is_an_error(plan: Any, kind: str, words: str) -> None:
@@ -218,19 +218,19 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE='two' must be a number of processes"):
         ParallelismConfig()
     monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
-    with pytest.raises(ValueError, match=r"Context parallelism \(cp_size=2\) is not supported"):
-        ParallelismConfig(cp_size=2)
+    with pytest.raises(ValueError, match=r"cp_size=2 and sp_size=3 both divide sequences\. Set one"):
+        ParallelismConfig(cp_size=2, sp_size=3)
     with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
         ParallelismConfig(dp_shard_size=0)
     with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
         AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(tp_size=2))
     with pytest.raises(ValueError, match="sp_size=2 needs fsdp_version=2"):
         AccelFSDPStrategy(fsdp_version=1, parallelism_config=ParallelismConfig(sp_size=2))
-    with pytest.raises(ValueError, match="sequence_modules was given, but sp_size is 1"):
+    with pytest.raises(ValueError, match="sequence_modules needs parallelism_config"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), sequence_modules=["net"])
     with pytest.raises(ValueError, match="device_mesh and parallelism_config were both given"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), device_mesh=(1, 2))
-    with pytest.raises(ValueError, match="tp_plan was given, but tp_size is 1"):
+    with pytest.raises(ValueError, match=r"tp_plan needs parallelism_config=.*, greater than 1"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(), tp_plan=PLAN)
     with pytest.raises(ValueError, match="tp_plan needs parallelism_config"):
         AccelFSDPStrategy(fsdp_version=2, tp_plan=PLAN)
