@@ -651,13 +651,14 @@ class StepRunner:
             run: The backward.
             keeps_graph: Whether there may be another one of the same graph.
         """
-        root = self._form.root
+        root, sequences = self._form.root, self._form.sequence_parallel
         self._engine.begin_backward(root)
         with inside:
             try:
                 if self._is_manual():
                     self._engine.path.begin("backward")
-                run()
+                with nullcontext() if sequences is None else sequences.running_backward():
+                    run()
                 self._engine.path.end()
             except BaseException as error:
                 self._engine.reset_to_idle(root)

@@ -25,7 +25,7 @@ from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
 from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
 from ..parallelism.config import build_named_mesh
-from ..parallelism.sequence import SequenceParallel
+from ..parallelism.sequence import HOOKED, SequenceParallel
 from ..parallelism.tensor import TensorParallel
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
@@ -720,7 +720,7 @@ def run_hooks_on(leaf: Any, record: Any) -> None:
         leaf: The unsharded form.
         record: Torch's record of the parameter, with the ``sharded_param`` that users see.
     """
-    if hasattr(leaf, "_accelight_hooks"):
+    if hasattr(leaf, HOOKED):
         return
     known = weakref.ref(record)  # a hook keeps what it knows, where no garbage collector looks
 
@@ -730,5 +730,5 @@ def run_hooks_on(leaf: Any, record: Any) -> None:
 
     is_trained = leaf.requires_grad
     leaf.requires_grad_(True)  # torch hooks nothing else
-    leaf._accelight_hooks = leaf.register_hook(run)
+    setattr(leaf, HOOKED, leaf.register_hook(run))
     leaf.requires_grad_(is_trained)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
@@ -45,6 +46,8 @@ _TRIED_LENGTH = 16
 _MOST_DIFFERENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """How much outputs of both ways may differ, in parts of the largest: kernels add up in other orders."""
 _MOST_DIFFERENT_IN_HALF = 5e-2
+HOOKED = "_accelight_hooks"
+"""Attribute of an unsharded parameter on whose gradient users' hooks run."""
 _IGNORED_LABEL = -100
 """torch's and transformers' label of positions without a loss."""
 _FILLS = {"labels": _IGNORED_LABEL, "shift_labels": _IGNORED_LABEL, "attention_mask": 1}
@@ -70,6 +73,8 @@ class SequenceParallel:
         takes all ranks the same time."""
         self.names: list[str] = []
         """Of the modules inside of which sequences are cut."""
+        self.in_backward = False
+        """Whether the strategy runs a backward, whose gradients FSDP averages."""
         self.after_trial: Callable[[], None] = lambda: None
         """What the engine must forget about forwards that had no backward."""
 
@@ -110,6 +115,15 @@ class SequenceParallel:
                 )
             chosen.update(matched)
         return chosen
+
+    @contextmanager
+    def running_backward(self) -> Iterator[None]:
+        """Run a backward of the strategy's."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
 
     # ------------------------------------------------------------------ parts
     def own(self, whole: Tensor) -> Tensor:
@@ -411,6 +425,9 @@ class Region:
         self.part = self.padding = 0
         """Positions of each rank, and how many of all are none, in the call that runs."""
 
+    def __deepcopy__(self, memo: Any) -> Region:
+        return self  # hooks of a copied module; whether it can be copied is for its shards to say
+
     def attach(self) -> None:
         """Hook the module, and those in it: what is recomputed in backward exchanges heads again."""
         self.module.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -439,9 +456,23 @@ class Region:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._with_grad.append(torch.is_grad_enabled())
+        for parameter in module.parameters(recurse=False):  # unsharded now
+            if parameter.requires_grad and not hasattr(parameter, "_accelight_whole"):
+                self._show_whole_gradients(parameter)
         if self._entered_by is None and not self._is_whole:
             self._attention.__enter__()  # type: ignore[no-untyped-call]
             self._entered_by = module
+
+    def _show_whole_gradients(self, parameter: Any) -> None:
+        """Let users' hooks, and ``torch.autograd.grad``, have the gradient of whole sequences."""
+        parallel, known = self.parallel, weakref.ref(parameter)
+
+        def run(gradient: Tensor) -> Tensor | None:
+            if parallel.in_backward and not hasattr(known(), HOOKED):
+                return None
+            return parallel.sum(gradient) / parallel.size  # [Note: scale of gradients]
+
+        parameter._accelight_whole = parameter.register_hook(run)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._with_grad:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
@@ -155,6 +156,11 @@ class TensorParallel:
         return found
 
     def _check_sizes(self, name: str, module: nn.Module, style: ParallelStyle) -> None:
+        if is_parametrized(module):
+            raise ValueError(
+                f"tp_plan: {clean_name(name)} is parametrized (weight_norm, spectral_norm), and its weight has no "
+                "parameter to cut. Leave it out of the plan."
+            )
         for kind, sizes in _CUT_SIZES.items():
             for size in sizes if isinstance(style, kind) else ():
                 number = getattr(module, size, None)
@@ -166,8 +172,9 @@ class TensorParallel:
     def _check_ties(self, model: nn.Module, cut: Sequence[nn.Module]) -> None:
         own = {id(parameter) for module in cut for parameter in module.parameters()}
         held: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            held.setdefault(id(parameter), []).append(clean_name(name))
+        for prefix, module in model.named_modules():  # a module with two names stays one
+            for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+                held.setdefault(id(parameter), []).append(clean_name(name))
         for key, names in held.items():
             if key in own and len(names) > 1:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, problems
+from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, PARALLEL, problems
 from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
 
 
@@ -19,6 +19,14 @@ from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
     ],
 )
 def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
+    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=120)
+    assert reports == [[], []], "\n".join(line for report in reports for line in report)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", PARALLEL)
+@pytest.mark.parametrize("batch", BATCHES_OF_PATTERNS)
+def test_users_code_where_ranks_share_batches(batch: str, engine: str) -> None:
     reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=120)
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
 

@@ -23,6 +23,8 @@ from accelight.strategies import full_state_dict
 
 INPUTS, WIDTH, OUTPUTS = 5, 7, 3
 """Odd, so that shards differ in size."""
+HIDDEN = 16
+"""Which tensor parallelism divides."""
 
 
 class Block(nn.Module):
@@ -30,7 +32,7 @@ class Block(nn.Module):
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.norm, self.up, self.down = norm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -832,7 +834,7 @@ class Standardized(nn.Linear):
 class StandardizedWeights(Pattern):
     def build(self) -> Net:
         net = super().build()
-        net.head, net.blocks[0].up = Standardized(WIDTH, OUTPUTS), Standardized(WIDTH, 2 * WIDTH + 1)
+        net.head, net.blocks[0].up = Standardized(WIDTH, OUTPUTS), Standardized(WIDTH, HIDDEN)
         return net
 
 
@@ -1440,7 +1442,7 @@ class Adapted(nn.Linear):
 class AdaptersMergedInTraining(Pattern):
     def build(self) -> Net:
         net = super().build()
-        net.blocks[0].up, net.head = Adapted(WIDTH, 2 * WIDTH + 1), Adapted(WIDTH, OUTPUTS)
+        net.blocks[0].up, net.head = Adapted(WIDTH, HIDDEN), Adapted(WIDTH, OUTPUTS)
         return net
 
     def groups(self) -> Any:
