@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
+from ...state.process_group import is_planned
 from ..upstream.torch_core import all_gather_single, reduce_scatter_single, tree_leaves
 
 _TRIED_AT = (0, 16, 256)
@@ -439,7 +440,7 @@ class Region:
     # ------------------------------------------------------------------ hooks
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = self.prepared(args, kwargs)
-        if self._calls in _TRIED_AT:
+        if self._calls in _TRIED_AT and not is_planned():  # a plan has no values
             self._try(args, kwargs)
         self._calls += 1
         cut = self.cut(args, kwargs)

@@ -51,6 +51,12 @@ CASES = {
     "fsdp2-half-checkpointed": Case({**TWO, **CHECKPOINTED}, ACTIVATIONS, 4, HALF),
     "fsdp2-offloaded": Case({**TWO, "cpu_offload": True}, trainer={"gradient_clip_val": 1.0}),
     "fsdp2-tensor-parallel": Case({**TWO, "parallelism_config": ParallelismConfig(tp_size=2), "tp_plan": CUT}),
+    "fsdp2-sequences": Case(
+        {**TWO, "parallelism_config": ParallelismConfig(sp_size=2), "sequence_modules": ["blocks"]}, ACTIVATIONS, 16
+    ),
+    "fsdp2-context": Case(
+        {**TWO, "parallelism_config": ParallelismConfig(cp_size=2), "sequence_modules": ["blocks"]}, ACTIVATIONS, 16
+    ),
     "fsdp1-weights": Case(ONE),
     "fsdp1-checkpointed": Case({**ONE, **CHECKPOINTED}, ACTIVATIONS, 16),
     "fsdp1-shard-grad-op": Case({**ONE, "sharding_strategy": "SHARD_GRAD_OP"}, ACTIVATIONS, 16),
