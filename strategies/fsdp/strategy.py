@@ -50,7 +50,7 @@ from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing
 from ..common.sharded_tensors import FlatShard, note_copies
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
-from ..parallelism.config import ParallelismConfig, SameBatches, build_named_mesh
+from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..upstream.lightning import (
@@ -520,8 +520,9 @@ class AccelFSDPStrategy(TrainerHooks):
             the base of adapters. A module that resumes brings it, or ``pretrained_weights`` does; other values are an
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
-        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``: with ``tp_size``, FSDP2 shards
-            what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size`` processes share sequences.
+        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``; also Accelerate's own config. With
+            ``tp_size``, FSDP2 shards what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size``
+            processes share sequences.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
         sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
@@ -834,12 +835,13 @@ _REFUSED_WITH_TP = dict.fromkeys(
 
 
 def _checked(
-    config: ParallelismConfig | None,
+    parallelism: Any,
     device_mesh: Any,
     tp_plan: Any,
     sequence_modules: Any,
     plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
+    config = None if parallelism is None else as_parallelism(parallelism)
     for name, given, sizes in (
         ("tp_plan", tp_plan, ("tp_size",)), ("sequence_modules", sequence_modules, ("sp_size", "cp_size"))
     ):  # fmt: skip

@@ -117,6 +117,19 @@ class ParallelismConfig:
         return replace(self, dp_shard_size=shard)
 
 
+def as_parallelism(given: Any) -> ParallelismConfig:
+    """Return the config that ``given`` is: ours, Accelerate's ``ParallelismConfig``, or ``TorchTensorParallelPlugin``.
+
+    Raises:
+        TypeError: If it is none of them.
+    """
+    if isinstance(given, ParallelismConfig):
+        return given
+    if not isinstance(getattr(given, "tp_size", None), int):
+        raise TypeError(f"parallelism_config must be a ParallelismConfig, got {type(given).__name__}.")
+    return ParallelismConfig(**{one.name: getattr(given, one.name, None) for one in fields(ParallelismConfig)})
+
+
 # ------------------------------------------------------------------------------------------------
 # The mesh over all ranks.
 

@@ -18,7 +18,7 @@ from tests.ranks import forget_processes, run_on_ranks
 from tests.strategies.orders import Script, check
 from tests.strategies.scripts import FOUND, KINDS, for_random_scripts
 from tests.strategies.trained_optimizers import OPTIMIZERS, problem
-from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, problems
+from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, PARALLEL, problems
 from tests.strategies.user_patterns import ENGINES
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def _problems(names: list[str], engine: str) -> list[str]:
     return problems(names, engine, **share_a_device())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, *PARALLEL])
 @pytest.mark.parametrize("batch", BATCHES_OF_PATTERNS)
 def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
     reports = run_on_ranks(2, _problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=250)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
+from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import quiet_trainer
 
@@ -72,7 +73,7 @@ class Module(LightningModule):
 
     def loss(self, tokens: Tensor) -> Tensor:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        positions, mask = torch.arange(self.length)[None], None
+        positions, mask = torch.arange(self.length, device=tokens.device)[None], None
         if self.mask == "whole":
             mask = (
                 torch.ones(self.length, self.length, dtype=torch.bool).tril()[None, None].repeat(len(tokens), 1, 1, 1)
@@ -468,6 +469,24 @@ def test_collectives_of_a_step(recompute: bool) -> None:
     for found in run_on_ranks(2, counted, "cp_size", recompute):
         assert found["_reduce_scatter_base_"] == 3 + 2  # each unit; the keys and values of each attention
         assert found["_allgather_base_"] == 3 + 2 + 1 + 2 * (2 if recompute else 1)
+
+
+def half(setting: str) -> dict[str, Tensor]:
+    """Train in bf16, for which CUDA has fast kernels of attention."""
+    given = {"parallelism_config": ParallelismConfig(**{setting: 2}), "sequence_modules": ["net"]} if setting else {}
+    strategy = AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={Block}, **given)  # type: ignore[arg-type]
+    where = {**share_a_device(), "precision": "bf16-mixed"}
+    module = Module(length=64)
+    quiet_trainer(strategy, 2, max_epochs=1, **where).fit(module, loader(module, 1 if setting else 2))
+    return {name: one.cpu().clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", ["sp_size", "cp_size"])
+def test_attention_in_half_precision(setting: str) -> None:
+    expected = run_on_ranks(2, half, "")[0]
+    for found in run_on_ranks(2, half, setting):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.01)  # of weights of order 1, after rounding
 
 
 @pytest.mark.exhaustive
