@@ -195,6 +195,8 @@ class RunSummary:
     """The Trainer's, and what it means here."""
     checkpoints: str
     """Form of saved checkpoints."""
+    tables: Sequence[str] = ()
+    """Further lines."""
 
     def log(self, trainer: Trainer) -> None:
         """Log it on rank 0, as Lightning logs what it says of a run.
@@ -213,7 +215,7 @@ class RunSummary:
         processes = f"{self.world_size} {'process' if self.world_size == 1 else 'processes'} ({self.device.type})"
         kind = f"accelight {__version__}, {self.strategy}: {self.engine} on {processes}"
         run = [f"precision {self.precision}", _accumulation(trainer), f"checkpoints {self.checkpoints}"]
-        return [", ".join([kind, *self.details]), "; ".join(self.parts), "; ".join(run)]
+        return [", ".join([kind, *self.details]), "; ".join(self.parts), "; ".join(run), *self.tables]
 
 
 def counted(classes: Iterable[type]) -> str:

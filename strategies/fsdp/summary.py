@@ -6,7 +6,6 @@ parameters, or none, and FSDP's wrappers among them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -134,16 +133,15 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precis
         parts=[f"units {counted(_unit_classes(root))}", f"{whole:,} parameters, {_held(root):,} of them on rank 0"],
         precision=", ".join([precision, *_dtypes(settings)]),
         checkpoints=f"{settings.state_dict_type}{saved_by}",
+        tables=[] if engine.tensor_parallel is None else engine.tensor_parallel.table(),
     )
 
 
 def _mesh(engine: Engine[Any]) -> str:
     mesh = engine.mesh
     sizes = [f"{name}={mesh.size(at)}" for at, name in enumerate(mesh.mesh_dim_names or ("shard",))]
-    parallel = engine.tensor_parallel
-    if parallel is not None:
-        kinds = Counter(parallel.styles.values())
-        sizes.append(f"tp={parallel.size} ({', '.join(f'{number} {kind}' for kind, number in sorted(kinds.items()))})")
+    if engine.tensor_parallel is not None:
+        sizes.append(f"tp={engine.tensor_parallel.size}")
     if (sequences := engine.sequence_parallel) is not None:
         sizes.append(f"of which {sequences.setting}={sequences.size} in {', '.join(sequences.names)}")
     return "mesh " + " x ".join(sizes)

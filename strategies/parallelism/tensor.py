@@ -7,6 +7,8 @@ each of them over the other ranks.
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
@@ -181,6 +183,12 @@ class TensorParallel:
                     f"tp_plan cuts {names[0]}, which is tied to {', '.join(names[1:])}: each would get a tensor of its "
                     "own. Leave these modules out of the plan, or untie them (tie_word_embeddings=False)."
                 )
+
+    def table(self) -> list[str]:
+        """Return a line for each kind of module and how it was cut: layers that differ in a number are of one kind."""
+        kinds = Counter((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), style) for name, style in self.styles.items())
+        width = max((len(name) for name, _ in kinds), default=0)
+        return [f"{name:<{width}}  {style}  {number} x" for (name, style), number in kinds.items()]
 
     def check_gradients(self, optimizer: Optimizer, module: nn.Module) -> None:
         """Check before an optimizer's first step that the group has one gradient of what no plan cuts; all call it.

@@ -1,12 +1,13 @@
-"""A small model that tensor parallelism cuts, and how one process trains it."""
+"""A small model that tensor parallelism cuts, how one process trains it, and what a step communicates."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 BATCH, BATCHES = 8, 6
@@ -96,3 +97,20 @@ def train_plain(module: Module, epochs: int = 1, accumulate: int = 1, clip: floa
     order: Any = DistributedSampler(Rows(), num_replicas=1, rank=0)
     trainer.fit(module, DataLoader(Rows(), batch_size=BATCH, sampler=order))
     return trainer
+
+
+class Counting(Callback):
+    """Counts the collectives of the second batch."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._mode: Any = CommDebugMode()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self._mode.__exit__(None, None, None)
+            self.counts = {f"{name}".split(".")[-1]: count for name, count in self._mode.get_comm_counts().items()}

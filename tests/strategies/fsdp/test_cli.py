@@ -66,6 +66,7 @@ trainer:
       reshard_after_forward: false
       mixed_precision_policy: {param_dtype: bf16}
       gradient_accumulation: 2
+      parallelism_config: {dp_shard_size: 2}
       timeout: "0:10:00"
 """
 

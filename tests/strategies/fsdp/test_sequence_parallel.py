@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.data import DataLoader, DistributedSampler
@@ -22,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
+from tests.strategies.fsdp.cut_model import Counting
 from tests.strategies.oracle import quiet_trainer
 
 BATCH, BATCHES, WIDTH, HEADS = 4, 4, 8, 4
@@ -430,23 +430,6 @@ def test_dropout_differs_inside_alone() -> None:
     assert torch.equal(outside, other_outside)
     assert all(not torch.equal(one, other) for one, other in zip(inside, other_inside, strict=True))
     assert recomputed == len(inside) == BATCHES
-
-
-class Counting(Callback):
-    """Counts the collectives of the second batch."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self._mode: Any = CommDebugMode()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self._mode.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self._mode.__exit__(None, None, None)
-            self.counts = {f"{name}".split(".")[-1]: count for name, count in self._mode.get_comm_counts().items()}
 
 
 def counted(setting: str, recompute: bool) -> dict[str, int]:

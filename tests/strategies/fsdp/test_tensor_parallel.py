@@ -30,7 +30,7 @@ from accelight.strategies.common.user_code import library_code
 from accelight.strategies.parallelism.config import as_parallelism
 from accelight.strategies.parallelism.tensor import is_cut
 from tests.ranks import run_on_ranks
-from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Module, Rows, loader, plain
+from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Counting, Module, Rows, loader, plain
 from tests.strategies.oracle import quiet_trainer
 
 PLAN = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise", "net.head": "colwise_rep"}
@@ -103,6 +103,28 @@ def test_copies_of_a_cut_model() -> None:
     """HSDP over tensor parallelism: eight processes."""
     for found in _on(8, tp=2, replicate=2):
         _assert_same(found, plain())
+
+
+class _Unwatched(Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at no norms, which are reduced."""
+
+
+def counted() -> tuple[dict[str, int], str]:
+    counting = Counting()
+    trainer = quiet_trainer(_strategy(2), 2, max_epochs=1, callbacks=[counting])
+    trainer.fit(_Unwatched(), loader(1))
+    table = trainer.strategy.engine.tensor_parallel.table()  # type: ignore[attr-defined]
+    return counting.counts, "\n".join(table)
+
+
+def test_collectives_of_a_step_and_the_table() -> None:
+    for found, table in run_on_ranks(2, counted):
+        # Each block once forward and once backward; the head's outputs are gathered, and the gradient of its inputs.
+        assert (found["all_reduce"], found["all_gather_into_tensor"]) == (2 * 2 + 1, 1)
+        assert (
+            table == "net.blocks.*.up    colwise  2 x\nnet.blocks.*.down  rowwise  2 x\nnet.head           colwise  1 x"
+        )
 
 
 RESUMES: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]]]] = {
