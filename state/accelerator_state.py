@@ -233,6 +233,7 @@ class AcceleratorState(PartialState):
         kept = {name: value for name, value in _settings.values.items() if name in _settings.by_hand}
         _settings.values = {**new, **kept}
         shared.distributed_type = distributed_type
+        shared.set_non_data_parallel_size(getattr(parallelism_config, "non_data_parallel_size", 1))
         if "deepspeed_plugin" not in _settings.by_hand:  # else the user's own names, and the one they have selected
             _unselect(_settings.deepspeed_plugins.values())
             _take_deepspeed_plugins(deepspeed_plugin)
@@ -247,6 +248,7 @@ class AcceleratorState(PartialState):
         _unselect(_settings.deepspeed_plugins.values())
         _settings = _Settings()
         shared.distributed_type = DistributedType.NO
+        shared.set_non_data_parallel_size(1)
         shared.read_mixed_precision = precision_from_env
         if reset_partial_state:
             PartialState._reset_state()

@@ -32,23 +32,30 @@ def gather(tensor: T) -> T:
 
     Source: accelerate 1.15 ``utils/operations.py`` (``gather``), which wants equal sizes.
     """
+    return gather_replicas(tensor, 1)
+
+
+def gather_replicas(tensor: T, group_size: int) -> T:
+    """Gather as :func:`gather` does, from one of each ``group_size`` consecutive processes: they have the same."""
     group = communication_group("gather")
     tensors = tensors_of(tensor)
     if group is None:
         return map_tensors(_at_least_1d, tensor)
-    return replace_tensors(tensor, [torch.cat(blocks) for blocks in gather_blocks(tensors, group)])
+    return replace_tensors(tensor, [torch.cat(blocks[::group_size]) for blocks in gather_blocks(tensors, group)])
 
 
-def gather_interleaved(data: T, num_rows: int) -> T:
+def gather_interleaved(data: T, num_rows: int, group_size: int = 1) -> T:
     """Gather the first ``num_rows`` rows of each process, dealing one from each process in turn.
 
-    That is the dataset's order under ``DistributedSampler``. ``num_rows`` may differ between processes.
+    That is the dataset's order under ``DistributedSampler``. ``num_rows`` may differ between processes. Of each
+    ``group_size`` consecutive processes, which have the same rows, the first one counts.
     """
     data = map_tensors(lambda tensor: tensor.detach()[:num_rows], data)
     group = communication_group("gather")
     if group is None:
         return data
-    return replace_tensors(data, [_interleaved(blocks) for blocks in gather_blocks(tensors_of(data), group)])
+    blocks = gather_blocks(tensors_of(data), group)
+    return replace_tensors(data, [_interleaved(of_tensor[::group_size]) for of_tensor in blocks])
 
 
 def _interleaved(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -463,7 +470,8 @@ def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
 
     Under ``DistributedSampler`` the samples are put back into the order in which one process would have seen them. A
     tensor whose first dimension is not the batch is gathered in process order and kept whole. Which batch is the last
-    is known inside ``GradientState().track(dataloader)`` or a Trainer's loop; elsewhere this is :func:`gather`.
+    is known inside ``GradientState().track(dataloader)`` or a Trainer's loop; elsewhere no padding is dropped.
+    Processes that share one copy of the model (tensor or sequence parallelism) have the same samples, and count as one.
 
     Args:
         input_data: Tensor, or nested structure of tensors; a list of other things is gathered as objects.
@@ -475,14 +483,10 @@ def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
     if use_gather_object or not holds_only_tensors(input_data):
         return _gather_things(input_data)  # type: ignore[return-value]
     group = communication_group("gather_for_metrics")
-    if active_entry() is None:
-        return gather(input_data)
     tensors = tensors_of(input_data)
     if group is None:
-        blocks = [[tensor.detach()[None] if tensor.ndim == 0 else tensor.detach()] for tensor in tensors.values()]
-    else:
-        blocks = gather_blocks(tensors, group)
-    return replace_tensors(input_data, [_arrange(of_tensor) for of_tensor in blocks])
+        return map_tensors(lambda tensor: _arrange([_at_least_1d(tensor)]), input_data)
+    return replace_tensors(input_data, [_arrange(blocks) for blocks in gather_blocks(tensors, group)])
 
 
 def _gather_things(things: Any) -> list[Any]:
@@ -490,12 +494,23 @@ def _gather_things(things: Any) -> list[Any]:
         raise TypeError(
             f"gather_for_metrics expects tensors, or a list with one item per sample, got {type(things).__name__}."
         )
-    blocks: list[list[Any]] = gather_object([list(things)])
+    blocks = _of_replicas(gather_object([list(things)]))
     joined = [thing for block in blocks for thing in block]
     return [joined[position] for position in _order([len(block) for block in blocks])]
 
 
+def _of_replicas(blocks: Sequence[T]) -> Sequence[T]:
+    """Return one process's of each group that sees the same batches.
+
+    The sampler decides where it is known: in the next Trainer, Lightning's own strategies deal to all processes again.
+    """
+    entry = active_entry()
+    replicas = None if entry is None else entry.layout.num_replicas
+    return blocks[:: len(blocks) // (replicas or shared.current().data_parallel_size)]
+
+
 def _arrange(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    blocks = _of_replicas(blocks)
     sizes = [len(block) for block in blocks]
     joined = torch.cat(list(blocks))
     order = _order(sizes)

@@ -73,7 +73,7 @@ class _Entry:
     @cached_property
     def layout(self) -> SampleLayout:
         """The layout that the samplers report; unknown once the loader is gone."""
-        return layout_of(self.dataloader(), _num_processes())
+        return layout_of(self.dataloader(), *_process_counts())
 
 
 @dataclass
@@ -362,11 +362,14 @@ def _fsdp2_without_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def _num_processes() -> int:
+def _process_counts() -> tuple[int, int]:
+    """Return the number of processes, and of those that see different batches."""
     if shared.initialized:
-        return shared.current().num_processes
+        facts = shared.current()
+        return facts.num_processes, facts.data_parallel_size
     group = live_group()
-    return 1 if group is None else group.size()
+    count = 1 if group is None else group.size()
+    return count, count
 
 
 def _num_steps_from_env() -> int:
@@ -487,10 +490,17 @@ class SampleLayout:
     """Samples per process in every batch but the last; None where unknown."""
     last_batch_size: int | None = None
     """Samples per process in the last batch; None where unknown."""
+    num_replicas: int | None = None
+    """Processes, or groups that see the same batches, with samples of their own; None where unknown."""
 
 
-def layout_of(dataloader: Any, num_processes: int) -> SampleLayout:
-    """Return the layout that the dataloader's samplers report; the unknown layout where they report none."""
+def layout_of(dataloader: Any, *num_replicas: int) -> SampleLayout:
+    """Return the layout that the dataloader's samplers report; the unknown layout where they report none.
+
+    Args:
+        dataloader: Being iterated.
+        *num_replicas: Numbers of processes among which a sampler may deal.
+    """
     batch_sampler = getattr(dataloader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
     batch_size = getattr(batch_sampler, "batch_size", None)
@@ -501,8 +511,8 @@ def layout_of(dataloader: Any, num_processes: int) -> SampleLayout:
     from torch.utils.data.distributed import DistributedSampler
 
     if isinstance(sampler, DistributedSampler):
-        if sampler.num_replicas != num_processes:
-            return SampleLayout()  # data parallelism over a part of the processes: each sample lies on several
+        if sampler.num_replicas not in num_replicas:
+            return SampleLayout()  # which processes have the same samples is unknown
         return _interleaved(sampler, batch_size, drop_last)
     plain = (data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
     return SampleLayout(remainder=0) if isinstance(sampler, plain) else SampleLayout()
@@ -519,4 +529,5 @@ def _interleaved(sampler: Any, batch_size: int, drop_last: bool) -> SampleLayout
         interleaved=True,
         batch_size=batch_size,
         last_batch_size=batch_size if drop_last or not incomplete else incomplete,
+        num_replicas=sampler.num_replicas,
     )

@@ -319,7 +319,8 @@ class PartialState(ReadOnlyState):
         """Give each process its share of ``inputs``; the first ``len(inputs) % num_processes`` get one more.
 
         Kinds stay: tuples are tuples, tensors keep device and dtype. The inputs themselves are never changed; on one
-        process they are handed through.
+        process they are handed through. Processes that share one copy of the model (tensor or sequence parallelism)
+        count as one process, and get the same share, from the start of the Trainer on that divides the model so.
 
         Args:
             inputs: List, tuple, tensor, ``datasets.Dataset``, other sequence, or a (nested) dict of equally long ones.
@@ -329,7 +330,7 @@ class PartialState(ReadOnlyState):
             ValueError: If a dict's values have different lengths.
         """
         facts = self._facts
-        yield split(inputs, facts.process_index, facts.num_processes, apply_padding=apply_padding)
+        yield split(inputs, facts.data_parallel_rank, facts.data_parallel_size, apply_padding=apply_padding)
 
     def set_trigger(self, name: str = triggers.DEFAULT) -> None:
         """Set a trigger; see :func:`accelight.state.set_trigger`."""

@@ -48,6 +48,18 @@ class ProcessFacts:
     deferred: bool
     distributed_type: DistributedType
     group: weakref.ref[dist.ProcessGroup] | None = None
+    non_data_parallel_size: int = 1
+    """Processes with consecutive indices that see the same batches, as a strategy has set it."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of processes, or groups of them, that see different batches."""
+        return self.num_processes // self.non_data_parallel_size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Position among those."""
+        return self.process_index // self.non_data_parallel_size
 
 
 class SharedFacts:
@@ -125,6 +137,11 @@ class SharedFacts:
         if num_local_processes is not None:
             facts = replace(facts, num_local_processes=num_local_processes)
         self._facts = facts
+
+    def set_non_data_parallel_size(self, size: int) -> None:
+        """Record how many processes with consecutive indices see the same batches."""
+        if self._facts is not None:
+            self._facts = replace(self._facts, non_data_parallel_size=size)
 
     @property
     def distributed_type(self) -> DistributedType:

@@ -75,9 +75,18 @@ class LoopFollowing(ParallelStrategy):
         return 0 if self.parallel_devices is None else len(self.parallel_devices)
 
     @property
+    def non_data_parallel_size(self) -> int:
+        """Number of processes that see the same batches; they have consecutive ranks."""
+        return 1
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says.
+
+        Processes that share one copy of the model see the same.
+        """
+        size = self.non_data_parallel_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is not None:

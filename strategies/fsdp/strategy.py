@@ -706,10 +706,8 @@ class AccelFSDPStrategy(TrainerHooks):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samples are dealt: processes that share one copy of the model see the same."""
-        size = 1 if self._parallelism is None else self._parallelism.non_data_parallel_size
-        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+    def non_data_parallel_size(self) -> int:
+        return 1 if self._parallelism is None else self._parallelism.non_data_parallel_size
 
     @override
     def barrier(self, name: str | None = None) -> None:

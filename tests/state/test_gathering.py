@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from accelight.state import (
+    AcceleratorState,
+    DistributedType,
     GradientState,
     PartialState,
     broadcast,
@@ -211,11 +214,14 @@ def test_inputs_that_cannot_be_gathered_are_refused(world_size: int) -> None:
     run_on_ranks(world_size, raise_everywhere)
 
 
-def make_loader(length: int, batch_size: int, drop_last: bool, sampler_drop_last: bool) -> DataLoader[Any]:
+def make_loader(
+    length: int, batch_size: int, drop_last: bool, sampler_drop_last: bool, group_size: int = 1
+) -> DataLoader[Any]:
     data = TensorDataset(torch.arange(length))
     state = PartialState()
+    num_replicas, rank = state.num_processes // group_size, state.process_index // group_size
     sampler: DistributedSampler[Any] = DistributedSampler(
-        data, state.num_processes, state.process_index, shuffle=False, drop_last=sampler_drop_last
+        data, num_replicas, rank, shuffle=False, drop_last=sampler_drop_last
     )
     return DataLoader(data, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
 
@@ -278,6 +284,51 @@ def test_no_sample_twice_where_the_loader_or_the_sampler_drops_the_last_ones(wor
             assert samples == list(range(min(length, per_process * world_size)))
             if per_process:
                 assert remainder == max(0, per_process * world_size - length)
+
+
+def share_batches(group_size: int) -> None:
+    """Do as a strategy whose processes share copies of the model."""
+    config = SimpleNamespace(non_data_parallel_size=group_size)
+    AcceleratorState._fill(mixed_precision="no", distributed_type=DistributedType.FSDP, parallelism_config=config)
+
+
+def evaluate_in_groups(group_size: int) -> list[Any]:
+    share_batches(group_size)
+    found: list[Any] = [
+        evaluate(make_loader(length, batch_size, drop_last, False, group_size))[:2]
+        for length in range(1, 10)
+        for batch_size in range(1, 4)
+        for drop_last in (False, True)
+    ]
+    state = PartialState()
+    with state.split_between_processes(["a", "b", "c"]) as mine:
+        found.append(mine)
+        found.append(gather_for_metrics(mine, use_gather_object=True))
+    with state.split_between_processes(torch.arange(3), apply_padding=True) as padded:
+        found.append(padded.tolist())
+        found.append(gather_for_metrics(padded).tolist())
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "group_size"), [(4, 2), (2, 2)])
+def test_processes_that_see_the_same_batches_count_as_one(world_size: int, group_size: int) -> None:
+    expected = run_on_ranks(world_size // group_size, evaluate_in_groups, 1)
+    for rank, found in enumerate(run_on_ranks(world_size, evaluate_in_groups, group_size)):
+        assert found == expected[rank // group_size]
+
+
+def evaluate_after_groups() -> list[Any]:
+    share_batches(2)
+    found: list[Any] = [gather(torch.tensor([1])).tolist(), reduce(torch.tensor([1]), "sum").tolist()]
+    found.append(evaluate(make_loader(5, 2, False, False))[0])  # a strategy of Lightning's is next
+    share_batches(1)
+    found.append(gather_for_metrics(torch.tensor([1])).tolist())
+    return found
+
+
+def test_groups_are_those_of_the_loader_and_of_the_last_strategy() -> None:
+    for found in run_on_ranks(2, evaluate_after_groups):
+        assert found == [[1, 1], [2], list(range(5)), [1, 1]]
 
 
 class AccelerateLoader:
