@@ -63,6 +63,8 @@ class ElasticTraining(Callback):
     - ``limit_train_batches`` and ``val_check_interval`` as whole numbers, and the ``frequency`` of schedules with
       ``interval="step"``, count optimizer steps, which are the same on any number of processes.
     - A checkpoint may be of any moment. What is in it of an open accumulation window is done again.
+    - Processes that share one copy of the model (tensor or sequence parallelism) have the same samples, and count as
+      one. A run may continue with other sizes.
 
     What cannot be alike are random numbers (dropout, augmentation), and layers that look at the whole micro-batch
     (BatchNorm), where its size changes.
@@ -116,7 +118,8 @@ class ElasticTraining(Callback):
             return
         _check_accumulation(trainer, pl_module)
         layout = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        self.division = Division.of(self.global_batch_size, layout["num_replicas"], self.max_batch_size)
+        group_size = trainer.world_size // layout["num_replicas"]
+        self.division = Division.of(self.global_batch_size, layout["num_replicas"], self.max_batch_size, group_size)
         self._rank, self._batches, self._resumed, self._first_step = layout["rank"], None, {}, {}
         steps = self.division.accumulate_grad_batches
         self._patches.put(trainer, "accumulate_grad_batches", steps)
@@ -130,8 +133,8 @@ class ElasticTraining(Callback):
         if self.resumed_from is not None:
             self._patches.put(trainer._checkpoint_connector, "resume_start", self._resuming(trainer))
         rank_zero_info(
-            f"ElasticTraining: {self.global_batch_size} samples a step = {self.division.num_processes} processes x "
-            f"{steps} micro-batches x {self.division.batch_size}"
+            f"ElasticTraining: {self.global_batch_size} samples a step = "
+            f"{_replicas(layout['num_replicas'], group_size)} x {steps} micro-batches x {self.division.batch_size}"
             + ("." if self.resume_from is None else f"; from {self.resumed_from or 'the beginning'}.")
         )
 
@@ -335,30 +338,34 @@ class Division:
 
     global_batch_size: int
     num_processes: int
+    """Processes, or groups that share one copy of the model, with data of their own."""
     batch_size: int
     """Samples of one process in one micro-batch."""
     accumulate_grad_batches: int
     """Micro-batches of one process in one optimizer step."""
 
     @classmethod
-    def of(cls, global_batch_size: int, num_processes: int, max_batch_size: int | None = None) -> Division:
+    def of(
+        cls, global_batch_size: int, num_processes: int, max_batch_size: int | None = None, group_size: int = 1
+    ) -> Division:
         """Divide with as few micro-batches as fit.
 
         Args:
             global_batch_size: Samples of one optimizer step.
             num_processes: Processes with data of their own.
             max_batch_size: Most samples of one process in one micro-batch; None for no limit.
+            group_size: Processes that have the same data.
 
         Raises:
             ValueError: If the processes cannot have equally many samples; it says which numbers of processes can.
         """
         share, rest = divmod(global_batch_size, num_processes)
         if rest:
-            fitting = [str(n) for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
+            fitting = [str(n * group_size) for n in range(1, global_batch_size + 1) if global_batch_size % n == 0]
             raise ValueError(
-                f"global_batch_size={global_batch_size} cannot be split equally over {num_processes} processes. "
-                f"Start {_listed(fitting)} processes, or use a global batch size that is divisible by every number "
-                "of processes that may remain."
+                f"global_batch_size={global_batch_size} cannot be split equally over "
+                f"{_replicas(num_processes, group_size)}. Start {_listed(fitting)} processes, or use a global batch "
+                "size that is divisible by every number of processes that may remain."
             )
         limit = share if max_batch_size is None else max_batch_size
         steps = next(steps for steps in range(1, share + 1) if share % steps == 0 and share // steps <= limit)
@@ -466,6 +473,10 @@ class GlobalBatches:
         number, count = position * self.division.num_processes + self.rank, self.division.num_micro_batches
         size = self._size_of_step(step)
         return number * size // count, (number + 1) * size // count
+
+
+def _replicas(number: int, group_size: int) -> str:
+    return f"{number} processes" if group_size == 1 else f"{number} groups of {group_size} processes"
 
 
 def _listed(words: list[str]) -> str:

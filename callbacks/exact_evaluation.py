@@ -25,9 +25,10 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from ..state import GradientState, gather
-from ..state.collectives import agree, gather_interleaved, map_tensors, tensors_of
+from ..state.collectives import agree, gather_interleaved, gather_replicas, map_tensors, tensors_of
 from ..state.process_record import communication_group
 from ..state.utils import named_arguments
+from ..strategies.common.modules import GatherReplicas
 from ..strategies.upstream.lightning import (
     Callback,
     DistributedSamplerWrapper,
@@ -59,6 +60,8 @@ class ExactEvaluation(Callback):
       ``sync_dist`` was given or not, with the true number of samples of each batch (or ``batch_size=``, if given) and
       in double precision. ``reduce_fx`` of sum, max and min go over all processes, too.
     - A metric needs nothing: torchmetrics gathers its states, and they know each sample once.
+    - Processes that share one copy of the model (tensor or sequence parallelism) have the same samples, and count as
+      one.
 
     Floating-point sums of another order may differ in their last bits, as they do between batch sizes.
 
@@ -79,6 +82,7 @@ class ExactEvaluation(Callback):
         self._loader: Any = None
         self._num_samples: int | None = None
         self._in_batch = False
+        self._group_size = 1
         self._states: MetricStates | None = None
 
     # ------------------------------------------------------------------ what steps may ask
@@ -124,7 +128,7 @@ class ExactEvaluation(Callback):
         """
         num_samples = self.num_samples
         if num_samples is None:
-            return gather(data)
+            return gather_replicas(data, self._group_size)
         rows = max(num_samples, 1)  # a repetition alone in its batch is one row
         for path, tensor in tensors_of(data).items():
             if tensor.ndim == 0 or len(tensor) != rows:
@@ -132,13 +136,14 @@ class ExactEvaluation(Callback):
                     f"{path} has shape {list(tensor.shape)}, but this process's batch has {rows} sample(s). Return "
                     "one row per sample, or reduce values with accelight.state.reduce."
                 )
-        return gather_interleaved(data, num_samples)
+        return gather_interleaved(data, num_samples, self._group_size)
 
     # ------------------------------------------------------------------ loaders
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_trainer(trainer)
         self._close()
+        self._group_size = getattr(trainer.strategy, "non_data_parallel_size", 1)
         if trainer.world_size == 1:
             return
         warnings.filterwarnings("ignore", r".*recommended to use .Trainer\(devices=1.*")  # "to be exact": this is
@@ -152,15 +157,15 @@ class ExactEvaluation(Callback):
         self._strategy_patch.put(trainer.strategy, "process_dataloader", process_dataloader)
 
     def _without_repetitions(self, trainer: Trainer, loader: Any) -> Any:
-        sampler = real_samples_of(loader, trainer.world_size)
+        sampler = real_samples_of(loader, trainer.world_size // self._group_size)
         if sampler is not None:
             return _update_dataloader(loader, sampler) if sampler is not loader.sampler else loader
         if not self.assume_disjoint:
             raise ValueError(
                 f"ExactEvaluation cannot determine how {_described(loader)} distributes samples over "
                 f"{trainer.world_size} processes. Use a map-style dataset and let the Trainer add the sampler, or "
-                "use torch's DistributedSampler; or, if each sample is on exactly one process, use "
-                "ExactEvaluation(assume_disjoint=True)."
+                "use torch's DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs); or, if each "
+                "sample is on exactly one process, use ExactEvaluation(assume_disjoint=True)."
             )
         if hasattr(loader, "__len__"):
             self._check_equally_many(len(loader))
@@ -336,7 +341,7 @@ class ExactEvaluation(Callback):
         dataloader_idx = results.dataloader_idx if arguments["add_dataloader_idx"] else None
         key = (pl_module._current_fx_name, name, dataloader_idx)
         if key not in self._values:
-            self._values[key] = _new_value(name, reduction, value)
+            self._values[key] = _new_value(name, reduction, value, self._group_size)
         logged = self._values[key]
         logged.add(value.reshape(()), self._weight_of(results, reduction, arguments["batch_size"]))
         return {**arguments, "value": logged, "metric_attribute": f"ExactEvaluation.{name}", "sync_dist": False}
@@ -385,9 +390,9 @@ class ExactEvaluation(Callback):
         self._close()
 
 
-def _new_value(name: str, reduction: Reduction, value: Tensor) -> LoggedValue:
+def _new_value(name: str, reduction: Reduction, value: Tensor, group_size: int) -> LoggedValue:
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32  # as Lightning keeps what is logged
-    return LoggedValue(name, reduction, dtype, value.device)
+    return LoggedValue(name, reduction, dtype, value.device, group_size)
 
 
 def _described(loader: Any) -> str:
@@ -441,6 +446,8 @@ class LoggedValue(Metric):
         name: Under which it is logged.
         reduction: How.
         dtype: Of the result.
+        device: Of the value.
+        group_size: Processes with consecutive ranks that log the same.
     """
 
     full_state_update = False
@@ -448,9 +455,11 @@ class LoggedValue(Metric):
     weight: Tensor
     _forward_cache: Any
 
-    def __init__(self, name: str, reduction: Reduction, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, reduction: Reduction, dtype: torch.dtype, device: torch.device, group_size: int
+    ) -> None:
         super().__init__(sync_on_compute=False)  # `compute` gathers by itself, and notices where processes differ
-        self.name, self.reduction, self.result_dtype = name, reduction, dtype
+        self.name, self.reduction, self.result_dtype, self.group_size = name, reduction, dtype, group_size
         wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no double precision
         self.add_state("total", torch.tensor(_NEUTRAL[reduction], dtype=wide, device=device))
         self.add_state("weight", torch.tensor(0, dtype=torch.int64, device=device))
@@ -477,7 +486,7 @@ class LoggedValue(Metric):
     @override
     def compute(self) -> Tensor:
         """Return the reduction over all processes, the same on each."""
-        parts = gather({f"self.log({self.name!r})": [self.total, self.weight]})
+        parts = gather_replicas({f"self.log({self.name!r})": [self.total, self.weight]}, self.group_size)
         totals, weights = next(iter(parts.values()))
         if self.reduction == "mean":
             result = totals.sum() / weights.sum()
@@ -585,6 +594,7 @@ def _sync_any_number(
     dist.all_gather_object(
         described, {name: _described_metric(elements) for name, elements in mine.items()}, group=group
     )
+    described = described[:: dist_sync_fn.group_size if isinstance(dist_sync_fn, GatherReplicas) else 1]
     senders: dict[int, list[int]] = {}
     for name, elements in mine.items():
         counts = [one[name][0] for one in described]
@@ -660,8 +670,12 @@ class RealSamples(DistributedSampler[Any]):
         self.dealt.set_epoch(epoch)
 
 
-def real_samples_of(loader: Any, world_size: int) -> RealSamples | None:
+def real_samples_of(loader: Any, num_replicas: int) -> RealSamples | None:
     """Return the sampler that leaves a loader's repetitions out, or None where it is not known how samples are dealt.
+
+    Args:
+        loader: As the strategy has processed it.
+        num_replicas: Processes that see different batches.
 
     Raises:
         ValueError: If samples are left out that a single process would evaluate.
@@ -669,7 +683,7 @@ def real_samples_of(loader: Any, world_size: int) -> RealSamples | None:
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         return None
     dealt, batch_size = loader.sampler, loader.batch_sampler.batch_size
-    if not isinstance(dealt, DistributedSampler) or dealt.num_replicas != world_size:
+    if not isinstance(dealt, DistributedSampler) or dealt.num_replicas != num_replicas:
         return None
     if isinstance(dealt, RealSamples):
         return dealt
@@ -677,10 +691,10 @@ def real_samples_of(loader: Any, world_size: int) -> RealSamples | None:
         return None
     sampler = RealSamples(dealt, batch_size)
     num_samples = len(dealt.dataset)  # type: ignore[arg-type]
-    if dealt.drop_last and num_samples % world_size:
+    if dealt.drop_last and num_samples % num_replicas:
         raise ValueError(
-            f"DistributedSampler(drop_last=True) drops {num_samples % world_size} of {num_samples} samples on "
-            f"{world_size} processes: the result cannot equal that of one process. Remove drop_last."
+            f"DistributedSampler(drop_last=True) drops {num_samples % num_replicas} of {num_samples} samples on "
+            f"{num_replicas} processes: the result cannot equal that of one process. Remove drop_last."
         )
     if loader.batch_sampler.drop_last and len(dealt) % batch_size:
         raise ValueError(

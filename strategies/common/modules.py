@@ -15,12 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ...checkpoint.manifest import Adapter
 from ...checkpoint.names import clean_name
 from ...checkpoint.storage import check_no_password
 from ..upstream.lightning import Callback
-from ..upstream.patches import replace_for_good
+from ..upstream.patches import Patches, replace_for_good
 
 T = TypeVar("T")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -345,21 +347,45 @@ PRUNING = (
 )
 
 
-def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str], *, of_accelight: bool = False) -> None:
+@dataclass(frozen=True)
+class GatherReplicas:
+    """A metric's ``dist_sync_fn`` where several processes see the same batches: the first one's states count."""
+
+    group_size: int
+    """Number of processes that do; they have consecutive ranks."""
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Return the state of one process of each group."""
+        return gather_all_tensors(state, group)[:: self.group_size]
+
+
+def gather_metrics_once(module: nn.Module, group_size: int, patches: Patches) -> None:
+    """Let the metrics in a module count each sample once, but those that choose what they gather.
+
+    Args:
+        module: With metrics of torchmetrics among its submodules.
+        group_size: Processes that see the same batches; they have consecutive ranks.
+        patches: Remove it.
+    """
+    for metric in module.modules() if group_size > 1 else ():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None and metric.process_group is None:
+            patches.put(metric, "dist_sync_fn", GatherReplicas(group_size))
+
+
+def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str]) -> None:
     """Check that callbacks can work with a strategy, before it trains.
 
     Args:
         callbacks: The Trainer's.
         refused: Names of Lightning's classes, and what each does, with what to do instead.
-        of_accelight: Whether they are names of accelight's.
 
     Raises:
         ValueError: If one of them is of such a class, or saves to a URL with a password in it.
     """
     for callback in callbacks:
         check_no_password(getattr(callback, "dirpath", None) or "")
-        classes = [(cls.__name__, cls.__module__.split(".")[0] == "accelight") for cls in type(callback).__mro__]
-        for name in {name for name, is_ours in classes if is_ours == of_accelight} & set(refused):
+        lightnings = {cls.__name__ for cls in type(callback).__mro__ if cls.__module__.split(".")[0] != "accelight"}
+        for name in lightnings & set(refused):
             raise ValueError(f"{type(callback).__name__} {refused[name]}")
 
 

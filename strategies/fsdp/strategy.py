@@ -46,11 +46,11 @@ from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradien
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
-from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, with_constants
+from ..common.modules import PRUNING, adapters_of, check_callbacks, gather_metrics_once, keep_packing, with_constants
 from ..common.sharded_tensors import FlatShard, note_copies
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
-from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
+from ..parallelism.config import ParallelismConfig, SameBatches, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..upstream.lightning import (
@@ -103,6 +103,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _zero_grads: ZeroGradFollowing
     _total_norms: TotalNorms
     _summaries: Patches
+    _replicas: Patches
     adapters: Mapping[str, Adapter] = MappingProxyType({})
     """PEFT's adapters in the module, for those who merge checkpoints."""
     save_trainable_only: bool
@@ -424,6 +425,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self._buffers.detach()
         self.skipped_steps.detach()
         self._summaries.remove()
+        self._replicas.remove()
         self._zero_grads.detach()
         self._total_norms.detach()
         if self._form is not None:
@@ -520,9 +522,8 @@ class AccelFSDPStrategy(TrainerHooks):
             the base of adapters. A module that resumes brings it, or ``pretrained_weights`` does; other values are an
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
-        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``; also Accelerate's own config. With
-            ``tp_size``, FSDP2 shards what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size``
-            processes share sequences.
+        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``: with ``tp_size``, FSDP2 shards
+            what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size`` processes share sequences.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
         sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
@@ -617,6 +618,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms, self._summaries = TotalNorms(self._norm_of), Patches("trainer")
+        self._replicas = Patches("user code")
 
     # ------------------------------------------------------------------ what it knows
     @property
@@ -747,7 +749,6 @@ class AccelFSDPStrategy(TrainerHooks):
             check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
             check_places(self._checkpointer.saves, trainer.checkpoint_callbacks)
             if self._same_batches is not None:
-                check_callbacks(trainer.callbacks, _REFUSED_WITH_TP, of_accelight=True)  # type: ignore[attr-defined]
                 self._same_batches.share_random_states(self.root_device)
             self._tracker.start_fit(trainer)
             if self._layer_sync:
@@ -793,6 +794,7 @@ class AccelFSDPStrategy(TrainerHooks):
         for module in root.modules():
             if isinstance(module, Metric):  # its states are neither parameters nor buffers: nobody else moves them
                 module.to(self.root_device)
+        gather_metrics_once(root, self.non_data_parallel_size, self._replicas)
         if self.precision_plugin.precision == "16-mixed" and self.precision_plugin.scaler is None:
             self.precision_plugin.scaler = self.engine.grad_scaler()
         self.engine.lazy_init(root)
@@ -825,21 +827,13 @@ class AccelFSDPStrategy(TrainerHooks):
             self.skipped_steps.hold_back(self.lightning_module, self.lr_scheduler_configs)
 
 
-_REFUSED_WITH_TP = dict.fromkeys(
-    ("ElasticTraining", "ExactEvaluation"),
-    "counts samples by process, and with tp_size, sp_size or cp_size > 1 several processes see the same. "
-    "Remove it, or set them to 1.",
-)
-
-
 def _checked(
-    parallelism: Any,
+    config: ParallelismConfig | None,
     device_mesh: Any,
     tp_plan: Any,
     sequence_modules: Any,
     plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
-    config = None if parallelism is None else as_parallelism(parallelism)
     for name, given, sizes in (
         ("tp_plan", tp_plan, ("tp_size",)), ("sequence_modules", sequence_modules, ("sp_size", "cp_size"))
     ):  # fmt: skip

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from accelight.callbacks import ElasticTraining
-from accelight.strategies import AccelDeepSpeedStrategy
-from tests.strategies.oracle import build_model, build_optimizer, quiet_trainer, strategy_named
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
+from tests.strategies.oracle import Block, build_model, build_optimizer, quiet_trainer, strategy_named
 
 GLOBAL_BATCH_SIZE, MAX_BATCH_SIZE = 12, 3
 NUM_SAMPLES = 26
@@ -92,7 +92,15 @@ class Validations(Callback):
         self.steps.append(trainer.global_step)
 
 
+GROUPS = {"tp2": 2}
+"""Engines whose processes share one copy of the model, and how many do."""
+
+
 def strategy(name: str) -> Any:
+    if name in GROUPS:
+        sizes = ParallelismConfig(tp_size=GROUPS[name])
+        cut = {"model.blocks.*.linear": "colwise_rep"}
+        return AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=sizes, tp_plan=cut)
     if name == "auto" or name == "ddp":
         return name
     if name.startswith("zero"):
@@ -132,7 +140,7 @@ def train(
     module = Module(optimizer_for(engine), frequency)
     trainer.fit(module, loader() if data is None else data, validation, ckpt_path=ckpt_path)
     return Run(
-        merged(module.used),
+        merged(module.used, GROUPS.get(engine, 1)),
         module.rates,
         whole_weights(trainer),
         validations.steps,
@@ -142,10 +150,12 @@ def train(
     )
 
 
-def merged(used: dict[int, list[int]]) -> dict[int, list[int]]:
-    """Put together what all processes used."""
+def merged(used: dict[int, list[int]], group_size: int = 1) -> dict[int, list[int]]:
+    """Put together what all processes used, of those that must use the same what one of them did."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, used)
+    assert all(one == everyone[rank // group_size * group_size] for rank, one in enumerate(everyone))
+    everyone = everyone[::group_size]
     steps = sorted({step for one in everyone for step in one})
     return {step: sorted(sample for one in everyone for sample in one.get(step, [])) for step in steps}
 

@@ -64,6 +64,23 @@ def test_a_run_goes_on_with_another_number_of_processes(engine: str, before: int
             assert_goes_on(found, expected, step)
 
 
+TENSOR_PARALLEL = [("tp2", 4, "fsdp2", 1), ("fsdp2", 2, "tp2", 4), ("tp2", 4, "tp2", 2), ("tp2", 4, "fsdp2", 4)]
+
+
+@pytest.mark.core("tp2-4-fsdp2-1")
+@pytest.mark.parametrize(("engine", "before", "other", "after"), TENSOR_PARALLEL)
+def test_a_run_goes_on_with_other_sizes_of_its_groups(
+    engine: str, before: int, other: str, after: int, tmp_path: Path
+) -> None:
+    """Processes that share one copy of the model have the same samples."""
+    expected = train_plain(engine)
+    for found in run_on_ranks(before, _begin, engine, str(tmp_path), {}, timeout_s=200):
+        assert_goes_on(found, expected)
+    for runs in run_on_ranks(after, _go_on, other, str(tmp_path), {}, timeout_s=300):
+        for step, found in enumerate(runs, 1):
+            assert_goes_on(found, expected, step)
+
+
 HOOKS = [
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -295,6 +312,8 @@ def test_wrong_arguments_of_elastic_training_are_refused(arguments: dict[str, An
 def test_a_number_of_processes_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"12 cannot be split equally over 5 processes. Start 1, 2, 3, 4, 6 or 12"):
         Division.of(12, 5)
+    with pytest.raises(ValueError, match=r"over 5 groups of 2 processes. Start 2, 4, 6, 8, 12 or 24 processes"):
+        Division.of(12, 5, group_size=2)
     with pytest.raises(AssertionError, match="12 cannot be split equally over 5 processes"):
         run_on_ranks(5, train, "ddp")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torchmetrics.retrieval import RetrievalMAP
 from accelight.callbacks import ExactEvaluation
 from accelight.callbacks.exact_evaluation import RealSamples
 from accelight.state import PartialState, gather_for_metrics, reset_state
-from accelight.strategies import AccelDeepSpeedStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.oracle import quiet_trainer
@@ -47,10 +49,12 @@ class Classifier(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, NUM_CLASSES)
+        self.layer, self.each = nn.Linear(4, NUM_CLASSES), nn.Linear(1, 1)
         with torch.no_grad():
             self.layer.weight.copy_(torch.arange(12.0).view(3, 4) % 5 - 2)
             self.layer.bias.zero_()
+            self.each.weight.fill_(1)
+            self.each.bias.zero_()
         self.accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
         self.scores = MetricCollection([MulticlassF1Score(NUM_CLASSES), MulticlassAUROC(NUM_CLASSES)])
         self.confusion = MulticlassConfusionMatrix(NUM_CLASSES)
@@ -61,7 +65,7 @@ class Classifier(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_forwards += 1
-        return self.layer(x)
+        return self.layer(self.each(x.unsqueeze(2)).squeeze(2))
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         inputs, labels = batch
@@ -102,6 +106,7 @@ def evaluate(length: int, batch_size: int, strategy: Any, world_size: int, exact
     run = trainer.test if length % 2 else trainer.validate
     [metrics] = run(model, DataLoader(samples(length), batch_size), verbose=False)
     assert not {"log", "validation_step", "test_step", "process_dataloader"} & {*vars(model), *vars(trainer.strategy)}
+    assert model.confusion.dist_sync_fn is None
     assert model.matrix is not None
     return {
         "values": (metrics, model.matrix.tolist()),
@@ -158,6 +163,51 @@ def test_deepspeed_gives_the_values_of_one_process() -> None:
         assert sum(one["num_outputs"] for one in found) == length
 
 
+def tensor_parallel() -> Any:
+    cut = {"layer": "rowwise_rep"}
+    return AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), tp_plan=cut)
+
+
+def sequence_parallel() -> Any:
+    sizes = ParallelismConfig(sp_size=2)
+    return AccelFSDPStrategy(fsdp_version=2, parallelism_config=sizes, sequence_modules=["each"])
+
+
+def evaluate_in_groups() -> tuple[dict[int, dict[str, Any]], dict[tuple[int, int], Any]]:
+    found = {}
+    for length in (1, 5, 6, 7):
+        make = sequence_parallel if length == 6 else tensor_parallel
+        found[length] = evaluate(length, 2, make(), PartialState().num_processes)
+    lists = evaluate_lists(tensor_parallel, lengths=(1, 3, 6))
+    return found, lists
+
+
+@pytest.mark.core("4")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_that_share_a_model_count_as_one(world_size: int) -> None:
+    results = run_on_ranks(world_size, evaluate_in_groups, timeout_s=120)
+    alone = evaluate_lists(lengths=(1, 3, 6))
+    for found, lists in results:
+        for length, one in found.items():
+            assert one["values"] == expected(length, 2)["values"], length
+        for case, metrics in lists.items():
+            assert metrics == pytest.approx(alone[case], abs=1e-6), case
+    for length in results[0][0]:
+        assert sum(found[length]["num_outputs"] for found, _ in results) == 2 * length
+
+
+def evaluate_without(group_size: int) -> dict[str, Any]:
+    make = tensor_parallel if group_size > 1 else partial(AccelFSDPStrategy, fsdp_version=2)
+    found = evaluate(7, 2, make(), PartialState().num_processes, exact=False)
+    return {**found, "gathered": gather_in_fit(make(), group_size)}
+
+
+def test_without_the_callback_metrics_are_those_of_the_groups() -> None:
+    expected = run_on_ranks(2, evaluate_without, 1)
+    for rank, found in enumerate(run_on_ranks(4, evaluate_without, 2)):
+        assert found == expected[rank // 2]
+
+
 def test_one_process_evaluates_as_without_the_callback() -> None:
     for length in LENGTHS:
         assert evaluate(length, 4, "auto", 1) == expected(length, 4)
@@ -185,6 +235,7 @@ class Lists(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.retrieval, self.numbers = RetrievalMAP(), Numbers()
+        self.layer = nn.Linear(4, 1)  # for those who must shard one
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         inputs, labels = batch
@@ -195,12 +246,15 @@ class Lists(LightningModule):
         self.log("numbers", self.numbers)
 
 
-def evaluate_lists() -> dict[tuple[int, int], Any]:
+def evaluate_lists(
+    strategy: Callable[[], Any] | None = None, lengths: Iterable[int] = LENGTHS
+) -> dict[tuple[int, int], Any]:
     found = {}
-    for length in LENGTHS:
+    for length in lengths:
         for batch_size in (1, 3):
             model, world_size = Lists(), PartialState().num_processes
-            trainer = quiet_trainer("ddp" if world_size > 1 else "auto", world_size, callbacks=[ExactEvaluation()])
+            chosen = strategy() if strategy is not None else "ddp" if world_size > 1 else "auto"
+            trainer = quiet_trainer(chosen, world_size, callbacks=[ExactEvaluation()])
             [metrics] = trainer.validate(model, DataLoader(samples(length), batch_size), verbose=False)
             assert "_sync_dist" not in {*vars(model.retrieval), *vars(model.numbers)}
             found[length, batch_size] = metrics
@@ -247,11 +301,12 @@ class Gathering(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def gather_in_fit(strategy: str, folder: str) -> dict[str, Any]:
+def gather_in_fit(strategy: Any, group_size: int = 1) -> dict[str, Any]:
     import accelight.strategies  # noqa: F401 (the names)
 
-    world_size, model = PartialState().num_processes, Gathering()
-    own_sampler: DistributedSampler[Any] = DistributedSampler(samples(5), shuffle=False)
+    state, model = PartialState(), Gathering()
+    world_size, rank = state.num_processes, state.process_index // group_size
+    own_sampler: DistributedSampler[Any] = DistributedSampler(samples(5), world_size // group_size, rank, shuffle=False)
     loaders = [DataLoader(samples(7), 2), DataLoader(samples(5), 2, sampler=own_sampler)]
     trainer = quiet_trainer(strategy, world_size, max_epochs=2, callbacks=[ExactEvaluation()])
     trainer.fit(model, DataLoader(samples(4), 2), loaders)
@@ -267,11 +322,11 @@ def gather_in_fit(strategy: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp1"])
-def test_gathering_in_fit_with_two_loaders(strategy: str, tmp_path: Path) -> None:
+def test_gathering_in_fit_with_two_loaders(strategy: str) -> None:
     """Also `gather_for_metrics`; in fit the second validation goes through the same loaders again."""
     order = [*samples(7).tensors[0].tolist(), *samples(5).tensors[0].tolist()] * 2
     means = [samples(length).tensors[1].float().mean().item() for length in (7, 5)]
-    results = run_on_ranks(2, gather_in_fit, strategy, str(tmp_path))
+    results = run_on_ranks(2, gather_in_fit, strategy)
     for result in results:
         assert result["seen"] == order
         assert result["by_function"] == order
