@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ..upstream.lightning import DistributedSamplerWrapper, Trainer, _set_sampler_epoch, _update_dataloader
+from ..upstream.lightning import (
+    DistributedSamplerWrapper,
+    Trainer,
+    _set_sampler_epoch,
+    _update_dataloader,
+    pl_worker_init_function,
+)
 from ..upstream.patches import Patches
 
 LOADERS_KEY = "accelight_loader_states"
@@ -211,6 +217,18 @@ def with_shared_order(loader: object, kwargs: dict[str, Any]) -> object:
     return _update_dataloader(loader, shared)
 
 
+def seed_workers(loader: object, rank: int, patches: Patches) -> None:
+    """Seed a loader's workers by ``rank`` after ``seed_everything(workers=True)``: Lightning 2.6 takes the global rank.
+
+    Args:
+        loader: As the Trainer iterates it.
+        rank: Of the processes that see the same batches.
+        patches: Remove it.
+    """
+    if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        patches.put(loader, "worker_init_fn", partial(pl_worker_init_function, rank=rank))
+
+
 # ------------------------------------------------------------------------------------------------
 # Random states of each process in a checkpoint, so that dropout continues after a resume.
 
@@ -218,7 +236,7 @@ def with_shared_order(loader: object, kwargs: dict[str, Any]) -> object:
 _log = logging.getLogger(__name__)
 
 RANDOM_STATES_KEY = "accelight_random_states"
-"""A checkpoint's key for one state of each process, in rank order."""
+"""A checkpoint's key for one state of each process, or group that sees the same batches, in rank order."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -259,17 +277,23 @@ class ResumedRandomState:
         self._state: dict[str, Any] | None = None
         self._device = torch.device("cpu")
 
-    def load(self, states: list[dict[str, Any]], device: torch.device) -> None:
-        """Take this rank's state out of a checkpoint, unless that was saved on another number of processes."""
+    def load(self, states: list[dict[str, Any]], device: torch.device, group_size: int = 1) -> None:
+        """Take this rank's state out of a checkpoint, unless that was saved on another number of processes.
+
+        Args:
+            states: Of each process, or of each group that sees the same batches, in rank order.
+            device: Of this process.
+            group_size: Processes that see the same batches; they have consecutive ranks.
+        """
         self._state, self._device = None, device
-        if len(states) == dist.get_world_size():
-            self._state = states[dist.get_rank()]
+        if len(states) == dist.get_world_size() // group_size:
+            self._state = states[dist.get_rank() // group_size]
         elif dist.get_rank() == 0:
             _log.warning(
-                "The checkpoint holds the random states of %d processes, but %d resume: they start from new states. "
-                "The batch counts of the checkpoint are kept; ElasticTraining counts samples.",
+                "The checkpoint holds the random states of %d processes with batches of their own, but %d resume: they "
+                "start from new states. The batch counts of the checkpoint are kept; ElasticTraining counts samples.",
                 len(states),
-                dist.get_world_size(),
+                dist.get_world_size() // group_size,
             )
 
     def before_iterating(self) -> None:

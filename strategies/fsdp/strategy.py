@@ -41,7 +41,7 @@ from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
-from ..common.dataloader_state import LoaderPlaces
+from ..common.dataloader_state import LoaderPlaces, seed_workers
 from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
@@ -401,7 +401,10 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         self._checkpointer.before_iterating()
-        return super().process_dataloader(dataloader)
+        processed = super().process_dataloader(dataloader)
+        if self.non_data_parallel_size > 1:
+            seed_workers(processed, self.distributed_sampler_kwargs["rank"], self._replicas)
+        return processed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -745,11 +748,11 @@ class AccelFSDPStrategy(TrainerHooks):
             raise RuntimeError("AccelFSDPStrategy.setup() must be called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
         self._termination.follow(trainer)
+        if self._same_batches is not None:
+            self._same_batches.share_random_states(self.root_device)
         if fitting:
             check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
             check_places(self._checkpointer.saves, trainer.checkpoint_callbacks)
-            if self._same_batches is not None:
-                self._same_batches.share_random_states(self.root_device)
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)

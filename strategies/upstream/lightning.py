@@ -15,6 +15,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning.fabric.utilities.init import _materialize_distributed_module
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
+    from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from lightning.pytorch.core.optimizer import (
@@ -67,6 +68,7 @@ else:
     from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
     from lightning_fabric.utilities.init import _materialize_distributed_module
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
+    from lightning_fabric.utilities.seed import pl_worker_init_function
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
     from pytorch_lightning.core.optimizer import (
@@ -148,6 +150,7 @@ __all__ = [
     "extract_batch_size",
     "is_overridden",
     "is_param_in_hook_signature",
+    "pl_worker_init_function",
     "rank_zero_info",
     "rank_zero_warn",
     "sized_len",

@@ -73,11 +73,11 @@ TABLE: dict[str, Patch] = {
         "a run: setup() to teardown(); accumulation: one fit's loop",
     ),
     "user code": Patch(
-        "the Trainer's profiler, the LightningModule, its optimizers and metrics",
-        "profile training_step zero_grad lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn",
+        "the Trainer's profiler, the LightningModule, its optimizers, metrics and loaders",
+        "profile training_step zero_grad lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn",
         "hooks see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped steps, some "
-        "optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a model count "
-        "once in metrics; the Trainer has no hook for these",
+        "optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a model seed "
+        "workers alike and count once in metrics; the Trainer has no hook for these",
         "a run: setup() to teardown(); scaling: one step",
     ),
     "callbacks": Patch(

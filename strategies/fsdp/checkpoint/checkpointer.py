@@ -279,8 +279,8 @@ class Checkpointer:
 
         def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
-                checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states]
                 group_size = self._strategy.loader_places.group_size
+                checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states[::group_size]]
                 dataloader_state.keep([places for _, places in states], checkpoint, group_size)
             return path, self._plans.number or next(_NUMBERS)
 
@@ -438,7 +438,8 @@ class Checkpointer:
         self._strategy.loader_places.load(checkpoint)
         random_states = checkpoint.pop(RANDOM_STATES_KEY, None)
         if fitting and random_states:
-            self._random_state.load(random_states, self._strategy.root_device)
+            group_size = self._strategy.loader_places.group_size
+            self._random_state.load(random_states, self._strategy.root_device, group_size)
         return checkpoint
 
     def _read(self, path: str, weights_only: bool | None, *, fitting: bool) -> dict[str, Any]:

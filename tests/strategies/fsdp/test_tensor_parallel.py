@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import TorchTensorParallelPlugin
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_mer
 from accelight.state import AcceleratorState, GradientAccumulationPlugin
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from accelight.strategies.common.user_code import library_code
-from accelight.strategies.parallelism.config import as_parallelism
 from accelight.strategies.parallelism.tensor import is_cut
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Counting, Module, Rows, loader, plain
@@ -180,6 +177,58 @@ def test_dropout_is_the_same_in_a_group() -> None:
     assert are_equal
 
 
+def train_with_dropout(tp: int, epochs: int, save_to: str, resume_from: str | None) -> list[float]:
+    module, size = Module(0.5), dist.get_world_size()
+    trainer = quiet_trainer(_strategy(tp), size, max_epochs=epochs)
+    torch.manual_seed(dist.get_rank() // tp)
+    trainer.fit(module, loader(size // tp), ckpt_path=resume_from)
+    trainer.save_checkpoint(save_to)
+    return module.losses
+
+
+RANDOM_RESUMES = {
+    "the same": ((4, 2), (4, 2), True),
+    "fewer processes": ((4, 2), (2, 1), True),
+    "more processes": ((2, 1), (4, 2), True),
+    "more groups": ((4, 2), (4, 1), False),
+    "fewer groups": ((4, 1), (4, 2), False),
+}
+
+
+@pytest.mark.core("fewer groups")
+@pytest.mark.parametrize("name", RANDOM_RESUMES)
+def test_random_states_are_those_of_groups(name: str, tmp_path: Path) -> None:
+    (size, tp), (size_after, tp_after), are_restored = RANDOM_RESUMES[name]
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    run_on_ranks(size, train_with_dropout, tp, 1, first, None)
+    found = run_on_ranks(size_after, train_with_dropout, tp_after, 2, second, first)
+    expected = run_on_ranks(2, train_with_dropout, 1, 2, second, None) if are_restored else []
+    for rank, losses in enumerate(found):
+        assert losses == found[rank // tp_after * tp_after]
+        assert not are_restored or losses == pytest.approx(expected[rank // tp_after][BATCHES:], rel=1e-4)
+
+
+class _Noisy(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] + torch.rand(5), self.y[index]
+
+
+def train_noisy(tp: int) -> dict[str, Tensor]:
+    seed_everything(3, workers=True)
+    strategy, module = _strategy(tp), Module()
+    num_replicas = dist.get_world_size() // tp
+    noisy = DataLoader(_Noisy(), batch_size=BATCH // num_replicas, num_workers=1)
+    quiet_trainer(strategy, dist.get_world_size(), max_epochs=1).fit(module, noisy)
+    return {name: one.clone() for name, one in full_state_dict(strategy, module).items()}
+
+
+@pytest.mark.exhaustive
+def test_workers_of_loaders_are_seeded_by_groups() -> None:
+    expected = run_on_ranks(2, train_noisy, 1)[0]
+    for found in run_on_ranks(4, train_noisy, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def other_batches(call: str) -> str:
     trainer = quiet_trainer(_strategy(2), 2, max_epochs=1, use_distributed_sampler=False)
     rows = Rows()
@@ -242,11 +291,6 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
     with pytest.raises(ValueError, match=r"cp_size=2 and sp_size=3 both divide sequences\. Set one"):
         ParallelismConfig(cp_size=2, sp_size=3)
-    theirs = accelerate.parallelism_config.ParallelismConfig(tp_size=2, dp_shard_size=2)
-    assert as_parallelism(theirs) == ParallelismConfig(1, 2, 2, 1, 1)
-    assert as_parallelism(TorchTensorParallelPlugin(tp_size=4)).tp_size == 4
-    with pytest.raises(TypeError, match="must be a ParallelismConfig, got dict"):
-        AccelFSDPStrategy(fsdp_version=2, parallelism_config={"tp_size": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
         ParallelismConfig(dp_shard_size=0)
     with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
