@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 from weakref import WeakSet
@@ -49,6 +49,8 @@ _CUT_SIZES: Mapping[type[ParallelStyle], tuple[str, str]] = {
     RowwiseParallel: ("in_features", "num_embeddings"),
 }
 """Attributes of `nn.Linear` and `nn.Embedding` with the size that a style divides."""
+_ADAPTERS: Mapping[type[ParallelStyle], str] = {ColwiseParallel: "lora_B", RowwiseParallel: "lora_A"}
+"""Which of PEFT's matrices has the dimension that a style divides."""
 _MOST_DIFFERENT = 1e-2
 """By which norms of one gradient may differ in a group: kernels of GPUs add up in other orders."""
 
@@ -82,8 +84,12 @@ class TensorParallel:
                 if is_cut(one):
                     self.styles.setdefault(name.rpartition(".")[0], f"{one.placements[0]!r}")
             return
-        chosen = self._chosen(model)
         modules = dict(model.named_modules())
+        chosen = {
+            full: own
+            for name, style in self._chosen(model).items()
+            for full, own in _layers(name, modules[name], style)
+        }
         self._check_ties(model, [modules[name] for name in chosen])
         for name, style in chosen.items():
             self._check_sizes(name, modules[name], style)
@@ -263,6 +269,27 @@ WITHOUT_WEIGHTS = (
     "weights, and each process cuts its own. Give the plan to AccelFSDPStrategy(tp_plan={...}), or the weights in "
     "pretrained_weights."
 )
+
+
+def _layers(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, ParallelStyle]]:
+    """Return what is cut of a module: of PEFT's LoRA the base, and of each adapter the matrix on the side that is cut.
+
+    Raises:
+        ValueError: If torch cannot cut it.
+    """
+    if type(style) not in _CUT_SIZES or isinstance(module, (nn.Linear, nn.Embedding)):
+        yield name, style  # a style of the user's own knows what it can cut
+        return
+    base, adapters = getattr(module, "base_layer", None), getattr(module, _ADAPTERS[type(style)], None)
+    has_more = any(len(getattr(module, more, ())) for more in ("lora_embedding_A", "lora_magnitude_vector"))
+    if not isinstance(base, nn.Linear) or not isinstance(adapters, nn.ModuleDict) or has_more:
+        raise ValueError(
+            f"tp_plan cuts linear layers, embeddings, and LoRA of linear layers (without DoRA), and {clean_name(name)} "
+            f"is a {type(module).__name__}. Leave it out of the plan."
+        )
+    yield f"{name}.base_layer", style
+    for adapter in adapters:
+        yield f"{name}.{_ADAPTERS[type(style)]}.{adapter}", style
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

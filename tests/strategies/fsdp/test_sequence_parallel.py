@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -123,6 +124,22 @@ class Llama(Module):
         return self.net(input_ids=inputs, **given).loss
 
 
+class Lora(Llama):
+    """With adapters on layers that a plan cuts on either side."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(tied=False)
+        names = ["q_proj", "v_proj", "o_proj", "down_proj"]
+        self.net = get_peft_model(self.net, LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM", **options))
+        for name, parameter in self.named_parameters():
+            if "lora_B" in name:  # else zero
+                nn.init.normal_(parameter, std=0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
 def loader(module: Module, num_replicas: int, **options: Any) -> DataLoader[Any]:
     length = getattr(module, "length", 8)
     tokens = torch.randint(0, 11, (BATCH * BATCHES, length + 1), generator=torch.Generator().manual_seed(5))
@@ -137,6 +154,7 @@ KINDS: dict[str, Any] = {
     "gpt, all to all": lambda: Module(causal=False),
     "llama": lambda: Llama(),
     "llama, untied": lambda: Llama(tied=False),
+    "llama, lora": lambda: Lora(),
     "llama, left": lambda: Llama(padded="left"),
     "llama, right": lambda: Llama(padded="right"),
     "llama, packed": lambda: Llama(packed=True),
@@ -208,6 +226,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     },
     "llama, sp2 x shard2": (4, {"kind": "llama", "sp": 2}),
     "llama, cp4": (4, {"kind": "llama", "cp": 4}),
+    "llama, lora, tp2": (2, {"kind": "llama, lora", "tp": 2}),
     "llama, tp2 x sp2": (4, {"kind": "llama, untied", "tp": 2, "sp": 2}),
     "llama, tp2 x cp2": (4, {"kind": "llama, untied", "tp": 2, "cp": 2}),
 }
@@ -386,6 +405,24 @@ def test_generation_and_other_sizes_are_errors() -> None:
     for generation, sizes in run_on_ranks(2, generated):
         assert "past_key_values works on whole sequences, which no rank has with sp_size > 1" in generation
         assert "sharded with tp_size=1, sp_size=2, and cannot be sharded again with tp_size=1" in sizes
+
+
+def with_dora() -> str:
+    config = ParallelismConfig(tp_size=2)
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, parallelism_config=config), 2, max_epochs=1)
+    module = Lora(use_dora=True)
+    with pytest.raises(ValueError, match="tp_plan") as error:
+        trainer.fit(module, loader(module, 1))
+    return f"{error.value}"
+
+
+@pytest.mark.exhaustive
+def test_adapters_that_no_plan_cuts_are_an_error() -> None:
+    for message in run_on_ranks(2, with_dora):
+        assert (
+            "and LoRA of linear layers (without DoRA), and net.base_model.model.model.layers.0.self_attn.q_pro"
+            in message
+        )
 
 
 class Dropping(Module):
