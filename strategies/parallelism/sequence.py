@@ -299,7 +299,8 @@ class _Attention(TorchFunctionMode):
         ranks, rank, heads = self._parallel.size, self._parallel.rank, query.shape[1]
         if heads % ranks:
             raise ValueError(
-                f"{self._region.name}: sp_size={ranks} does not divide the {heads} heads of its attention. Set cp_size."
+                f"{self._region.name}: sp_size={ranks} does not divide the {heads} heads of its attention. "
+                f"Set cp_size={ranks}, or a number that does."
             )
         if key.shape[1] % ranks:  # fewer keys and values than ranks: each rank needs those of its heads
             repeats = heads // key.shape[1]
@@ -457,8 +458,8 @@ class Region:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._with_grad.append(torch.is_grad_enabled())
-        for parameter in module.parameters(recurse=False):  # unsharded now
-            if parameter.requires_grad and not hasattr(parameter, "_accelight_whole"):
+        for parameter in module._parameters.values():  # unsharded now
+            if parameter is not None and parameter.requires_grad and not hasattr(parameter, "_accelight_whole"):
                 self._show_whole_gradients(parameter)
         if self._entered_by is None and not self._is_whole:
             self._attention.__enter__()  # type: ignore[no-untyped-call]
