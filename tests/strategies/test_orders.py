@@ -35,7 +35,9 @@ def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:
     check(FOUND[name], kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.exhaustive) if kind == "fsdp2_cp" else kind for kind in KINDS]
+)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_orders(number: int, kind: str) -> None:
     for_random_scripts(kind, lambda script: check(script, kind), number=number, num_scripts=IN_ONE_TEST)
