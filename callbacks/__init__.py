@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .merge_sharded_checkpoint import MergeShardedCheckpoint
     from .ray_report_checkpoint import RayReportCheckpoint
     from .sharded_ema import ShardedEMA
+    from .step_guard import StepGuard
     from .trigger_early_stopping import TriggerEarlyStopping
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "MergeShardedCheckpoint",
     "RayReportCheckpoint",
     "ShardedEMA",
+    "StepGuard",
     "TriggerEarlyStopping",
 ]
 
@@ -32,6 +34,7 @@ _HOMES = {  # Lightning takes seconds to import
     "MergeShardedCheckpoint": ".merge_sharded_checkpoint",
     "RayReportCheckpoint": ".ray_report_checkpoint",
     "ShardedEMA": ".sharded_ema",
+    "StepGuard": ".step_guard",
     "TriggerEarlyStopping": ".trigger_early_stopping",
 }
 

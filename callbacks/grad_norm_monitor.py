@@ -111,7 +111,7 @@ class GradNormMonitor(Callback):
             self._measure(trainer, optimizer, name)
         elif not pl_module.automatic_optimization and not deepspeed and ready is not self._known:  # clipped by hand
             self._measured[name] = ready
-        elif deepspeed or _will_clip_by_norm(trainer, pl_module):
+        elif deepspeed or will_clip_by_norm(trainer, pl_module):
             self._awaited = name
         else:
             self._measure(trainer, optimizer, name)
@@ -183,7 +183,7 @@ def _norm_of(trainer: Trainer) -> Any:
     return getattr(strategy, "last_grad_norm", None)
 
 
-def _will_clip_by_norm(trainer: Trainer, pl_module: LightningModule) -> bool:
+def will_clip_by_norm(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Tell whether the strategy will compute the norm in this step, between this hook and the optimizer."""
     return (
         hasattr(trainer.strategy, "last_grad_norm")

@@ -19,12 +19,22 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from ..common.broadcast import check_layout, send_from_rank_zero
+from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.launch import RunSummary
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_gradients, window_of
 from .ds_config import DeepSpeedSettings
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
-from .zero_optimizer import MasterWeights, State, clear_padding, is_partitioned_optimizer, pieces
+from .zero_optimizer import (
+    MasterWeights,
+    State,
+    clear_padding,
+    gradient_piece,
+    is_partitioned_optimizer,
+    parameter_groups,
+    pieces,
+    process_group,
+)
 
 
 def start_engine(
@@ -104,6 +114,27 @@ def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tenso
         window.step(**kwargs)
     norm = engine.get_global_grad_norm() if plain is None else plain
     return None if norm is None or not window.has_stepped else torch.as_tensor(norm).detach().float().reshape(())
+
+
+@torch.no_grad()
+def gradient_norm(engine: Any, window: GradientAccumulator) -> torch.Tensor:
+    """Return the global norm of a window's complete gradients, without their scale; every rank calls it."""
+    window.complete()
+    zero = engine.optimizer
+    if not is_partitioned_optimizer(zero):
+        return _plain_norm(engine)
+    parts: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for index in range(len(parameter_groups(zero))):
+        parts.setdefault(process_group(zero, index), [])
+    for piece in pieces(zero):
+        if piece.parameter in window.used:
+            parts[process_group(zero, piece.group)].append(gradient_piece(zero, piece))
+    total = torch.zeros((), dtype=dtype_of_powers(window.device), device=window.device)
+    for group, gradients in parts.items():
+        power = norm_powers(gradients, 2.0).sum().to(total) if gradients else torch.zeros_like(total)
+        reduce_powers(power, [group], 2.0)
+        total += power
+    return (total.sqrt() * (window.factor / window.loss_scale)).float()
 
 
 def _plain_norm(engine: Any) -> torch.Tensor:

@@ -247,10 +247,20 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         """Let the next optimizer step clip its gradients by their norm."""
         self._present_window.clip(max_norm)
 
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global norm of the gradients before clipping and the step, in one reduction; all ranks call it.
+
+        DeepSpeed itself computes the norm inside its step. Without a step this one stays as ``last_grad_norm``.
+        """
+        self.last_grad_norm = engines.gradient_norm(self.deepspeed_engine, self._present_window)
+        return self.last_grad_norm
+
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
-        self.last_grad_norm = engines.step(engine, self._present_window, **kwargs)
+        norm = engines.step(engine, self._present_window, **kwargs)
+        if norm is not None or self._present_window.has_stepped:
+            self.last_grad_norm = norm
         self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
         if self.skipped_steps.last:
             rank_zero_info(
@@ -378,6 +388,7 @@ _REFUSED_CALLBACKS = {
     *(
         "optimizer_step",
         "clip_step",
+        "grad_norm",
         "take_step",
         "divide_by_items",
         "parameter_shards",

@@ -191,6 +191,10 @@ ATTRIBUTES = {
     "_broadcast_sigterm_tensor": (_EPOCH, "ranks agree on a SIGTERM before a batch"),
     "_checkpoint_connector": (_TRAINER, "which checkpoint a run goes on from"),
     "_child_processes": (_OBSERVER, "processes that may end with a status, since they were told to end"),
+    "_clip_gradients": (
+        "lightning.pytorch.plugins.precision.Precision",
+        "the last place before a step, around clipping, which knows the norm",
+    ),
     "_combined_loader": (_FIT, "the loaders that a loop goes through"),
     "_combined_loader_states_to_load": (_FIT, "where a checkpoint says that loaders are"),
     "_computed": (_METRIC, "a padding step's result is forgotten"),

@@ -1,0 +1,362 @@
+"""`StepGuard`: skips optimizer steps whose gradients are not finite or spike, on all processes alike."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import statistics
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from ..state.utils import named_arguments
+from ..strategies.common.checkpoint_files import local_path, save_torch
+from ..strategies.common.grads import SkippedSteps
+from ..strategies.upstream.lightning import (
+    Callback,
+    DDPStrategy,
+    DeepSpeedStrategy,
+    LightningModule,
+    SingleDeviceStrategy,
+    Trainer,
+    check_trainer,
+    rank_zero_warn,
+)
+from ..strategies.upstream.patches import Patches
+from .grad_norm_monitor import named_gradients, norms_by_label, will_clip_by_norm
+
+_log = logging.getLogger(__name__)
+_GAUSSIAN = 1.4826
+"""Standard deviations in a median absolute deviation of normally distributed values."""
+_LEAST_DEVIATION = 0.1
+"""Of the median. Norms that hardly vary would otherwise make a spike of each one above the median."""
+
+
+class _MicroBatch(NamedTuple):
+    """What the log and the saved file have of one micro-batch of the accumulation window."""
+
+    epoch: int
+    batch_idx: int
+    loss: Tensor | None
+    batch: Any
+
+
+@named_arguments
+class StepGuard(Callback):
+    """Skips optimizer steps whose gradient norm is not finite, or far above those of the steps before.
+
+    ::
+
+        Trainer(strategy="accel_fsdp2", gradient_clip_val=1.0, callbacks=[StepGuard()])
+
+    A skipped step changes nothing: weights, optimizer state and schedules by step stay as they are, and the gradients
+    are dropped. ``trainer.global_step`` counts it, and so do averages of the weights, as for a step that overflows in
+    fp16. All processes decide by the same number, the norm over all shards before clipping.
+
+    - A norm that is NaN or infinite is always skipped. In fp16 the gradient scaler skips such a step and halves its
+      scale; schedules wait, and the guard counts it only once the scale is down to 1.
+    - A spike is a norm above ``median + spike_factor * deviation`` of the last ``window`` steps that were taken. The
+      deviation is the median absolute deviation in units of a standard deviation, and at least a tenth of the median.
+    - Each skip is a warning on rank 0, with the step, the norm, the threshold, the loss and the micro-batches.
+      ``step_guard/skipped`` in the logs is their number.
+
+    It works in automatic optimization, with accelight's strategies, ``ddp`` and a single device. Each step waits until
+    the norm is known. Norms and counts are saved in checkpoints, so that a run that resumes decides alike.
+
+    Args:
+        max_norm: Largest norm that is not skipped, whatever the norms before; default: no such limit.
+        spike_factor: Deviations above the median from which on a norm is a spike; None skips no spikes.
+        window: Steps whose norms tell what is normal. No spike is found before that many steps.
+        max_consecutive_skips: Steps in a row that may be skipped. One more raises RuntimeError on every process.
+        save_batches_to: Folder for the micro-batches of skipped steps, one file for each step and process:
+            ``step00000012-rank0.pt``, which ``torch.load`` reads. The batches of a window then stay in memory.
+
+    Raises:
+        ValueError: If an argument is out of its range; when training starts, if the guard cannot skip steps there.
+        RuntimeError: While training, on every process, after more than ``max_consecutive_skips`` skips in a row.
+    """
+
+    def __init__(
+        self,
+        max_norm: float | None = None,
+        spike_factor: float | None = 10.0,
+        window: int = 100,
+        max_consecutive_skips: int = 10,
+        save_batches_to: str | Path | None = None,
+    ) -> None:
+        for name, value in (("max_norm", max_norm), ("spike_factor", spike_factor)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be > 0 or None, got {value!r}.")
+        for name, number, least in (("window", window, 2), ("max_consecutive_skips", max_consecutive_skips, 0)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"{name} must be an int >= {least}, got {number!r}.")
+        self.max_norm, self.spike_factor, self.window = max_norm, spike_factor, window
+        self.max_consecutive_skips = max_consecutive_skips
+        self.save_batches_to = None
+        if save_batches_to is not None:
+            self.save_batches_to = local_path(str(save_batches_to), "save_batches_to")
+        self.num_skipped = 0
+        """How many steps were skipped so far."""
+        self._schedules, self._patches = SkippedSteps(), Patches("callbacks")
+        self._restoring: RemovableHandle | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_skipped = 0
+        self._norms: deque[float] = deque(maxlen=self.window)
+        self._skipped_in_a_row: list[tuple[int, float]] = []
+        self._micro_batches: list[_MicroBatch] = []
+        self._decided: tuple[float, float] | None = None  # norm and threshold of this step
+        self._skips = self._has_ended = False
+
+    # ------------------------------------------------------------------ the run
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        check_trainer(trainer)
+        if stage == "fit":
+            _check_possible(trainer, pl_module)
+            self._begin()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _check_optimizer(trainer)
+        self._detach()
+        self._micro_batches, self._decided, self._has_ended = [], None, False
+        plugin: Any = trainer.precision_plugin
+        # Lightning has no hook between clipping, which knows the norm, and the step.
+        self._patches.put(plugin, "_clip_gradients", partial(self._clip_and_judge, trainer, plugin._clip_gradients))
+        self._schedules.last = False
+        self._schedules.hold_back(pl_module, trainer.lr_scheduler_configs)
+
+    def _detach(self) -> None:
+        self._patches.remove()
+        self._schedules.detach()
+        if self._restoring is not None:
+            self._restoring.remove()
+            self._restoring = None
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._micro_batches = []  # a new window begins; Lightning may have dropped the last one
+
+    # ------------------------------------------------------------------ the decision
+    def _clip_and_judge(
+        self, trainer: Trainer, clip: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        strategy: Any = trainer.strategy
+        is_deepspeed = isinstance(strategy, DeepSpeedStrategy)
+        if not is_deepspeed and will_clip_by_norm(trainer, trainer.lightning_module):
+            clip(model, optimizer, *args, **kwargs)
+            norm = float(strategy.last_grad_norm)
+        else:
+            norm = float(strategy.grad_norm() if is_deepspeed else _measure(trainer, optimizer))
+            clip(model, optimizer, *args, **kwargs)
+        threshold, is_finite, self._has_ended = self._threshold(), math.isfinite(norm), True
+        self._skips = self._schedules.last = not norm <= threshold or not is_finite
+        if self._skips and not is_finite and _loss_scale(trainer) > 1.0:
+            self._skips = False  # the scaler skips the step, and needs to see it
+            return
+        self._decided = norm, threshold
+        if self._skips and is_deepspeed:
+            optimizer.zero_grad()  # the engine does not step without gradients
+        elif self._skips:
+            self._drop_gradients(optimizer)
+        elif norm > 0:  # without any gradient nothing steps
+            self._norms.append(norm)
+
+    def _threshold(self) -> float:
+        limits = [math.inf if self.max_norm is None else float(self.max_norm)]
+        if self.spike_factor is not None and len(self._norms) == self.window:
+            median = statistics.median(self._norms)
+            deviation = _GAUSSIAN * statistics.median(abs(norm - median) for norm in self._norms)
+            limits.append(median + self.spike_factor * max(deviation, _LEAST_DEVIATION * median))
+        return min(limits)
+
+    def _drop_gradients(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer nothing to step on: it passes over parameters without a gradient."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        # Some optimizers also count steps for each group (schedule-free, Prodigy).
+        kept = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
+        self._restoring = optimizer.register_step_post_hook(partial(_restore_groups, kept))
+
+    # ------------------------------------------------------------------ after the step
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._restoring is not None:  # not in the hook itself: torch is going through the hooks then
+            self._restoring.remove()
+            self._restoring = None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        kept = batch if self.save_batches_to is not None else None
+        loss = loss.detach() if isinstance(loss, Tensor) else None
+        self._micro_batches.append(_MicroBatch(trainer.current_epoch, batch_idx, loss, kept))
+        if self._has_ended:
+            self._has_ended = False
+            self._end_window(trainer)
+            pl_module.log("step_guard/skipped", float(self.num_skipped), on_step=True, on_epoch=False, batch_size=1)
+
+    def _end_window(self, trainer: Trainer) -> None:
+        micro_batches, self._micro_batches = self._micro_batches, []
+        decided, self._decided = self._decided, None
+        if decided is None:  # the scaler's, or nothing to step on
+            return
+        if not self._skips:
+            self._skipped_in_a_row = []
+            return
+        norm, threshold = decided
+        self.num_skipped += 1
+        self._skipped_in_a_row.append((trainer.global_step, norm))
+        limit = f" is above {threshold:.4g}" if math.isfinite(norm) else ""
+        rank_zero_warn(
+            f"StepGuard skipped optimizer step {trainer.global_step}: the gradient norm {norm:.4g}{limit}. "
+            f"{_describe_loss(trainer, micro_batches)}; {_describe_batches(micro_batches)}."
+        )
+        if self.save_batches_to is not None:
+            self._save(trainer, micro_batches, norm, threshold)
+        if len(self._skipped_in_a_row) > self.max_consecutive_skips:
+            steps = ", ".join(f"{step} (norm {norm:.4g})" for step, norm in self._skipped_in_a_row)
+            raise RuntimeError(
+                f"StepGuard skipped {len(self._skipped_in_a_row)} optimizer steps in a row, more than "
+                f"max_consecutive_skips={self.max_consecutive_skips}: {steps}. Look at the batches of these steps "
+                "(save_batches_to=...). If they are as they should be, the weights or the optimizer state are not: "
+                "resume from an earlier checkpoint with a lower learning rate. If the norms have become larger for "
+                f"good, raise max_norm={self.max_norm} and spike_factor={self.spike_factor}."
+            )
+
+    def _save(self, trainer: Trainer, micro_batches: list[_MicroBatch], norm: float, threshold: float) -> None:
+        folder = Path(str(self.save_batches_to))
+        path = folder / f"step{trainer.global_step:08d}-rank{trainer.global_rank}.pt"
+        content = {
+            "step": trainer.global_step,
+            "norm": norm,
+            "threshold": threshold,
+            "epochs": [each.epoch for each in micro_batches],
+            "batch_indices": [each.batch_idx for each in micro_batches],
+            "losses": [None if each.loss is None else float(each.loss) for each in micro_batches],
+            "batches": [each.batch for each in micro_batches],
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_torch(content, path)
+        except Exception as error:  # noqa: BLE001 (on one rank it would let the others wait; training needs no file)
+            _log.warning("StepGuard could not save %s: %s", path, error)
+
+    # ------------------------------------------------------------------ checkpoints
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_skipped": self.num_skipped,
+            "norms": list(self._norms),
+            "skipped_in_a_row": [list(each) for each in self._skipped_in_a_row],
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_skipped = state_dict["num_skipped"]
+        self._norms = deque(state_dict["norms"], maxlen=self.window)
+        self._skipped_in_a_row = [(step, norm) for step, norm in state_dict["skipped_in_a_row"]]
+
+
+# ------------------------------------------------------------------------------------------------
+# What a strategy can do.
+
+
+def _check_possible(trainer: Trainer, module: LightningModule) -> None:
+    strategy = trainer.strategy
+    if not module.automatic_optimization:
+        raise ValueError(
+            "StepGuard skips steps in automatic optimization. In manual optimization skip them in training_step(): "
+            "'norm = self.trainer.strategy.clip_grad_norm(optimizer, max_norm)' under AccelFSDPStrategy, "
+            "'torch.nn.utils.clip_grad_norm_(...)' under others, and call optimizer.step() only if it is finite."
+        )
+    is_plain_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    if not (hasattr(strategy, "last_grad_norm") or is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
+        raise ValueError(
+            f"StepGuard cannot skip steps of {type(strategy).__name__}. Use AccelFSDPStrategy, "
+            "AccelDeepSpeedStrategy, 'ddp' or a single device."
+        )
+
+
+def _check_optimizer(trainer: Trainer) -> None:
+    for optimizer in trainer.optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("StepGuard cannot skip a step of LBFGS, which computes several. Use another optimizer.")
+        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        if has_scaler and is_fused and not hasattr(trainer.strategy, "last_grad_norm"):
+            raise ValueError(
+                f"A fused {type(optimizer).__name__} unscales fp16 gradients inside its step, so that StepGuard cannot "
+                "see their norm. Use fused=False, bf16, or AccelFSDPStrategy."
+            )
+
+
+def _measure(trainer: Trainer, optimizer: Optimizer) -> Tensor:
+    """Return the global norm of the gradients, or infinity instead of NaN where ranks compute it each for itself."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
+    norm = norms_by_label(gradients, {"": None})[""]
+    if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
+        # Gradients that ddp does not reduce may differ, and ranks that decide differently never agree again. MAX over
+        # ranks does not always return NaN.
+        norm = torch.where(torch.isfinite(norm), norm, math.inf).to(trainer.strategy.root_device)
+        norm = trainer.strategy.reduce(norm, reduce_op="max")
+    return norm
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    """Return the factor that a gradient scaler can still lower, 1 without one."""
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        engine: Any = trainer.model
+        return float(engine.optimizer.loss_scale) if engine.fp16_enabled() and engine.dynamic_loss_scale() else 1.0
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def _restore_groups(kept: list[dict[str, Any]], optimizer: Optimizer, *_: Any) -> None:
+    for group, options in zip(optimizer.param_groups, kept, strict=True):
+        for name, value in options.items():
+            if isinstance(value, Tensor) and isinstance(group[name], Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+# ------------------------------------------------------------------------------------------------
+# What the log says of an accumulation window.
+
+
+def _describe_loss(trainer: Trainer, micro_batches: list[_MicroBatch]) -> str:
+    """Return the loss over all ranks, and the rank that stands out; every rank calls it."""
+    losses = [each.loss.float() for each in micro_batches if each.loss is not None]
+    own = torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else torch.tensor(math.nan)
+    by_rank = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).reshape(-1).tolist()
+    loss = f"Loss {statistics.fmean(by_rank):.4g}"
+    broken = [str(rank) for rank, one in enumerate(by_rank) if not math.isfinite(one)]
+    if len(by_rank) == 1:
+        return loss
+    if broken:
+        return f"{loss} (not finite on rank {', '.join(broken[:8])}{' and others' if len(broken) > 8 else ''})"
+    return f"{loss} (largest {max(by_rank):.4g} on rank {by_rank.index(max(by_rank))})"
+
+
+def _describe_batches(micro_batches: list[_MicroBatch]) -> str:
+    return "batches " + ", ".join(f"{each.batch_idx} of epoch {each.epoch}" for each in micro_batches)

@@ -1,0 +1,687 @@
+"""Training with skipped steps is that of a plain loop that skips the same steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import Tensor, nn
+
+from accelight.callbacks import GradNormMonitor, ShardedEMA, StepGuard
+from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
+from tests.ranks import run_on_ranks
+from tests.strategies.fsdp import cut_model
+from tests.strategies.oracle import (
+    BATCH_SIZE,
+    NUM_MICRO_BATCHES,
+    Case,
+    Outcome,
+    TinyModule,
+    build_model,
+    dataset,
+    quiet_trainer,
+    rank_loader,
+)
+
+POISON = {(0, 4): math.nan, (1, 2): 1e3, (2, 0): -1e4, (2, 5): math.inf}
+"""Epoch and batch to what the first target of the last rank is there."""
+EPOCHS = 3
+FACTOR, WINDOW = 10.0, 2
+STRATEGIES = [
+    *("fsdp1", "fsdp1_orig_params", "fsdp1_offload", "fsdp2", "fsdp2_offload"),
+    *("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
+]
+
+
+def decay(step: int) -> float:
+    return 0.9**step
+
+
+def strategy_called(name: str) -> Any:
+    if name.startswith("zero"):
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}} if name.endswith("fp16") else {}
+        zero: dict[str, Any] = {"stage": int(name[4]), "reduce_bucket_size": 64}
+        if name.endswith("offload"):
+            zero["offload_optimizer"] = {"device": "cpu"}
+        config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fp16}
+        return AccelDeepSpeedStrategy(hf_ds_config=config)
+    if not name.startswith("fsdp"):
+        return name
+    options: dict[str, Any] = {"cpu_offload": name.endswith("offload")}
+    if name.startswith("fsdp1"):
+        options["use_orig_params"] = name.endswith("orig_params")
+    return AccelFSDPStrategy(
+        fsdp_version=int(name[4]),
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="full_state_dict",
+        **options,
+    )
+
+
+@dataclass
+class Trained:
+    """What training left: comparable between the two ways."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+    """Steps, counted from 1."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate after each step."""
+    global_step: int = 0
+
+
+class Poisoned(TinyModule):
+    """Notes what a step left, and its weights at the end."""
+
+    def __init__(self, case: Case, poison: dict[tuple[int, int], float]) -> None:
+        super().__init__(case, Outcome())
+        self.poison, self.found = poison, Trained()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        value = self.poison.get((self.current_epoch, batch_idx))
+        if value is not None and dist.get_rank() == dist.get_world_size() - 1:
+            batch[1][0] = value
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if isinstance(strategy, AccelDeepSpeedStrategy):
+            state = strategy.full_state_dict()
+        else:
+            state = strategy.broadcast(strategy.lightning_module_state_dict())  # that of FSDP is rank 0's
+        self.found.weights = {name.removeprefix("model."): value.cpu().clone() for name, value in state.items()}
+        self.found.global_step = self.trainer.global_step
+
+
+class Noting(Callback):
+    """Which steps were skipped, by what is logged."""
+
+    def __init__(self, skipped_before: int = 0) -> None:
+        self.skipped, self.step = skipped_before, 0
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            return
+        self.step = trainer.global_step
+        module.found.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if (skipped := int(trainer.callback_metrics["step_guard/skipped"])) != self.skipped:
+            module.found.skipped.append(trainer.global_step)
+            self.skipped = skipped
+
+
+def guard(**options: Any) -> StepGuard:
+    return StepGuard(**{"spike_factor": FACTOR, "window": WINDOW, **options})
+
+
+def train(
+    name: str,
+    case: Case,
+    poison: dict[tuple[int, int], float] = POISON,
+    *,
+    callbacks: list[Callback] | None = None,
+    skipped_before: int = 0,
+    ckpt_path: str | None = None,
+    save_to: str | None = None,
+    module: Poisoned | None = None,
+    plugins: Any = None,
+) -> Trained:
+    size = PartialState().num_processes
+    trainer = quiet_trainer(
+        strategy_called(name),
+        size,
+        max_epochs=case.epochs,
+        precision=None if plugins else case.precision,
+        plugins=plugins,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip_norm or case.clip_value,
+        gradient_clip_algorithm="norm" if case.clip_norm else "value" if case.clip_value else None,
+        callbacks=[*([guard()] if callbacks is None else callbacks), Noting(skipped_before)],
+    )
+    module = module or Poisoned(case, poison)
+    trainer.fit(module, rank_loader(size), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    reset_state()
+    return module.found
+
+
+def train_plain(
+    case: Case, world_size: int, poison: dict[tuple[int, int], float] = POISON, max_norm: float = math.inf
+) -> Trained:
+    """Train in a plain loop that leaves out the optimizer, and its schedule, for the same reasons."""
+    model, found = build_model(), Trained()
+    norms: list[float] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if case.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)  # type: ignore[assignment]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+    inputs, targets = dataset(world_size).tensors
+    size = BATCH_SIZE * world_size
+    for epoch, start in itertools.product(range(case.epochs), range(0, NUM_MICRO_BATCHES, case.accumulate)):
+        optimizer.zero_grad()
+        for index in range(start, min(start + case.accumulate, NUM_MICRO_BATCHES)):
+            batch = slice(index * size, (index + 1) * size)
+            wanted = targets[batch].clone()
+            if (epoch, index) in poison:
+                wanted[world_size - 1] = poison[epoch, index]
+            (nn.functional.mse_loss(model(inputs[batch]), wanted) / case.accumulate).backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+        last = norms[-WINDOW:]
+        threshold = max_norm
+        if len(last) == WINDOW:
+            middle = statistics.median(last)
+            spread = 1.4826 * statistics.median([abs(one - middle) for one in last])
+            threshold = min(threshold, middle + FACTOR * max(spread, middle / 10))
+        found.global_step += 1
+        if math.isfinite(norm) and norm <= threshold:
+            norms.append(norm)
+            if case.clip_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+            if case.clip_value:
+                nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
+            optimizer.step()
+            schedule.step()
+        else:
+            found.skipped.append(found.global_step)
+        found.rates.append(optimizer.param_groups[0]["lr"])
+    found.weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return found
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    """Sums in another order differ by some 1e-7 of the largest summand."""
+    assert found.skipped == expected.skipped
+    assert found.rates == pytest.approx(expected.rates)
+    assert found.global_step == expected.global_step
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-5, atol=2e-6)
+
+
+# ---------------------------------------------------------------------- every strategy, against a plain loop
+CASES = {
+    "plain": Case(epochs=EPOCHS),
+    "clip_norm": Case(epochs=EPOCHS, clip_norm=0.3),
+    "accumulate": Case(epochs=EPOCHS, accumulate=3),
+    "accumulate_clip": Case(epochs=EPOCHS, accumulate=3, clip_norm=0.3),
+    "clip_value": Case(epochs=EPOCHS, clip_value=0.02),
+    "adamw": Case(epochs=EPOCHS, optimizer="adamw", clip_norm=0.3),
+}
+
+
+def train_all_cases(name: str) -> dict[str, Trained]:
+    deepspeed = name.startswith("zero")
+    return {key: train(name, case) for key, case in CASES.items() if not (deepspeed and case.clip_value)}
+
+
+@pytest.mark.core("fsdp1]", "fsdp2]", "ddp", "zero2]")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_is_that_of_a_plain_loop_that_skips_the_same_steps(name: str) -> None:
+    for found in run_on_ranks(2, train_all_cases, name, timeout_s=200):
+        for key, trained in found.items():
+            expected = train_plain(CASES[key], 2)
+            assert 3 <= len(expected.skipped) < expected.global_step
+            assert_same(trained, expected)
+
+
+def test_a_single_device() -> None:
+    for key, trained in run_on_ranks(1, train_all_cases, "auto", timeout_s=100)[0].items():
+        assert_same(trained, train_plain(CASES[key], 1))
+
+
+# ---------------------------------------------------------------------- resuming
+def stop_and_resume(name: str, other: str, path: str, case: Case) -> Trained:
+    before = train(name, Case(epochs=2, accumulate=case.accumulate, clip_norm=case.clip_norm), save_to=path)
+    after = train(other, case, skipped_before=len(before.skipped), ckpt_path=path)
+    after.skipped, after.rates = before.skipped + after.skipped, before.rates + after.rates
+    return after
+
+
+@pytest.mark.core("fsdp2-fsdp2", "ddp-ddp", "zero2-zero2")
+@pytest.mark.parametrize("key", ["accumulate_clip", "plain"])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("fsdp1", "fsdp1"),
+        ("fsdp2", "fsdp2"),
+        ("fsdp1", "fsdp2"),
+        ("ddp", "ddp"),
+        ("zero2", "zero2"),
+        ("zero3", "zero3"),
+    ],
+)
+def test_a_run_that_resumes_decides_alike(name: str, other: str, key: str, tmp_path: Path) -> None:
+    expected = train_plain(CASES[key], 2)
+    steps_before = 2 * math.ceil(NUM_MICRO_BATCHES / CASES[key].accumulate)
+    assert steps_before + 1 in expected.skipped  # by norms from before the checkpoint
+    for found in run_on_ranks(2, stop_and_resume, name, other, f"{tmp_path}/saved.ckpt", CASES[key], timeout_s=200):
+        assert_same(found, expected)
+
+
+# ---------------------------------------------------------------------- fp16: the scaler's own skips
+class Half(Poisoned):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([batch[0].half(), batch[1]], batch_idx)
+
+
+class Scale(Callback):
+    """Begins with one that nothing overflows."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.scaler: Any = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": 64.0})
+
+
+FEW = {(0, 4): math.nan, (1, 2): 100.0}
+
+
+def train_in_fp16(name: str) -> tuple[Trained, float, int]:
+    case = Case(epochs=EPOCHS, precision="16-mixed")
+    step_guard, module = guard(max_norm=10.0, spike_factor=None), Half(case, FEW)
+    if not name.startswith("zero"):
+        scale = Scale()
+        plugins = None if name.startswith("fsdp") else [MixedPrecision("16-mixed", "cpu")]
+        found = train(name, case, callbacks=[step_guard, scale], module=module, plugins=plugins)
+        return found, scale.scaler.get_scale(), step_guard.num_skipped
+    from deepspeed.accelerator import get_accelerator
+
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+        found = train(name, case, callbacks=[step_guard], module=module)
+    strategy: Any = module.trainer.strategy
+    return found, strategy.deepspeed_engine.optimizer.loss_scale, step_guard.num_skipped
+
+
+@pytest.mark.core("fsdp2", "zero2")
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "ddp", "zero2_fp16", "zero3_fp16"])
+def test_in_fp16_the_scaler_skips_overflows_and_the_guard_spikes(name: str) -> None:
+    expected = train_plain(CASES["plain"], 2, FEW)
+    assert expected.skipped == [5, 10]
+    for found, scale, num_skipped in run_on_ranks(2, train_in_fp16, name, timeout_s=100):
+        assert (found.skipped, num_skipped) == ([10], 1)
+        assert scale == 32.0  # for the NaN, and not for the spike
+        assert found.rates == pytest.approx(expected.rates)  # schedules wait for both
+        for key, value in expected.weights.items():  # fp16 has 11 bits
+            torch.testing.assert_close(found.weights[key], value, rtol=0.02, atol=0.02, check_dtype=False)
+
+
+# ---------------------------------------------------------------------- too many in a row
+def skip_too_many(name: str, folder: str) -> tuple[str, int, list[Any], dict[str, Any]]:
+    case = Case(epochs=1)
+    poison = {(0, batch): math.nan for batch in (1, 3, 4, 5)}
+    step_guard = guard(max_consecutive_skips=2, save_batches_to=folder)
+    module = Poisoned(case, poison)
+    with pytest.raises(RuntimeError, match="StepGuard skipped 3 optimizer steps in a row") as raised:
+        train(name, case, callbacks=[step_guard], module=module)
+    state: Any = module.trainer.strategy
+    plugin = module.trainer.precision_plugin
+    assert "_clip_gradients" not in vars(plugin)
+    assert "lr_scheduler_step" not in vars(module)
+    return str(raised.value), step_guard.num_skipped, module.found.rates, {"rank": state.global_rank}
+
+
+@pytest.mark.core("fsdp2", "ddp")
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "zero2"])
+def test_more_than_so_many_in_a_row_end_the_run_on_all_ranks(name: str, tmp_path: Path) -> None:
+    for message, num_skipped, rates, _ in run_on_ranks(2, skip_too_many, name, str(tmp_path), timeout_s=100):
+        assert "max_consecutive_skips=2: 4 (norm " in message
+        assert ", 5 (norm " in message
+        assert ", 6 (norm " in message
+        assert num_skipped == 4
+        assert rates == pytest.approx([0.09, 0.09, 0.081, 0.081, 0.081])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step{step:08d}-rank{rank}.pt" for step in (2, 4, 5, 6) for rank in (0, 1)]
+    saved = torch.load(tmp_path / "step00000004-rank1.pt", weights_only=False)
+    assert (saved["step"], saved["epochs"], saved["batch_indices"]) == (4, [0], [3])
+    assert not math.isfinite(saved["norm"])
+    assert math.isnan(saved["losses"][0])
+    inputs, targets = dataset(2).tensors
+    assert torch.equal(saved["batches"][0][0], inputs[[13, 15]])  # micro-batch 3 of rank 1
+    assert saved["batches"][0][1][0].isnan().all()
+    assert torch.equal(saved["batches"][0][1][1], targets[15])
+
+
+def fail_to_save(folder: str) -> int:
+    step_guard = guard(save_batches_to=f"{folder}/file/inside")
+    train("fsdp2", Case(epochs=1), callbacks=[step_guard])
+    return step_guard.num_skipped
+
+
+def test_a_batch_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert run_on_ranks(2, fail_to_save, str(tmp_path)) == [1, 1]
+
+
+class EndsEarly(Poisoned):
+    """Ends the first epoch in the middle of a window, which Lightning drops."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, batch_idx) == (0, 1) else None
+
+
+def warnings_of(name: str, ends_early: bool) -> list[str]:
+    case = Case(epochs=2, accumulate=3)
+    module = EndsEarly(case, {(1, 2): math.inf}) if ends_early else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(name, case, module=module)
+    return [str(each.message) for each in caught if "StepGuard" in str(each.message)]
+
+
+def test_each_skip_is_one_warning_on_rank_zero() -> None:
+    first, second = run_on_ranks(2, warnings_of, "fsdp2", False)
+    assert second == []
+    assert len(first) == 2
+    assert first[0].startswith(
+        "StepGuard skipped optimizer step 2: the gradient norm nan. Loss nan (not finite on rank 1)"
+    )
+    assert first[0].endswith("; batches 3 of epoch 0, 4 of epoch 0, 5 of epoch 0.")
+    assert re.search(r"step 4: the gradient norm \S+ is above .* \(largest \S+ on rank 1\)", first[1])
+
+
+def test_batches_of_a_window_that_lightning_dropped_are_not_in_it() -> None:
+    [warning] = run_on_ranks(2, warnings_of, "fsdp2", True)[0]
+    assert warning.endswith("; batches 0 of epoch 1, 1 of epoch 1, 2 of epoch 1.")
+
+
+def stop_between(path: str) -> tuple[dict[str, Any], str]:
+    """Save between skipped steps, and resume where the next is skipped, too."""
+    case = Case(epochs=1)
+    poison = {(0, batch): math.nan for batch in range(3, NUM_MICRO_BATCHES)}
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(path)
+
+    train("fsdp2", case, poison, callbacks=[guard(), Saves()])
+    state = torch.load(path, weights_only=True)["callbacks"]["StepGuard"]
+    every = {(0, batch): math.nan for batch in range(NUM_MICRO_BATCHES)}
+    with pytest.raises(RuntimeError, match="3 optimizer steps in a row") as raised:
+        train("fsdp2", case, every, callbacks=[guard(max_consecutive_skips=2)], skipped_before=2, ckpt_path=path)
+    return state, str(raised.value)
+
+
+def test_checkpoints_have_the_skips_in_a_row(tmp_path: Path) -> None:
+    for state, message in run_on_ranks(2, stop_between, f"{tmp_path}/saved.ckpt", timeout_s=100):
+        assert state["num_skipped"] == 2
+        assert [step for step, _ in state["skipped_in_a_row"]] == [4, 5]
+        assert len(state["norms"]) == WINDOW
+        assert ": 4 (norm nan), 5 (norm nan), 6 (norm nan)." in message
+
+
+# ---------------------------------------------------------------------- reductions
+def count_reductions(name: str, case: Case) -> tuple[int, int]:
+    """Reductions with the guard beyond those without it, and the number of steps without those skipped."""
+    counts: list[int] = []
+    original = dist.all_reduce
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[-1] += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    steps = 0
+    try:
+        for callbacks in ([StepGuard(max_norm=1e9, spike_factor=None)], []):
+            counts.append(0)
+            size = PartialState().num_processes
+            trainer = quiet_trainer(
+                strategy_called(name),
+                size,
+                max_epochs=1,
+                accumulate_grad_batches=case.accumulate,
+                gradient_clip_val=case.clip_norm,
+                callbacks=callbacks,
+            )
+            trainer.fit(Poisoned(case, {}), rank_loader(size))
+            steps = trainer.global_step
+            reset_state()
+    finally:
+        dist.all_reduce = original
+    return counts[0] - counts[1], steps
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "each_step"),
+    [
+        ("fsdp1", Case(clip_norm=0.5), 0),
+        ("fsdp2", Case(clip_norm=0.5, accumulate=3), 0),
+        ("fsdp2", Case(), 1),
+        ("ddp", Case(clip_norm=0.5), 1),
+    ],
+)
+def test_reductions_for_each_step(name: str, case: Case, each_step: int) -> None:
+    for more, steps in run_on_ranks(2, count_reductions, name, case, timeout_s=100):
+        assert more == each_step * steps
+
+
+# ---------------------------------------------------------------------- with others
+class CountsInGroups(torch.optim.SGD):
+    """Counts its steps where some optimizers do, and has a rate of its own that follows them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group.update(k=0, total=torch.zeros(1))
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += 1
+        super().step()
+        return loss
+
+
+class Counted(Poisoned):
+    def configure_optimizers(self) -> Any:
+        return CountsInGroups(self.parameters())
+
+
+def train_with_others(name: str) -> tuple[Any, ...]:
+    case = Case(epochs=EPOCHS)
+    ema, monitor, step_guard = ShardedEMA(decay=0.5), GradNormMonitor(), guard()
+    norms: list[float] = []
+
+    class Norms(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            norms.append(float(monitor.last["grad_norm"]))
+
+    counts: tuple[int, float] = (0, 0.0)
+    if not name.startswith("zero"):
+        module: Poisoned = Counted(case, POISON)
+        train(name, case, callbacks=[step_guard], module=module)
+        [group] = module.trainer.optimizers[0].param_groups
+        counts = group["k"], float(group["total"])
+    found = train(name, case, callbacks=[ema, monitor, step_guard, Norms()])
+    return found, norms, ema.num_averaged, counts
+
+
+@pytest.mark.core("fsdp2", "zero2")
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "ddp", "zero2", "zero3"])
+def test_averages_monitored_norms_and_counts_of_optimizers(name: str) -> None:
+    expected = train_plain(CASES["plain"], 2)
+    for found, norms, num_averaged, (k, total) in run_on_ranks(2, train_with_others, name, timeout_s=100):
+        assert_same(found, expected)
+        assert num_averaged == expected.global_step  # as for steps that overflow in fp16
+        assert not math.isfinite(norms[4])
+        assert max(norms[:4]) < 10 < norms[9]
+        if not name.startswith("zero"):
+            num_taken = expected.global_step - len(expected.skipped)
+            assert k == total == num_taken
+
+
+class NormsOfDeepSpeed(Callback):
+    """What `AccelDeepSpeedStrategy.grad_norm` says before each step, and DeepSpeed after it."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        self.before = float(trainer.strategy.grad_norm())  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.found):
+            self.found.append((self.before, float(trainer.strategy.last_grad_norm)))  # type: ignore[attr-defined]
+
+
+def norms_of_deepspeed(stage: int) -> list[tuple[float, float]]:
+    norms, plugin = NormsOfDeepSpeed(), GradientAccumulationPlugin(short_windows="mean")  # multiplies in the step
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 64}}
+    strategy = AccelDeepSpeedStrategy(hf_ds_config=config, gradient_accumulation=plugin)
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3, "callbacks": [norms]}
+    quiet_trainer(strategy, 2, max_epochs=2, **options).fit(Poisoned(Case(), {}), rank_loader(2))
+    return norms.found
+
+
+@pytest.mark.core("2")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_norm_before_the_step_is_deepspeeds(stage: int) -> None:
+    first, second = run_on_ranks(2, norms_of_deepspeed, stage, timeout_s=100)
+    assert first == second
+    assert len(first) == 6
+    for before, after in first:
+        assert before == pytest.approx(after, rel=1e-5)
+        assert before > 0.01
+
+
+class ClipsItself(Poisoned):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+
+
+def clip_in_a_hook(name: str) -> Trained:
+    case = Case(epochs=EPOCHS)
+    return train(name, case, module=ClipsItself(case, POISON))
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "zero2"])
+def test_clipping_in_a_hook_of_the_module(name: str) -> None:
+    for found in run_on_ranks(2, clip_in_a_hook, name):
+        assert_same(found, train_plain(CASES["clip_norm"], 2))
+
+
+class Cut(cut_model.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * {1: 1e4, 2: math.nan}.get(batch_idx, 1.0)
+
+
+def train_cut(tp: int, clip: float | None) -> tuple[int, dict[str, Tensor]]:
+    plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise", "net.head": "colwise_rep"}
+    strategy = AccelFSDPStrategy(
+        fsdp_version=2,
+        auto_wrap_policy={cut_model.Block},
+        parallelism_config=ParallelismConfig(tp_size=tp),
+        tp_plan=plan if tp > 1 else None,
+    )
+    step_guard, module, size = guard(max_norm=1e3, spike_factor=None), Cut(), dist.get_world_size()
+    trainer = quiet_trainer(strategy, size, max_epochs=1, gradient_clip_val=clip, callbacks=[step_guard])
+    trainer.fit(module, cut_model.loader(size // tp))
+    return step_guard.num_skipped, {k: v.clone() for k, v in strategy.full_state_dict(module).items()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_layers_cut_over_processes(clip: float | None) -> None:
+    [(num_skipped, expected)] = run_on_ranks(1, train_cut, 1, clip, timeout_s=100)
+    assert num_skipped == 2
+    for skipped, weights in run_on_ranks(2, train_cut, 2, clip, timeout_s=100):
+        assert skipped == 2
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def train_again_after_an_error(name: str) -> Trained:
+    """A fit that ends with too many skips, then another of the same module, from where the weights are."""
+    case = Case(epochs=1)
+    module = Poisoned(case, {(0, 0): math.nan})
+    step_guard = guard(max_consecutive_skips=0)
+    with pytest.raises(RuntimeError, match="in a row"):
+        train(name, case, callbacks=[step_guard], module=module)
+    module.poison, module.found = {}, Trained()
+    return train(name, case, callbacks=[step_guard], module=module)
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "ddp", "zero2"])
+def test_another_fit_after_the_error(name: str) -> None:
+    for found in run_on_ranks(2, train_again_after_an_error, name):
+        assert_same(found, train_plain(Case(epochs=1), 2, {}))
+
+
+# ---------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_norm": 0.0}, "max_norm must be > 0 or None, got 0.0"),
+        ({"spike_factor": math.nan}, "spike_factor must be > 0 or None"),
+        ({"window": 1}, "window must be an int >= 2, got 1"),
+        ({"max_consecutive_skips": True}, "max_consecutive_skips must be an int >= 0"),
+        ({"save_batches_to": "s3://bucket/batches"}, "save_batches_to must be on a file system"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        StepGuard(**options)
+
+
+class Manual(Poisoned):
+    def __init__(self) -> None:
+        super().__init__(Case(), {})
+        self.automatic_optimization = False
+
+
+class Lbfgs(Poisoned):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def refuse(what: str) -> None:
+    case = Case(epochs=1)
+    if what == "manual":
+        with pytest.raises(ValueError, match="StepGuard skips steps in automatic optimization"):
+            train("fsdp2", case, module=Manual())
+    elif what == "lbfgs":
+        with pytest.raises(ValueError, match="StepGuard cannot skip a step of LBFGS"):
+            train("auto", case, module=Lbfgs(case, {}))
+    else:
+        module = Poisoned(Case(optimizer="fused_adamw"), {})
+        with pytest.raises(ValueError, match="A fused AdamW unscales fp16 gradients inside its step"):
+            train("auto", case, module=module, plugins=[MixedPrecision("16-mixed", "cpu")])
+
+
+@pytest.mark.parametrize("what", ["manual", "lbfgs", "fused"])
+def test_what_cannot_skip_is_refused(what: str) -> None:
+    run_on_ranks(1, refuse, what)
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_other_strategies_are_refused(strategy: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer("auto", 1)
+    monkeypatch.setattr(Trainer, "strategy", strategy())
+    with pytest.raises(ValueError, match=f"StepGuard cannot skip steps of {strategy.__name__}"):
+        StepGuard().setup(trainer, Poisoned(Case(), {}), "fit")
