@@ -237,7 +237,7 @@ def train_all_cases(name: str) -> dict[str, Trained]:
     return {key: train(name, case) for key, case in CASES.items() if not (deepspeed and case.clip_value)}
 
 
-@pytest.mark.core("fsdp1]", "fsdp2]", "ddp", "zero2]")
+@pytest.mark.core("fsdp2]", "ddp", "zero2]")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_is_that_of_a_plain_loop_that_skips_the_same_steps(name: str) -> None:
     for found in run_on_ranks(2, train_all_cases, name, timeout_s=200):
@@ -260,7 +260,7 @@ def stop_and_resume(name: str, other: str, path: str, case: Case) -> Trained:
     return after
 
 
-@pytest.mark.core("fsdp2-fsdp2", "ddp-ddp", "zero2-zero2")
+@pytest.mark.core("fsdp2-fsdp2", "ddp-ddp")
 @pytest.mark.parametrize("key", ["accumulate_clip", "plain"])
 @pytest.mark.parametrize(
     ("name", "other"),

@@ -135,7 +135,7 @@ RESUMES: dict[str, tuple[dict[str, Any], tuple[int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.core("the same", "one process")
+@pytest.mark.core("one process")
 @pytest.mark.parametrize("name", RESUMES)
 def test_checkpoints_go_from_mesh_to_mesh(name: str, tmp_path: Path) -> None:
     saves, (num_ranks, resumes) = RESUMES[name]
@@ -379,6 +379,7 @@ def begin_and_save(folder: str) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.exhaustive
 def test_first_weights_and_saved_weights_are_safetensors(tmp_path: Path) -> None:
     given = {name: torch.randn_like(one) for name, one in Module().state_dict().items()}
     (tmp_path / "given").mkdir()
