@@ -232,7 +232,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.core("[sp2 x shard2", "clipped", "[cp2 x shard2", "left, sp2", "packed, cp2")
+@pytest.mark.core("clipped", "left, sp2", "packed, cp2")
 @pytest.mark.parametrize("name", CELLS)
 def test_it_trains_as_one_process(name: str) -> None:
     num_ranks, arguments = CELLS[name]
