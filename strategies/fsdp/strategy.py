@@ -50,7 +50,7 @@ from ..common.modules import PRUNING, adapters_of, check_callbacks, gather_metri
 from ..common.sharded_tensors import FlatShard, note_copies
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library, with_plain_states
-from ..parallelism.config import ParallelismConfig, SameBatches, build_named_mesh
+from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..upstream.lightning import (
@@ -525,8 +525,9 @@ class AccelFSDPStrategy(TrainerHooks):
             the base of adapters. A module that resumes brings it, or ``pretrained_weights`` does; other values are an
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
-        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``: with ``tp_size``, FSDP2 shards
-            what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size`` processes share sequences.
+        parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``; also Accelerate's own config. With
+            ``tp_size``, FSDP2 shards what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size``
+            processes share sequences.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
         sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
@@ -693,14 +694,14 @@ class AccelFSDPStrategy(TrainerHooks):
         setting: Literal["sp_size", "cp_size"] = "cp_size" if config.cp_enabled else "sp_size"
         parts = getattr(config, setting) or 1
         shard = (config.dp_shard_size or 1) * parts  # FSDP shards over the ranks that share a sequence, too
-        sequence_parallel = None
+        sequence_parallel, data = None, config.data_parallel_size
         if config.non_data_parallel_size > 1:
-            sizes = {"data": config.data_parallel_size, "alike": config.non_data_parallel_size}
-            group = build_named_mesh(sizes, device)["alike"].get_group()
+            group = build_named_mesh({"data": data, "alike": parts * tp}, device)["alike"].get_group()
             self._same_batches = SameBatches(group, f"{setting}={parts}, tp_size={tp}")
-        if parts > 1:
-            sequences = build_named_mesh({"data": config.data_parallel_size, "parts": parts, "tp": tp}, device)["parts"]
-            sequence_parallel = SequenceParallel(sequences.get_group(), setting, self._sequence_modules)
+            if parts > 1 and tp > 1:  # else all that are alike share a sequence
+                group = build_named_mesh({"data": data, "parts": parts, "tp": tp}, device)["parts"].get_group()
+            if parts > 1:
+                sequence_parallel = SequenceParallel(group, setting, self._sequence_modules)
         if not config.tp_enabled:
             mesh = build_mesh((replicate, shard) if replicate > 1 else None, self.world_size, device)
             return mesh, None, sequence_parallel
@@ -831,12 +832,13 @@ class AccelFSDPStrategy(TrainerHooks):
 
 
 def _checked(
-    config: ParallelismConfig | None,
+    parallelism: Any,
     device_mesh: Any,
     tp_plan: Any,
     sequence_modules: Any,
     plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
+    config = None if parallelism is None else as_parallelism(parallelism)
     for name, given, sizes in (
         ("tp_plan", tp_plan, ("tp_size",)), ("sequence_modules", sequence_modules, ("sp_size", "cp_size"))
     ):  # fmt: skip

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import TorchTensorParallelPlugin
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,7 @@ from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_mer
 from accelight.state import AcceleratorState, GradientAccumulationPlugin
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from accelight.strategies.common.user_code import library_code
+from accelight.strategies.parallelism.config import as_parallelism
 from accelight.strategies.parallelism.tensor import is_cut
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Counting, Module, Rows, loader, plain
@@ -291,6 +294,12 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARALLELISM_CONFIG_TP_SIZE")
     with pytest.raises(ValueError, match=r"cp_size=2 and sp_size=3 both divide sequences\. Set one"):
         ParallelismConfig(cp_size=2, sp_size=3)
+    theirs = accelerate.parallelism_config.ParallelismConfig(tp_size=2, dp_shard_size=2)
+    assert as_parallelism(theirs) == ParallelismConfig(1, 2, 2, 1, 1)
+    assert as_parallelism(TorchTensorParallelPlugin(tp_size=4)).tp_size == 4
+    AccelFSDPStrategy(fsdp_version=2, parallelism_config=TorchTensorParallelPlugin(tp_size=2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a ParallelismConfig, got dict"):
+        AccelFSDPStrategy(fsdp_version=2, parallelism_config={"tp_size": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
         ParallelismConfig(dp_shard_size=0)
     with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
