@@ -74,7 +74,7 @@ class StepGuard(Callback):
     Args:
         max_norm: Largest norm that is not skipped, whatever the norms before; default: no such limit.
         spike_factor: Deviations above the median from which on a norm is a spike; None skips no spikes.
-        window: Steps whose norms tell what is normal. No spike is found before that many steps.
+        window: Steps whose norms are taken for normal. No spike is found before that many steps.
         max_consecutive_skips: Steps in a row that may be skipped. One more raises RuntimeError on every process.
         save_batches_to: Folder for the micro-batches of skipped steps, one file for each step and process:
             ``step00000012-rank0.pt``, which ``torch.load`` reads. The batches of a window then stay in memory.

@@ -295,8 +295,8 @@ def explained_recomputation(error: BaseException) -> RuntimeError | None:
         "Activation checkpointing recomputed something other than the forward. Usually, parameters were frozen or "
         "unfrozen between training_step() and its backward (in on_before_zero_grad or on_before_backward), or the "
         "forward is not deterministic. Freeze before training_step(), or disable activation_checkpointing. With "
-        "sp_size > 1, give torch.utils.checkpoint a module, and not a function that calls attention itself. torch "
-        f"says: {str(error).partition('.')[0]}."
+        "sp_size or cp_size > 1, give torch.utils.checkpoint a module, and not a function that calls attention itself. "
+        f"torch says: {str(error).partition('.')[0]}."
     )
 
 

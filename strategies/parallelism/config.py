@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -128,6 +129,20 @@ def as_parallelism(given: Any) -> ParallelismConfig:
     if not isinstance(getattr(given, "tp_size", None), int):
         raise TypeError(f"parallelism_config must be a ParallelismConfig, got {type(given).__name__}.")
     return ParallelismConfig(**{one.name: getattr(given, one.name, None) for one in fields(ParallelismConfig)})
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names of modules that a pattern (``fnmatch``) of the user's matches."""
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+def no_match(argument: str, pattern: str, names: Iterable[str]) -> ValueError:
+    """Return what to raise where a pattern matches none of them."""
+    known = list(names)
+    return ValueError(
+        f"{argument}: {pattern!r} matches no module. The model has {', '.join(known[:8])}"
+        f"{' and more' if len(known) > 8 else ''}."
+    )
 
 
 # ------------------------------------------------------------------------------------------------

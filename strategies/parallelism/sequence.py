@@ -18,7 +18,6 @@ a prototype that no kernel of the CPU supports.
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import sys
 import weakref
@@ -31,13 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import is_planned
 from ..upstream.torch_core import all_gather_single, reduce_scatter_single, tree_leaves
+from .config import matching, no_match
 
 _TRIED_AT = (0, 16, 256)
 """Calls of a module that compute the beginning of their sequences in both ways: layers that begin as zeros hide what
@@ -109,12 +108,10 @@ class SequenceParallel:
             )
         chosen: dict[str, nn.Module] = {}
         for pattern in self._patterns:
-            matched = {name: one for name, one in modules.items() if fnmatch.fnmatchcase(name, pattern)}
+            matched = matching(pattern, modules)
             if not matched:
-                raise ValueError(
-                    f"sequence_modules: {pattern!r} matches no module. The model has {', '.join(modules)}."
-                )
-            chosen.update(matched)
+                raise no_match("sequence_modules", pattern, modules)
+            chosen.update((name, modules[name]) for name in matched)
         return chosen
 
     @contextmanager
@@ -154,11 +151,11 @@ class SequenceParallel:
 
     def gather(self, part: Tensor, length: int) -> Tensor:
         """Return the whole sequence [batch, length, ...] of the ranks' parts, without its padding."""
-        return _apply(_Gather, part, self)[:, :length]
+        return _apply(_Gather, part, self, False)[:, :length]
 
     def gather_for_own(self, part: Tensor) -> Tensor:
         """Return the whole [batch, length, ...] of which each rank makes another use."""
-        return _apply(_GatherForOwn, part, self)
+        return _apply(_Gather, part, self, True)
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Send the i-th of ``parts`` [ranks, ...] to the i-th rank; return what all have sent here, in rank order."""
@@ -195,29 +192,22 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Gather, grads[0] / ctx.parallel.size, ctx.parallel), None  # [Note: scale of gradients]
+        return _apply(_Gather, grads[0] / ctx.parallel.size, ctx.parallel, False), None  # [Note: scale of gradients]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, parallel: SequenceParallel) -> Tensor:
-        ctx.parallel = parallel
-        return _gathered(part, parallel)
+    def forward(ctx: Any, part: Tensor, parallel: SequenceParallel, for_own: bool) -> Tensor:
+        ctx.parallel, ctx.for_own = parallel, for_own
+        gathered = part.new_empty(parallel.size * part.shape[0], *part.shape[1:])
+        all_gather_single(gathered, part.contiguous(), group=parallel.group)
+        return parallel.joined(gathered.view(parallel.size, *part.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Cut, grads[0] * ctx.parallel.size, ctx.parallel), None  # [Note: scale of gradients]
-
-
-class _GatherForOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, parallel: SequenceParallel) -> Tensor:
-        ctx.parallel = parallel
-        return _gathered(part, parallel)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_SumForOwn, grads[0], ctx.parallel), None
+        if ctx.for_own:
+            return _apply(_SumForOwn, grads[0], ctx.parallel), None, None
+        return _apply(_Cut, grads[0] * ctx.parallel.size, ctx.parallel), None, None  # [Note: scale of gradients]
 
 
 class _SumForOwn(torch.autograd.Function):
@@ -230,13 +220,7 @@ class _SumForOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_GatherForOwn, grads[0], ctx.parallel), None
-
-
-def _gathered(part: Tensor, parallel: SequenceParallel) -> Tensor:
-    gathered = part.new_empty(parallel.size * part.shape[0], *part.shape[1:])
-    all_gather_single(gathered, part.contiguous(), group=parallel.group)
-    return parallel.joined(gathered.view(parallel.size, *part.shape))
+        return _apply(_Gather, grads[0], ctx.parallel, True), None
 
 
 class _Sum(torch.autograd.Function):
@@ -362,6 +346,8 @@ def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the causal mask of the last ``queries`` positions of ``keys``."""
     if device.type == "cpu":  # where torch 2.13's own makes this mask, too, and fails under dispatch modes
         return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    from torch.nn.attention.bias import causal_lower_right  # which takes a third of a second
+
     return causal_lower_right(queries, keys)
 
 
@@ -391,7 +377,7 @@ class _Trial(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
-        if func is functional.linear and len(args) > 1 and type(args[1]) is not DTensor and not args[1].any():
+        if func is functional.linear and len(args) > 1 and not isinstance(args[1], DTensor) and not args[1].any():
             waves = torch.arange(args[1].numel(), device=args[1].device).cos().view_as(args[1])
             args = (args[0], waves.to(args[1].dtype) / args[1].shape[-1] ** 0.5, *args[2:])
         return func(*args, **kwargs)
@@ -627,13 +613,14 @@ class _CausalRegion(Region):
         if self.parallel.setting == "sp_size" and heads % self.parallel.size:
             raise ValueError(f"{self.name} has {heads} heads of attention, which sp_size={self.parallel.size} does not "
                              "divide.")  # fmt: skip
+        self._signature = inspect.signature(self.module.forward)
         super().attach()
 
     @override
     def prepared(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        bound = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+        bound = self._signature.bind(*args, **kwargs).arguments
         given = {**{name: one for name, one in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
         for name in ("past_key_values", "use_cache", "logits_to_keep", "output_attentions"):
             if given.get(name):
@@ -656,9 +643,8 @@ class _CausalRegion(Region):
             # Whose jumps separate packed sequences; to transformers 5.23 not in a model that makes a cache.
             position_ids=None if cached else given.get("position_ids"),
         )
-        if (
-            given["attention_mask"] is None and self.parallel.pieces > 1
-        ):  # else the jump of positions would begin another
+        if given["attention_mask"] is None and self.parallel.pieces > 1:
+            # Else transformers takes the jump of positions between the pieces for another packed sequence.
             given["attention_mask"] = torch.ones(batch, length, device=device, dtype=torch.bool)
         if given.get("position_ids") is None:
             given["position_ids"] = torch.arange(length, device=device)[None]

@@ -6,7 +6,6 @@ each of them over the other ranks.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
 from ..common.sharded_tensors import local_part, note_copies
+from .config import matching, no_match
 
 Plan = Mapping[str, "str | ParallelStyle"]
 """Patterns (``fnmatch``) over names of modules, and how each is cut."""
@@ -143,14 +143,11 @@ class TensorParallel:
         names = {clean_name(name): name for name, _ in model.named_modules() if name}
         found: dict[str, ParallelStyle] = {}
         for pattern, style in plan.items():
-            matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            matched = matching(pattern, names)
             if not matched:
                 if not must_match:
                     continue  # of a variant of the architecture
-                raise ValueError(
-                    f"tp_plan: {pattern!r} matches no module. The model has {', '.join(list(names)[:8])}"
-                    f"{' and more' if len(names) > 8 else ''}."
-                )
+                raise no_match("tp_plan", pattern, names)
             if isinstance(style, str) and style not in STYLES:
                 whose = "tp_plan" if must_match else f"{type(model).__name__}'s own plan"
                 raise ValueError(
