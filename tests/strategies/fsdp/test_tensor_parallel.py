@@ -297,7 +297,7 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = accelerate.parallelism_config.ParallelismConfig(tp_size=2, dp_shard_size=2)
     assert as_parallelism(theirs) == ParallelismConfig(1, 2, 2, 1, 1)
     assert as_parallelism(TorchTensorParallelPlugin(tp_size=4)).tp_size == 4
-    AccelFSDPStrategy(fsdp_version=2, parallelism_config=TorchTensorParallelPlugin(tp_size=2))  # type: ignore[arg-type]
+    AccelFSDPStrategy(fsdp_version=2, parallelism_config=TorchTensorParallelPlugin(tp_size=2))
     with pytest.raises(TypeError, match="must be a ParallelismConfig, got dict"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config={"tp_size": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
