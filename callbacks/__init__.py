@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .sharded_ema import ShardedEMA
     from .step_guard import StepGuard
     from .trigger_early_stopping import TriggerEarlyStopping
+    from .watchdog import Watchdog
 
 __all__ = [
     "ElasticTraining",
@@ -25,6 +26,7 @@ __all__ = [
     "ShardedEMA",
     "StepGuard",
     "TriggerEarlyStopping",
+    "Watchdog",
 ]
 
 _HOMES = {  # Lightning takes seconds to import
@@ -36,6 +38,7 @@ _HOMES = {  # Lightning takes seconds to import
     "ShardedEMA": ".sharded_ema",
     "StepGuard": ".step_guard",
     "TriggerEarlyStopping": ".trigger_early_stopping",
+    "Watchdog": ".watchdog",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

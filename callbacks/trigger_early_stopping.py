@@ -426,12 +426,12 @@ def requeue(job: str) -> None:
     Raises:
         RuntimeError: On all processes, if SLURM does not take it back.
     """
-    [refusal, *_] = gather_object([_refusal(job) if PartialState().is_main_process else None])
+    [refusal, *_] = gather_object([ask_slurm_to_requeue(job) if PartialState().is_main_process else None])
     if refusal is not None:
         raise RuntimeError(f"SLURM job {job} could not be requeued: {refusal}")
 
 
-def _refusal(job: str) -> str | None:
+def ask_slurm_to_requeue(job: str) -> str | None:
     """Ask SLURM; return why it does not take the job back."""
     by_hand = f"`scontrol requeue {job}`, if allowed, starts it again"
     try:

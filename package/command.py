@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .checkpoint.cli import main as run_command
 
@@ -14,7 +15,7 @@ PLAN_HELP = "show how much memory training uses, before it is launched"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `accelight.checkpoint.cli.main`."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(words, more=(_add_plan if words[:1] == ["plan"] else _name_plan,))
+    return run_command(words, more=(_add_plan if words[:1] == ["plan"] else _name_plan, _add_timings))
 
 
 def _add_plan(add_parser: Callable[..., ArgumentParser]) -> None:
@@ -26,3 +27,26 @@ def _add_plan(add_parser: Callable[..., ArgumentParser]) -> None:
 def _name_plan(add_parser: Callable[..., ArgumentParser]) -> None:
     """For the help of the whole command."""
     add_parser("plan", help=PLAN_HELP)
+
+
+def _add_timings(add_parser: Callable[..., ArgumentParser]) -> None:
+    summary = "show how long each process of a run takes for a micro-batch"
+    parser = add_parser("timings", help=summary, description=f"{summary.capitalize()}, as its Watchdog has saved it.")
+    parser.add_argument("path", type=Path, metavar="PATH", help="timings.json, or a folder that has it")
+    parser.add_argument("--json", action="store_true", help="print what the file holds")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=_show_timings)
+
+
+def _show_timings(arguments: Namespace) -> int:
+    from .strategies.common.sections import Timings
+
+    path: Path = arguments.path
+    if path.is_dir():
+        found = [path / name for name in ("timings.json", "watchdog/timings.json") if (path / name).exists()]
+        if not found:
+            raise FileNotFoundError(f"{path} has no timings.json: Watchdog writes it every report_every_s seconds.")
+        path = found[0]
+    timings = Timings.from_json(path.read_text())
+    print(timings.to_json() if arguments.json else timings)
+    return 0

@@ -12,10 +12,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 __all__ = [
     "_get_default_store",  # processes meet there without a collective
     "ranks_of",  # of a group that the flight recorder names
+    "dump_flight_record",
     "flight_record",  # which collectives have not completed
 ]
 
 ATTRIBUTES = {
+    "_dump_fr_trace": ("torch._C._distributed_c10d", "the flight recorder's file, for torch's own tools"),
     "_dump_fr_trace_json": ("torch._C._distributed_c10d", "which collectives of gloo have not completed"),
     "_resolve_process_group": ("torch._C._distributed_c10d", "the ranks of a group that the flight recorder names"),
     "_get_backend": ("torch.distributed.ProcessGroup", "the timeout that a group was made with"),
@@ -32,6 +34,17 @@ def flight_record() -> list[dict[str, Any]]:
     """
     record: list[dict[str, Any]] = json.loads(_library._dump_fr_trace_json(True, False)).get("entries", [])
     return record
+
+
+def dump_flight_record() -> bytes | None:
+    """Return torch's flight recorder as its tools read it (``torchfrtrace``); None where it does not record.
+
+    That of NCCL where there is one.
+    """
+    if not flight_record() and not hasattr(_library, "_dump_nccl_trace"):
+        return None
+    dump = getattr(_library, "_dump_nccl_trace", _library._dump_fr_trace)
+    return bytes(dump())
 
 
 def ranks_of(name: str) -> tuple[int, ...]:

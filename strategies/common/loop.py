@@ -23,6 +23,7 @@ from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
+from .sections import SectionClock, Timings
 from .signals import Termination, mark_terminated
 
 
@@ -68,6 +69,18 @@ class LoopFollowing(ParallelStrategy):
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
             num_nodes = getattr(self, "num_nodes", 1)
             self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
+
+    def timings(self) -> Timings:
+        """Return how long each process takes for a micro-batch, by section; any process can call it at any time.
+
+        Raises:
+            RuntimeError: Without a `Watchdog` among the Trainer's callbacks, which measures it.
+        """
+        trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
+        clock = None if trainer is None else trainer.profiler
+        if not isinstance(clock, SectionClock) or clock.timings is None:
+            raise RuntimeError("strategy.timings() needs Trainer(callbacks=[Watchdog(), ...]), and a run under way.")
+        return clock.timings()
 
     @property
     def num_processes(self) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         MixedPrecision,
         Precision,
     )
+    from lightning.pytorch.profilers import PassThroughProfiler, Profiler
     from lightning.pytorch.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
@@ -90,6 +91,7 @@ else:
         MixedPrecision,
         Precision,
     )
+    from pytorch_lightning.profilers import PassThroughProfiler, Profiler
     from pytorch_lightning.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
@@ -137,7 +139,9 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "ParallelStrategy",
+    "PassThroughProfiler",
     "Precision",
+    "Profiler",
     "RunningStage",
     "SIGTERMException",
     "SingleDeviceStrategy",

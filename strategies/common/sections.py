@@ -1,0 +1,283 @@
+"""Where a process is in a run, and how long it spends there: a profiler that wraps the Trainer's own.
+
+The Trainer reports each hook, and each batch that it waits for, to its profiler. `SectionClock` adds up the time
+between two reports for the innermost action that is open, so that no second is counted twice. Another thread can read
+it at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import override
+
+from ..upstream.lightning import PassThroughProfiler, Profiler
+
+SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
+"""What actions belong to, in the order of tables."""
+MICRO_BATCH = "run_training_batch"
+"""The action that encloses a micro-batch."""
+_COMPUTE = ("forward", "backward", "optimizer", "hooks", "between hooks")
+PARTS = {"data": ("data",), "compute": _COMPUTE, "validation": ("validation",), "save": ("save",)}
+"""Sections whose times processes are compared by: a slow loader, a slow processor, a slow disk."""
+
+_BY_HOOK = {
+    **dict.fromkeys(["training_step"], "forward"),
+    **dict.fromkeys(["backward", "on_before_backward", "on_after_backward"], "backward"),
+    **dict.fromkeys(["save_checkpoint", "on_save_checkpoint"], "save"),
+    **dict.fromkeys(
+        [
+            *("optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"),
+            *("on_before_zero_grad", "optimizer_zero_grad"),
+        ],
+        "optimizer",
+    ),
+    **dict.fromkeys(
+        [
+            *("train_dataloader_next", "batch_to_device", "transfer_batch_to_device", "train_dataloader"),
+            *("on_before_batch_transfer", "on_after_batch_transfer"),
+        ],
+        "data",
+    ),
+    **dict.fromkeys(
+        [
+            *("setup", "prepare_data", "configure_model", "configure_optimizers", "configure_callbacks", "teardown"),
+            *("on_load_checkpoint", "load_state_dict", "on_fit_start", "on_fit_end"),
+        ],
+        "setup",
+    ),
+}
+_IN_EVALUATION = ("validation", "sanity", "val_", "test_", "predict")
+
+
+@functools.cache
+def section_of(action: str) -> str:
+    """Return the one of `SECTIONS` that an action of Lightning's profilers belongs to."""
+    hook = action.rpartition(".")[2]
+    if hook in _BY_HOOK:
+        return _BY_HOOK[hook]
+    if any(part in hook for part in _IN_EVALUATION):
+        return "validation"
+    return "hooks" if action.startswith("[") else "between hooks"
+
+
+class Action:
+    """One action of the clock, as a context; all times in seconds."""
+
+    __slots__ = ("_clock", "count", "longest", "name", "seconds", "section")
+
+    def __init__(self, clock: SectionClock, name: str) -> None:
+        self._clock = clock
+        self.name, self.section = name, section_of(name)
+        self.count = 0
+        """How often it has begun."""
+        self.seconds = 0.0
+        """All time in it, without what other actions inside of it took."""
+        self.longest = 0.0
+        """Longest time between two reports since someone has set this to zero."""
+
+    # These two run some eighty times a step.
+    def __enter__(self) -> None:
+        clock = self._clock
+        now = perf_counter()
+        top = clock.open[-1]
+        spent = now - clock.since
+        top.seconds += spent
+        if spent > top.longest:
+            top.longest = spent
+        self.count += 1
+        clock.open.append(self)
+        clock.since = now
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        clock = self._clock
+        now = perf_counter()
+        actions = clock.open
+        top = actions[-1]
+        spent = now - clock.since
+        top.seconds += spent
+        if spent > top.longest:
+            top.longest = spent
+        if top is self:
+            del actions[-1]
+        else:
+            clock.close(self)
+        clock.since = now
+
+
+class SectionClock(Profiler):
+    """Counts what passes through it, and hands it on to the Trainer's own profiler.
+
+    Args:
+        inner: The Trainer's own.
+    """
+
+    def __init__(self, inner: Profiler) -> None:
+        super().__init__()
+        self.inner = inner
+        self._is_alone = isinstance(inner, PassThroughProfiler)
+        self.actions: dict[str, Action] = {}
+        self.open: list[Action] = [Action(self, "between hooks")]
+        """The actions under way, outermost first; never empty."""
+        self.since = perf_counter()
+        """When an action has begun or ended last, by ``time.perf_counter()``; another value after each."""
+        self.timings: Callable[[], Timings] | None = None
+        """Returns the table of all processes, where someone collects it."""
+
+    def action(self, name: str) -> Action:
+        """Return the action of this name, the same at each call."""
+        found = self.actions.get(name)
+        if found is None:
+            found = self.actions[name] = Action(self, name)
+        return found
+
+    def close(self, action: Action) -> None:
+        """Close an action, and those in it whose end Lightning has not reported: a loader raised StopIteration."""
+        if action in self.open[1:]:
+            while self.open.pop() is not action:
+                pass
+
+    def all_actions(self) -> list[Action]:
+        """Return every action so far; for other threads."""
+        return [self.open[0], *self.actions.copy().values()]
+
+    @override
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override] # faster than one
+        found = self.action(action_name)
+        return found if self._is_alone else self._both(found)
+
+    @contextmanager
+    def _both(self, action: Action) -> Iterator[str]:
+        with self.inner.profile(action.name), action:
+            yield action.name
+
+    @override
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        found = self.action(action_name)
+        if self.open[-1] is found:
+            self.close(found)
+        found.__enter__()
+
+    @override
+    def stop(self, action_name: str) -> None:
+        self.action(action_name).__exit__()
+        self.inner.stop(action_name)
+
+    # ------------------------------------------------------------------ the rest is the Trainer's own profiler's
+    @override
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.setup(*args, **kwargs)
+
+    @override
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.inner.teardown(*args, **kwargs)
+
+    @override
+    def describe(self) -> None:
+        self.inner.describe()
+
+    @override
+    def summary(self) -> str:
+        return self.inner.summary()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def _lightning_module(self) -> Any:
+        return getattr(self.inner, "_lightning_module", None)
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: Any) -> None:  # the Trainer gives it to its profiler
+        self.inner._lightning_module = module  # type: ignore[attr-defined]
+
+    def __del__(self) -> None:
+        """Leave the Trainer's own profiler open."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables of all processes.
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long each process has spent in each section, per micro-batch."""
+
+    step: int
+    """``trainer.global_step`` of process 0 at the end of the window."""
+    hosts: Sequence[str]
+    """Of each process."""
+    num_batches: Sequence[int]
+    """Micro-batches of each process in the window."""
+    seconds: Mapping[str, Sequence[float]]
+    """By section: of each process, per micro-batch."""
+    waited: Mapping[str, Sequence[float]]
+    """The part of ``seconds`` in which the process waited for others in a collective, estimated from samples."""
+
+    def work(self, part: str) -> list[float]:
+        """Return the seconds per micro-batch of each process in one of `PARTS`, without waits for others."""
+        sections = [name for name in PARTS[part] if name in self.seconds]
+        ranks = range(len(self.hosts))
+        return [sum(max(0.0, self.seconds[one][rank] - self.waited[one][rank]) for one in sections) for rank in ranks]
+
+    def factors(self, part: str) -> list[float]:
+        """Return each process's work in a part, divided by the median of all processes.
+
+        A difference of less than a twentieth of a micro-batch counts as none. Of two processes the faster one is the
+        median.
+        """
+        work = self.work(part)
+        median = statistics.median_low(work)
+        least = 0.05 * max(sum(one[rank] for one in self.seconds.values()) for rank in range(len(self.hosts)))
+        return [one / max(median, 1e-9) if one - median > least else 1.0 for one in work]
+
+    def to_json(self) -> str:
+        """Return it as text, for `from_json`."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Timings:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is something else.
+        """
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(f"These are no timings of a Watchdog: {error}") from None
+
+    def __str__(self) -> str:
+        shown = [name for name in SECTIONS if any(self.seconds.get(name, ()))]
+        header = ["process", "host", *shown, "waits", "all"]
+        rows = [header]
+        for rank, host in enumerate(self.hosts):
+            own = [self.seconds[name][rank] for name in shown]
+            waits = sum(one[rank] for one in self.waited.values())
+            rows.append([f"{rank}", host, *(f"{1e3 * one:.2f}" for one in [*own, waits, sum(own)])])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        title = f"Milliseconds per micro-batch up to step {self.step}; waits for other processes are part of sections."
+        slow = [
+            f"Process {rank} ({self.hosts[rank]}) needs {factor:.1f} times the median for {part}."
+            for part in PARTS
+            for rank, factor in enumerate(self.factors(part))
+            if factor > 1.0
+        ]
+        return "\n".join([title, *lines, *slow])
