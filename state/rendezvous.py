@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -155,7 +155,7 @@ class StoreMessages(Channel):
         super().__init__(group, f"messages/{name}", f"the messages of {name}")
         self._sent: list[str] = []
 
-    def broadcast_from_rank_zero(self, action: Callable[[], R], what: str, watch: _Watch | None = None) -> R:
+    def broadcast_from_rank_zero(self, action: Callable[[], R], what: str, watch: Watch | None = None) -> R:
         """Run ``action`` on rank 0 and return its result, pickled for the others, which wait for it.
 
         Raises:
@@ -175,7 +175,12 @@ class StoreMessages(Channel):
         return _result_of(outcome, what, error)
 
     def gather_then_broadcast(
-        self, content: T, action: Callable[[list[T]], R], what: str, watched_over: dist.ProcessGroup | None = None
+        self,
+        content: T,
+        action: Callable[[list[T]], R],
+        what: str,
+        watched_over: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
     ) -> R:
         """Send ``content`` to rank 0, run ``action`` there on all contents in rank order, and return its result.
 
@@ -185,14 +190,15 @@ class StoreMessages(Channel):
             what: For errors.
             watched_over: A group of all ranks. If its CPU backend is gloo, the end of a process is noticed at once:
                 see [Note: ended processes].
+            watch: What notices it instead. An exception that it raises ends the wait.
 
         Raises:
             RuntimeError: On every rank, if it failed, naming ``what`` and the error; or if a rank did not send its
                 content within the group's timeout, or has ended, naming the rank.
         """
         key = self._next() if self._rank == 0 else self.send_to_rank_zero(content)
-        watch = _Watch(watched_over)
-        return self.broadcast_from_rank_zero(lambda: action(self._collect(key, content, watch)), what, watch)
+        watching = _Watch(watched_over) if watch is None else watch
+        return self.broadcast_from_rank_zero(lambda: action(self._collect(key, content, watching)), what, watching)
 
     def send_to_rank_zero(self, content: Any) -> str:
         """Send what `gather_then_broadcast` collects on rank 0, and return its key."""
@@ -202,7 +208,7 @@ class StoreMessages(Channel):
         self.finish_use()
         return key
 
-    def _collect(self, key: str, own: T, watch: _Watch) -> list[T]:
+    def _collect(self, key: str, own: T, watch: Watch) -> list[T]:
         others, timeout_s = range(1, self._num_ranks), self.timeout_s()
 
         def all_are_there() -> bool:
@@ -223,7 +229,7 @@ class StoreMessages(Channel):
         self._sent.clear()
         return contents
 
-    def _receive(self, key: str, what: str, watch: _Watch | None) -> bytes:
+    def _receive(self, key: str, what: str, watch: Watch | None) -> bytes:
         def is_there_or_never() -> bool | None:
             return self._store.check([key]) or (watch is not None and watch.is_broken()) or None
 
@@ -239,6 +245,14 @@ class StoreMessages(Channel):
     def _next(self) -> str:
         self.num_uses += 1
         return f"{self.num_uses}"
+
+
+class Watch(Protocol):
+    """Looks, while a rank waits for messages, whether they can still come."""
+
+    def is_broken(self) -> bool:
+        """Return whether a process has ended."""
+        ...
 
 
 class _Watch:
