@@ -88,7 +88,7 @@ def send_from_rank_zero(tensors: Iterable[Tensor], device: torch.device) -> None
     sender = sending_device(device, require_group("The parameters and buffers of process 0"))
     is_source = dist.get_rank() == 0
     with torch.no_grad():
-        for bucket in _buckets(piece for tensor in tensors for piece in _plain_parts(tensor)):
+        for bucket in _buckets(piece for tensor in tensors for piece in plain_parts(tensor)):
             _broadcast(bucket, sender, is_source)
 
 
@@ -132,7 +132,7 @@ def _listed(problems: Sequence[str]) -> str:
     return "; ".join(problems[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold the values of ``tensor``."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer | DTensor):
         return
@@ -140,7 +140,7 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
         for name in names:
-            yield from _plain_parts(getattr(wrapper, name))
+            yield from plain_parts(getattr(wrapper, name))
     elif not tensor.is_meta and tensor.numel():
         yield tensor.detach()
 
@@ -151,7 +151,7 @@ def _pieces(flat: Tensor) -> Sequence[Tensor]:
 
 def _fingerprint(tensor: Tensor) -> int:
     checksum = 0
-    for part in _plain_parts(tensor):
+    for part in plain_parts(tensor):
         flat = part.contiguous().reshape(-1)
         for piece in _pieces(flat):
             content: Any = piece.view(torch.uint8).cpu().numpy()
@@ -330,7 +330,7 @@ def _parts(tensor: Tensor, *, alone: bool) -> Iterator[tuple[Sequence[int], Tens
             yield offsets, tensor.to_local()
         return
     if alone or dist.get_rank() == 0:
-        yield from (((0,) * part.dim(), part) for part in _plain_parts(tensor))
+        yield from (((0,) * part.dim(), part) for part in plain_parts(tensor))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ class BufferSync:
         if self._root is not None:
             self._holders = [each._buffers for each in self._root.modules() if each._buffers]
         if not self._seen:
-            self._seen = [(buffer, _version(buffer)) for buffer in self._buffers()]
+            self._seen = [(buffer, version_of(buffer)) for buffer in self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
         found = [buffer for holder in self._holders for buffer in holder.values() if buffer is not None]
@@ -436,7 +436,7 @@ class BufferSync:
     def _have_changed(self) -> bool:
         buffers = self._buffers()
         return len(buffers) != len(self._seen) or any(
-            buffer is not seen or _version(buffer) != version
+            buffer is not seen or version_of(buffer) != version
             for buffer, (seen, version) in zip(buffers, self._seen, strict=True)
         )
 
@@ -450,8 +450,9 @@ class BufferSync:
         if any(not torch.equal(*pair) for pair in zip(buffers, before, strict=False)):
             self._differ = True
         if not self._is_changing:
-            self._seen = [(buffer, _version(buffer)) for buffer in buffers]
+            self._seen = [(buffer, version_of(buffer)) for buffer in buffers]
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return a number that each change of a tensor in place raises; broadcasts, and changes of its ``data``, do not."""
     return -1 if tensor.is_inference() else tensor._version
