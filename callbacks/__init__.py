@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .grad_norm_monitor import GradNormMonitor
     from .merge_sharded_checkpoint import MergeShardedCheckpoint
     from .ray_report_checkpoint import RayReportCheckpoint
+    from .replica_check import ReplicaCheck
     from .sharded_ema import ShardedEMA
     from .step_guard import StepGuard
     from .trigger_early_stopping import TriggerEarlyStopping
@@ -23,6 +24,7 @@ __all__ = [
     "GradNormMonitor",
     "MergeShardedCheckpoint",
     "RayReportCheckpoint",
+    "ReplicaCheck",
     "ShardedEMA",
     "StepGuard",
     "TriggerEarlyStopping",
@@ -35,6 +37,7 @@ _HOMES = {  # Lightning takes seconds to import
     "GradNormMonitor": ".grad_norm_monitor",
     "MergeShardedCheckpoint": ".merge_sharded_checkpoint",
     "RayReportCheckpoint": ".ray_report_checkpoint",
+    "ReplicaCheck": ".replica_check",
     "ShardedEMA": ".sharded_ema",
     "StepGuard": ".step_guard",
     "TriggerEarlyStopping": ".trigger_early_stopping",
