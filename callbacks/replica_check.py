@@ -252,9 +252,9 @@ def _describe(found: Sequence[Difference], hosts: Sequence[str], step: int, equa
     wrong = sorted({rank for one in found if one.right is not None for rank in one.wrong})
     if wrong:
         places = ", ".join(f"process {rank} on {hosts[rank]}" for rank in wrong)
-        lines.append(f"Wrong is {places}: the others agree, and their copies could repair it.")
+        lines.append(f"Wrong values are on {places}, and the copies of the others could repair them.")
     if any(one.right is None for one in found):
-        lines.append("Where no majority of the copies agrees, none can repair the others: which is right is unknown.")
+        lines.append("Without a majority it is unknown which copies are right, and none can repair the others.")
     known = f"one of step {equal_step} or before" if equal_step is not None else "an earlier one"
     lines.append(
         f"Resume from a checkpoint: {known} has equal copies. If it happens again on the same host, its memory or "
@@ -394,12 +394,12 @@ def _differences(everyone: Sequence[Mapping[Ranks, Mapping[str, Any]]], ranks: R
             continue
         in_order = sorted(groups.items(), key=lambda item: (-len(item[1]), item[1]))
         largest = tuple(in_order[0][1])
-        are_told = all(isinstance(value, str) for value in groups)
+        are_texts = all(isinstance(value, str) for value in groups)
         yield Difference(
             name,
             tuple(tuple(group) for _, group in in_order),
             right=largest if 2 * len(largest) > len(held) else None,
-            values=tuple(value for value, _ in in_order) if are_told else (),
+            values=tuple(value for value, _ in in_order) if are_texts else (),
         )
 
 
@@ -415,14 +415,14 @@ _Fingerprint: TypeAlias = list[int]
 
 
 def _row_sums(tensor: Tensor) -> Iterator[Tensor]:
-    flat = tensor.reshape(-1)
-    for piece in torch.split(flat, _PIECE_BYTES // flat.element_size()):
-        content = piece.view(torch.uint8)
-        if content.numel() % 8 or content.storage_offset() % 8:
-            padded = content.new_zeros(-(-content.numel() // 8) * 8)
-            padded[: content.numel()] = content
-            content = padded
-        words = content.view(torch.int64)
+    flat, size = tensor.reshape(-1), tensor.element_size()
+    for piece in torch.split(flat, _PIECE_BYTES // size) if flat.numel() * size > _PIECE_BYTES else (flat,):
+        if piece.numel() * size % 8 or piece.storage_offset() * size % 8:
+            padded = torch.zeros(-(-piece.numel() * size // 8), dtype=torch.int64, device=piece.device)
+            padded.view(torch.uint8)[: piece.numel() * size] = piece.view(torch.uint8)
+            words = padded
+        else:
+            words = piece.view(torch.int64)
         yield words.view(math.gcd(words.numel(), _NUM_ROWS), -1).sum(1)
 
 

@@ -41,16 +41,20 @@ from tests.strategies.oracle import (
 
 SIZES = {"fsdp1_hybrid": 4, "fsdp1_hybrid_flat": 4, "fsdp2_hsdp": 4}
 STRATEGIES = [
-    *("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_fp16"),
+    *("ddp", "zero0", "zero1", "zero2", "zero3", "zero0_bf16", "zero0_fp16", "zero1_bf16", "zero2_fp16"),
     *("fsdp1", "fsdp1_flat", "fsdp1_whole", "fsdp1_hybrid", "fsdp1_hybrid_flat", "fsdp2", "fsdp2_hsdp"),
 ]
 
 
 def strategy_called(name: str) -> Any:
     if name.startswith("zero"):
-        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}} if name.endswith("fp16") else {}
+        half: dict[str, Any] = {}
+        if name.endswith("fp16"):
+            half = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}}
+        elif name.endswith("bf16"):
+            half = {"bf16": {"enabled": True}}
         zero = {"zero_optimization": {"stage": int(name[4])}, "zero_force_ds_cpu_optimizer": False}
-        return AccelDeepSpeedStrategy(hf_ds_config={**zero, **fp16})
+        return AccelDeepSpeedStrategy(hf_ds_config={**zero, **half})
     if not name.startswith("fsdp"):
         return name
     options: dict[str, Any] = {"fsdp_version": int(name[4])}
@@ -98,7 +102,7 @@ def train_as_plain(name: str, case: Case) -> Outcome:
 
 
 @pytest.mark.core("plain-ddp")
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("fp16")])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.endswith("16")])
 @pytest.mark.parametrize("case", [Case(accumulate=3), Case(optimizer="adamw", epochs=3)], ids=["plain", "adamw"])
 def test_training_is_that_of_a_plain_loop(name: str, case: Case) -> None:
     size = SIZES.get(name, 2)
@@ -149,7 +153,7 @@ def resume(name: str, folder: str) -> list[int]:
             plugins=plugins,
             enable_checkpointing=True,
         )
-        module = Rich("adamw", nn.LayerNorm if name.endswith("fp16") else nn.BatchNorm1d)
+        module = Rich("adamw", nn.LayerNorm if name.endswith("16") else nn.BatchNorm1d)
         trainer.fit(module, rank_loader(size), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
         trainer.save_checkpoint(path)
         steps.append(trainer.global_step)
@@ -446,10 +450,13 @@ def test_all_processes_raise_and_nothing_is_saved(name: str, tmp_path: Path) -> 
             assert save.startswith("4: ReplicaCheck: after step 4 not all copies are equal of 1 values that must be.\n")
             if name in ("ddp", "zero1"):
                 assert "  parameter model.3.weight: processes 0, 2 against process 1\n" in save
-                assert f"Wrong is process 1 on {host}: the others agree, and their copies could repair it.\n" in save
+                assert (
+                    f"Wrong values are on process 1 on {host}, and the copies of the others could repair them.\n"
+                    in save
+                )
             else:
                 assert "  parameter model.3.weight: process 1 against process 3\n" in save
-                assert "which is right is unknown" in save
+                assert "it is unknown which copies are right" in save
 
 
 class TwoOptimizers(Rich):
