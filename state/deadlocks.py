@@ -13,6 +13,10 @@ takes.
 [Note: ending it] No call of torch (2.13) interrupts a gloo collective: neither ``abort`` nor ``destroy_process_group``.
 It fails when its connection does, as after the loss of a process. So each rank shuts its connections with the other
 ranks down. Waits on the store look for the verdict themselves.
+
+[Note: a rank that fails] A rank whose run ends with an exception writes it to the store, next to the addresses of its
+connections. It shuts nothing down: ranks that fail alike may go on in the same group. A rank that is still in that run,
+and has waited for two seconds, ends its own wait with that text, so that nobody waits for the group's timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .process_group import group_store, live_group
-from .store import default_store, interrupt_waits, poll
+from .store import DeadlockError, ProcessFailedError, default_store, interrupt_waits, poll
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -114,8 +118,10 @@ class DeadlockWatch:
         self._seen: dict[int, str] | None = None
         self._beat = 0
         self._looked = threading.Event()
+        self.runs: set[str] = set()
+        """What the thread is in, under names that all ranks have: a failure of another rank in it ends a wait."""
         self.verdict: str | None = None
-        """The waits of the ranks in the deadlock."""
+        """Why the waits have ended."""
         self._thread = threading.Thread(target=self._run, name="accelight-deadlocks", daemon=True)
         self._thread.start()
 
@@ -178,7 +184,7 @@ class DeadlockWatch:
             is_new, self._reported = self._reported is None, text
             self._store.set(f"report/{self._rank}", json.dumps([0, text]))
             if is_new:
-                self._store.set(f"sockets/{self._rank}", json.dumps(_connections()))
+                self.tell_connections()
                 self._store.add("num_waiting", 1)
             self._beat = 0
             return
@@ -188,9 +194,26 @@ class DeadlockWatch:
             self._judge()
         self._hear()
 
+    def tell_connections(self) -> None:
+        """Let the other ranks find out which connections are with this one."""
+        self._store.set(f"sockets/{self._rank}", json.dumps(_connections()))
+
+    def tell_failure(self, run: str, text: str) -> None:
+        """Let the ranks that are still in ``run`` know that this one has left it: see [Note: a rank that fails].
+
+        Args:
+            run: The same on all ranks.
+            text: Says what has failed; empty for what another rank's failure has caused.
+        """
+        self.tell_connections()
+        if text:
+            self._store.compare_set(f"failed/{run}", "", text)  # the first one is the cause
+
     def _hear(self) -> None:
-        if self._store.check(["verdict"]):
-            self._finish(self._store.get("verdict").decode())
+        for key in (*(f"failed/{run}" for run in tuple(self.runs)), "verdict"):
+            if self._store.check([key]):
+                self._finish(self._store.get(key).decode(), DeadlockError if key == "verdict" else ProcessFailedError)
+                return
 
     def final_verdict(self) -> str | None:
         """Return the verdict, once the thread has looked again."""
@@ -215,20 +238,26 @@ class DeadlockWatch:
                 return
         reports = {rank: Report.from_json(text) for rank, (_, text) in said.items()}
         if deadlocked(reports):
-            self._store.set("verdict", "; ".join(f"process {rank} {one.place}" for rank, one in reports.items()))
+            places = "; ".join(f"process {rank} {one.place}" for rank, one in reports.items())
+            self._store.set(
+                "verdict",
+                f"The processes wait for each other and none can continue: {places}. Each of these calls needs all "
+                "processes: call it on every process, at the same point.",
+            )
 
-    def _finish(self, places: str) -> None:
-        self.verdict = (
-            f"The processes wait for each other and none can continue: {places}. Each of these calls needs all "
-            "processes: call it on every process, at the same point."
-        )
-        _log.error("%s", self.verdict)
+    def _finish(self, verdict: str, kind: type[DeadlockError]) -> None:
+        self.verdict = verdict
+        _log.error("%s", verdict)
         if (group := self._group()) is not None:
-            interrupt_waits(group, self.verdict)
+            interrupt_waits(group, kind(verdict))
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        """Shut the connections with those ranks down that wait or have left a run: see [Note: ending it]."""
         others = {
             tuple(map(tuple, reversed(one)))
             for rank in range(self._num_ranks)
-            if rank != self._rank
+            if rank != self._rank and self._store.check([f"sockets/{rank}"])  # one that computes will wait later
             for one in json.loads(self._store.get(f"sockets/{rank}"))
         }
         _shut_down(others)
@@ -237,23 +266,28 @@ class DeadlockWatch:
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockWatch] = weakref.WeakKeyDictionary()
 
 
-def watch_for_deadlocks(group: dist.ProcessGroup) -> None:
+def watch_for_deadlocks(group: dist.ProcessGroup) -> DeadlockWatch | None:
     """Watch the calling thread, for a default process group of several ranks; each call moves the watch."""
     import torch.distributed as dist
 
     if group.size() == 1 or dist.get_backend(group) == "fake":
-        return
-    if group in _watches:
-        _watches[group].thread_id = threading.get_ident()
-        return
-    watch = _watches[group] = DeadlockWatch(group)
-    weakref.finalize(group, watch.close)  # at the latest at the exit
+        return None
+    if group not in _watches:
+        watch = _watches[group] = DeadlockWatch(group)
+        weakref.finalize(group, watch.close)  # at the latest at the exit
+    _watches[group].thread_id = threading.get_ident()
+    return _watches[group]
+
+
+def watch_of_live_group() -> DeadlockWatch | None:
+    """Return this process's watch for the present default group, if there is one."""
+    group = live_group()
+    return None if group is None else _watches.get(group)
 
 
 def found_deadlock() -> str | None:
-    """Return what was waiting where, if the ranks of the present group were deadlocked; call it after an error."""
-    group = live_group()
-    watch = None if group is None else _watches.get(group)
+    """Return why the waits of the present group's ranks were ended, if they were; call it after an error."""
+    watch = watch_of_live_group()
     return None if watch is None else watch.final_verdict()
 
 

@@ -17,19 +17,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .deadlocks import found_deadlock
-from .process_group import backends_by_device, group_store, is_planned, require_group
-from .store import Channel, DeadlockError, poll
+from .deadlocks import found_deadlock, watch_of_live_group
+from .process_group import backends_by_device, group_store, is_planned, live_group, require_group
+from .store import Channel, DeadlockError, ProcessFailedError, poll
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
+
+    from .deadlocks import DeadlockWatch
 
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ def raise_on_all_ranks(what: str, through: dist.ProcessGroup | StoreMessages | N
         yield
     except Exception as caught:  # noqa: BLE001 (raised again below, once the others know)
         error = caught
-    raise_together(what, [] if error is None else [_text_of(error)], error, through)
+    raise_together(what, [] if error is None else [text_of(error)], error, through)
 
 
 def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
@@ -114,7 +116,7 @@ def _attempt(action: Callable[[], T]) -> tuple[list[Any], Exception | None]:
     try:
         return [None, action()], None
     except Exception as error:  # noqa: BLE001 (raised by `_result_of`, after the others have the text)
-        return [_text_of(error), None], error
+        return [text_of(error), None], error
 
 
 def _result_of(outcome: Sequence[Any], what: str, error: Exception | None = None) -> Any:
@@ -124,7 +126,8 @@ def _result_of(outcome: Sequence[Any], what: str, error: Exception | None = None
     return result
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return an error's class and text."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -168,7 +171,7 @@ class StoreMessages(Channel):
         try:
             content = pickle.dumps(outcome)
         except Exception as unpicklable:  # noqa: BLE001 (raised by `_result_of`)
-            outcome, error = [_text_of(unpicklable), None], unpicklable
+            outcome, error = [text_of(unpicklable), None], unpicklable
             content = pickle.dumps(outcome)
         if self._num_ranks > 1:
             self._sent += self.put(key, content)
@@ -392,7 +395,7 @@ def _pickled(outcome: tuple[str | None, list[Any]], process_index: int) -> bytes
     try:
         return pickle.dumps(outcome)
     except Exception as error:  # noqa: BLE001 (whatever a result's class raises: the others must not wait for ever)
-        return pickle.dumps((f"process {process_index}'s result cannot be pickled: {_text_of(error)}", []))
+        return pickle.dumps((f"process {process_index}'s result cannot be pickled: {text_of(error)}", []))
 
 
 def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
@@ -505,6 +508,8 @@ class CollectiveOrderChecker:
         meeting.arrive(action)
         try:
             different = self._wait(meeting, action)
+        except ProcessFailedError:
+            raise
         except DeadlockError as error:
             raise RuntimeError(f"{error} {self._way_out}") from None
         if different:
@@ -554,27 +559,48 @@ _NOTED_WITHIN_S = 2.0
 _MOST_CHARACTERS = 2000
 
 
-def report_missing_ranks(error: BaseException, run: str) -> None:
+class _Failures(Channel):
+    """Lets process 0, which may hold the store, stay until the others know what it has failed with."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        super().__init__(group, name, "the end of the failed run")
+
+
+def report_missing_ranks(error: BaseException, run: str, failure: str = "") -> None:
     """Add to the text of ``error`` which processes are missing, if it comes from a collective that lost one.
 
-    Any other error is noted on the store for the processes that fail in consequence.
+    Any other error is noted on the store for the processes that fail in consequence, and ends the waits of those that
+    are in a collective of this run.
 
     Args:
         error: Ends training on this process.
         run: Names this run of training: the same on all processes, and another one in each run.
+        failure: Says where the error was raised and what it is, for the other processes; default: what it is.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or is_planned():
+    group, watch = live_group(), watch_of_live_group()
+    if not run or group is None or group.size() == 1 or is_planned():
         return
-    if not _is_of_connection(error):
-        noting = threading.Thread(target=_note_failure, args=(_text_of(error), run), daemon=True)
-        noting.start()
-        noting.join(_NOTED_WITHIN_S)
-        return
-    where = f"Process {dist.get_rank()} on {socket.gethostname()} could not communicate with the others,"
-    sentence = found_deadlock() or f"{where} {missing_ranks(run)}"
-    if len(error.args) == 1 and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\n{sentence}",)  # str(error), which loggers print, then ends with it
-    elif sys.version_info >= (3, 11):
+    has_cause = not is_cause(error)
+    text = "" if has_cause else f"process {group.rank()} {failure or f'failed with {text_of(error)}'}"
+    verdict = found_deadlock() if has_cause else None
+    if watch is not None:
+        watch.runs.discard(run)
+    _in_time(_note_failure, text[:_MOST_CHARACTERS], run, watch, group)
+    if has_cause and (verdict is None or verdict not in str(error)):  # a wait on the store ends with it
+        where = f"Process {group.rank()} on {socket.gethostname()} could not communicate with the others,"
+        sentence = verdict or f"{where} {missing_ranks(run)}"
+        if verdict is not None and _has_sign(error):  # of a connection that was shut down for it
+            error.args = (verdict,)
+        elif len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]}\n{sentence}",)  # str(error), which loggers print, then ends with it
+        else:
+            add_note(error, sentence)
+    _in_time(lambda: _Failures.of(group, "failures").finish_use())
+
+
+def add_note(error: BaseException, sentence: str) -> None:
+    """Show a sentence below the traceback of ``error``; in the log before Python 3.11."""
+    if sys.version_info >= (3, 11):
         error.add_note(sentence)
     else:
         _log.error(sentence)
@@ -594,7 +620,7 @@ def missing_ranks(run: str) -> str:
             "ended, or its host is unreachable."
         )
     if failed := {rank: text for rank, text in sorted(heard.items()) if text}:
-        return "because " + "; ".join(f"process {rank} failed with {text}" for rank, text in failed.items())
+        return f"because {'; '.join(failed.values())}"
     missing = sorted(everyone - heard.keys())  # the group may be gone by now: Ray ends it from another thread
     if not missing:
         return "but all of them answer: they wait for each other, or the timeout is too short."
@@ -604,16 +630,25 @@ def missing_ranks(run: str) -> str:
     )
 
 
+def is_cause(error: BaseException) -> bool:
+    """Return whether ``error`` has not come from what another process did."""
+    watch = watch_of_live_group()
+    if watch is not None and watch.verdict is not None and watch.verdict in str(error):
+        return False
+    return not _is_of_connection(error)
+
+
 def _is_of_connection(error: BaseException | None) -> bool:
     """Return whether ``error``, or its cause, says that another process did not take part in a collective."""
     while error is not None:
-        text = str(error)
-        if isinstance(error, dist.DistError):
-            return True
-        if isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS):
+        if isinstance(error, (dist.DistError, DeadlockError)) or _has_sign(error):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _has_sign(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def _ask(prefix: str, rank: int, everyone: set[int], heard: dict[int, str], reached: threading.Event) -> None:
@@ -632,8 +667,21 @@ def _ask(prefix: str, rank: int, everyone: set[int], heard: dict[int, str], reac
         return
 
 
-def _note_failure(text: str, run: str) -> None:
-    try:
-        group_store(f"{run}/failed").set(f"{dist.get_rank()}", text[:_MOST_CHARACTERS])
-    except (RuntimeError, ValueError):  # the store is gone, or the group
-        return
+def _note_failure(text: str, run: str, watch: DeadlockWatch | None, group: dist.ProcessGroup) -> None:
+    _Failures.of(group, "failures").num_uses += bool(text) or group.rank() != 0  # process 0 waits for those it ends
+    if text:
+        group_store(f"{run}/failed").set(f"{group.rank()}", text)
+    if watch is not None:
+        watch.tell_failure(run, text and f"{text[0].upper()}{text[1:]}")
+
+
+def _in_time(action: Callable[..., None], *args: Any) -> None:
+    """Do what needs the store, without waiting for it longer than it takes: a cut link may hold it forever."""
+
+    def act() -> None:
+        with suppress(RuntimeError, ValueError):  # the store is gone, or the group
+            action(*args)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(_NOTED_WITHIN_S)

@@ -44,7 +44,7 @@ _TOGETHER_S = 0.05  # processes usually end at the same time, and those that lea
 _POLL_S = 0.005
 
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[type, str], Any]] = weakref.WeakKeyDictionary()
-_interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_interruptions: weakref.WeakKeyDictionary[dist.ProcessGroup, DeadlockError] = weakref.WeakKeyDictionary()
 """By default process group: why no wait of its processes can end."""
 
 
@@ -52,8 +52,12 @@ class DeadlockError(RuntimeError):
     """Raised by a wait on the store that cannot end, because the processes wait for each other."""
 
 
-def interrupt_waits(group: dist.ProcessGroup, reason: str) -> None:
-    """Let every `poll`, also in other threads, raise `DeadlockError` while ``group`` is the default process group."""
+class ProcessFailedError(DeadlockError):
+    """Raised by a wait on the store that cannot end, because another process has failed."""
+
+
+def interrupt_waits(group: dist.ProcessGroup, reason: DeadlockError) -> None:
+    """Let every `poll`, also in other threads, raise such an error while ``group`` is the default process group."""
     _interruptions[group] = reason
 
 
@@ -69,13 +73,14 @@ def poll(ask: Callable[[], T | None], timeout_s: float, slowest_s: float = _SLOW
         slowest_s: Longest pause between two questions.
 
     Raises:
-        DeadlockError: If the processes wait for each other.
+        DeadlockError: If the processes wait for each other, or one has failed.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.0001
     while (answer := ask()) is None:
-        if _interruptions and (reason := _interruptions.get(live_group())) is not None:  # type: ignore[arg-type]
-            raise DeadlockError(reason)
+        if _interruptions and (group := live_group()) is not None and group in _interruptions:
+            reason = _interruptions[group]
+            raise type(reason)(*reason.args)
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return None

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ...state import GradientAccumulationPlugin, GradientState
 from ...state.gradient_state import ShortWindows
-from ...state.rendezvous import report_missing_ranks
+from ...state.rendezvous import add_note, report_missing_ranks
 from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, rank_zero_info, sized_len
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from ..upstream.patches import Patches
@@ -23,6 +23,7 @@ from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
+from .out_of_memory import describe_failure, is_out_of_memory
 from .sections import SectionClock, Timings
 from .signals import Termination, mark_terminated
 
@@ -221,7 +222,10 @@ class LoopFollowing(ParallelStrategy):
             mark_terminated(exception)
         self._end_training_loop()
         super().on_exception(exception)
-        report_missing_ranks(exception, self._termination.run)
+        failure = describe_failure(exception, self._running_trainer(), self.root_device)
+        if is_out_of_memory(exception):
+            add_note(exception, f"Process {self.global_rank} {failure}")
+        report_missing_ranks(exception, self._termination.run, failure)
 
 
 # ------------------------------------------------------------------------------------------------

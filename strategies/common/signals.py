@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...state.collectives import all_reduce_max_async, sending_device
-from ...state.deadlocks import watch_for_deadlocks
+from ...state.deadlocks import watch_for_deadlocks, watch_of_live_group
 from ...state.process_group import group_store, require_group
 from ...state.rendezvous import run_on_rank_zero
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
@@ -95,13 +95,16 @@ class Termination:
         if trainer.world_size > 1:
             number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
             self.run = f"accelight/run/{number}"
-            watch_for_deadlocks(require_group("A fit"))
+            if (watch := watch_for_deadlocks(require_group("A fit"))) is not None:
+                watch.runs.add(self.run)
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             self._patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.agree_before_batch)
 
     def detach(self) -> None:
         """Give Lightning's methods back."""
         self._trainer = None
+        if (watch := watch_of_live_group()) is not None:
+            watch.runs.discard(self.run)
         self._reductions.clear()  # what was begun knows the process group
         self._patches.remove()
 

@@ -201,8 +201,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._checkpointer.close(exception)  # first: others that hear of the error shut the connections down
         super().on_exception(exception)
-        self._checkpointer.close(exception)
         if isinstance(exception, torch.OutOfMemoryError) and not self._reshard_during_accumulation:
             _log.error("Out of memory with reshard_during_accumulation=False: set it to True to keep only shards.")
 

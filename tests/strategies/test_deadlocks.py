@@ -219,7 +219,8 @@ def test_a_consequence_ends_with_the_failure_that_it_comes_from() -> None:
     first, second = run_on_ranks(2, _fail_on_rank_zero, "fsdp2", timeout_s=40)
     assert first == "the batch is bad"
     assert "Connection closed" in second
-    assert second.endswith("because process 0 failed with ValueError: the batch is bad")
+    where = "in the forward at step 2 (epoch 0, batch 2)"
+    assert second.endswith(f"because process 0 failed {where} with ValueError: the batch is bad")
 
 
 def _threads_after_a_group() -> list[str]:

@@ -1,0 +1,211 @@
+"""One rank that fails ends the run on all of them with its error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelight.state import deadlocks
+from accelight.strategies.deepspeed import AccelDeepSpeedStrategy
+from accelight.strategies.fsdp import AccelFSDPStrategy
+from accelight.strategies.upstream.lightning import LightningModule
+from tests.ranks import run_on_ranks
+from tests.scripts import run_script
+from tests.strategies.oracle import quiet_trainer
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "fsdp1": lambda: AccelFSDPStrategy(fsdp_version=1, auto_wrap_policy={nn.Linear}),
+    "fsdp2": lambda: AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear}),
+    "zero2": lambda: AccelDeepSpeedStrategy(zero_stage=2),
+    "zero3": lambda: AccelDeepSpeedStrategy(zero_stage=3),
+}
+TOO_MUCH = "Tried to allocate 2.00 GiB"
+
+
+class _Failing(LightningModule):
+    """Raises on one rank, in a section of the third batch."""
+
+    def __init__(self, section: str, rank: int = 1, error: type[Exception] = torch.OutOfMemoryError) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.section, self.rank, self.error, self.batch = section, rank, error, 0
+
+    def fail_in(self, section: str) -> None:
+        if (section, self.global_rank, self.batch) == (self.section, self.rank, 2):
+            raise self.error(TOO_MUCH)
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.before = _shards(self.trainer.strategy)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batch = batch_idx
+        self.fail_in("forward")
+        output = self.net(batch[0])
+        output.register_hook(lambda _: self.fail_in("backward"))
+        return output.pow(2).mean()
+
+    def on_train_batch_end(self, outputs: object, batch: list[Tensor], batch_idx: int) -> None:
+        if self.section == "save" and batch_idx == 2:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/saved")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.fail_in("save")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batch = batch_idx
+        self.fail_in("validation")
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        module = self
+
+        class Failing(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure() if closure is not None else None
+                module.fail_in("optimizer")
+                super().step()
+                return loss
+
+        return Failing(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _shards(strategy: Any) -> dict[str, Tensor]:
+    return {name: getattr(shard, "held", shard).clone() for name, (shard, _) in strategy.parameter_shards().items()}
+
+
+def _loader(batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(128.0).view(16, 8) / 128), batch_size)
+
+
+def _error_of(run: Callable[[], object]) -> tuple[str, str]:
+    """Return the error with its notes, and its class."""
+    try:
+        run()
+    except Exception as error:  # noqa: BLE001 (whatever it is)
+        return "\n".join([str(error), *getattr(error, "__notes__", ())]), type(error).__name__
+    return "", ""
+
+
+def _fit(kind: str, section: str, folder: str, rank: int = 1) -> tuple[str, str]:
+    strategy = STRATEGIES[kind]()
+    trainer = quiet_trainer(strategy, dist.get_world_size(), max_epochs=1, default_root_dir=folder)
+    validation = _loader() if section == "validation" else None
+    module = _Failing(section, rank)
+    error = _error_of(lambda: trainer.fit(module, _loader(), validation))
+    if section in ("forward", "backward"):
+        torch.testing.assert_close(_shards(strategy), module.before, rtol=0, atol=0)
+    return error
+
+
+WHERE = {
+    "forward": "in the forward at step 2 (epoch 0, batch 2)",
+    "backward": "in the backward at step 2 (epoch 0, batch 2)",
+    "optimizer": "in the optimizer step at step 2 (epoch 0, batch 2)",
+    "validation": "in validation at step 4 (epoch 0)",
+    "save": "in a save at step 3 (epoch 0, batch 2)",
+}
+
+
+@pytest.mark.core("zero3-forward", "fsdp2-backward")
+@pytest.mark.parametrize("case", [f"{kind}-{section}" for kind in STRATEGIES for section in WHERE])
+def test_a_rank_out_of_memory_ends_all_with_its_error(case: str, tmp_path: Path) -> None:
+    """The group's timeout is torch's 30 minutes."""
+    kind, section = case.split("-")
+    first, second = run_on_ranks(2, _fit, kind, section, f"{tmp_path}", timeout_s=40, group_timeout_s=1800)
+    sentence = f"Process 1 failed {WHERE[section]} with OutOfMemoryError: {TOO_MUCH}. Its memory peaked at "
+    assert sentence in first[0]
+    assert first[1] in ("RuntimeError", "ProcessFailedError")
+    assert "0 * unit" not in first[0]
+    assert second[1] == "OutOfMemoryError"
+    assert second[0].startswith(f"{TOO_MUCH}\n{sentence}")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["fsdp2", "zero2"])
+def test_three_ranks_learn_of_it(kind: str, tmp_path: Path) -> None:
+    errors = run_on_ranks(3, _fit, kind, "backward", f"{tmp_path}", 0, timeout_s=60, group_timeout_s=1800)
+    for error, _ in errors:
+        assert f"Process 0 failed {WHERE['backward']} with OutOfMemoryError: {TOO_MUCH}. Its" in error
+
+
+def _fit_again(kind: str) -> tuple[list[str], int, bool]:
+    """All ranks fail alike, wait for each other long afterwards, and train again in the same group."""
+    errors = []
+
+    class Alike(_Failing):
+        def fail_in(self, section: str) -> None:
+            if section == self.section and self.batch == 2:
+                raise ValueError("the batch is bad")
+
+    module = Alike("forward")
+    for section in ("forward", "none"):
+        module.section = section
+        trainer = quiet_trainer(STRATEGIES[kind](), 2, max_epochs=1)
+        errors.append(_error_of(lambda trainer=trainer: trainer.fit(module, _loader()))[0])  # type: ignore[misc]
+        if section == "forward" and dist.get_rank() == 1:
+            threading.Event().wait(4)  # longer than the others need to see it
+        dist.barrier()
+    return errors, trainer.global_step, deadlocks.found_deadlock() is None
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("kind", list(STRATEGIES))
+def test_ranks_that_fail_alike_train_again_in_the_same_group(kind: str) -> None:
+    for errors, steps, is_whole in run_on_ranks(2, _fit_again, kind, timeout_s=60):
+        assert errors == ["the batch is bad", ""]
+        assert steps == 4
+        assert is_whole
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning.pytorch import LightningModule, Trainer
+import accelight.strategies
+
+class Module(LightningModule):
+    def __init__(self, most):
+        super().__init__()
+        self.net, self.most = nn.Linear(8, 1), most
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == 0 and len(batch) > self.most:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def train(batch_size, most=0):
+    global trainer
+    settings = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(strategy="accel_fsdp2", accelerator="cpu", devices=2, max_epochs=1, **settings)
+    trainer.fit(Module(most), DataLoader(torch.ones(64, 8), batch_size))
+    return batch_size
+
+try:
+    train(4)
+except Exception as error:
+    print("rank", trainer.global_rank, "ends with", str(error), flush=True)
+    if sys.argv[1] == "uncaught":
+        raise
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["caught", "uncaught"])
+def test_process_0_holds_the_store_and_ends_at_once(way: str) -> None:
+    ended = run_script(SCRIPT, way, launcher="by_hand", check=False, timeout_s=60)
+    assert "rank 0 ends with Tried to allocate" in ended.output
+    [line] = [line for line in ended.lines if line.startswith("rank 1 ends with")]
+    assert "Process 0 failed in the forward at step 2 (epoch 0, batch 2) with OutOfMemoryError: Tried to" in line
