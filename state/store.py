@@ -241,6 +241,12 @@ def count_uses(
         shutdown.uses[name] = num_uses, num_missing
 
 
+def leave_now(group: dist.ProcessGroup) -> None:
+    """Let no process stay for another one when ``group`` goes: its store remains, for another group."""
+    if (shutdown := _shutdowns.get(group)) is not None:
+        shutdown.uses.clear()
+
+
 def _listening_store() -> dist.TCPStore | None:
     """Return the default group's TCP store; None for other stores and where torchrun's agent holds it."""
     import torch.distributed as dist

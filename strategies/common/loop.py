@@ -23,9 +23,17 @@ from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
+from .modules import check_callbacks
 from .out_of_memory import describe_failure, is_out_of_memory
 from .sections import SectionClock, Timings
 from .signals import Termination, mark_terminated
+
+_REFUSED_CALLBACKS = {
+    "BatchSizeFinder": (
+        "lets each process decide for itself whether a batch fits, and those that disagree wait for each other. Use "
+        "accelight.strategies.find_executable_batch_size, with which all processes try the same sizes."
+    )
+}
 
 
 class LoopFollowing(ParallelStrategy):
@@ -101,6 +109,12 @@ class LoopFollowing(ParallelStrategy):
         """
         size = self.non_data_parallel_size
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    def _refuse_before_setup(self) -> None:
+        """Refuse callbacks that Lightning would refuse in their ``setup()``, without saying what to do instead."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, _REFUSED_CALLBACKS)  # type: ignore[attr-defined]
 
     def _get_process_group_backend(self) -> str:
         if self._process_group_backend is not None:

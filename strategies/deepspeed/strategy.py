@@ -514,6 +514,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
     # ------------------------------------------------------------------ processes
     @override
     def setup_environment(self) -> None:
+        self._refuse_before_setup()
         device = self.root_device
         tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         choose_accelerator(device)

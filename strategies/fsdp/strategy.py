@@ -633,6 +633,7 @@ class AccelFSDPStrategy(TrainerHooks):
     # ------------------------------------------------------------------ processes
     @override
     def setup_environment(self) -> None:
+        self._refuse_before_setup()
         tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         with explaining_interfaces():
             super().setup_environment()

@@ -1,7 +1,8 @@
-"""One rank that fails ends the run on all of them with its error."""
+"""One rank that fails ends the run on all of them with its error; batch sizes are found by all ranks together."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.state import deadlocks
+from accelight.strategies import find_executable_batch_size
+from accelight.strategies.common import out_of_memory
 from accelight.strategies.deepspeed import AccelDeepSpeedStrategy
 from accelight.strategies.fsdp import AccelFSDPStrategy
 from accelight.strategies.upstream.lightning import LightningModule
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
+from tests.strategies.deepspeed.training import whole_weights
 from tests.strategies.oracle import quiet_trainer
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -165,13 +169,138 @@ def test_ranks_that_fail_alike_train_again_in_the_same_group(kind: str) -> None:
         assert is_whole
 
 
+# ---------------------------------------------------------------------- batch sizes
+def _train(kind: str, batch_size: int, sizes: list[int], limits: tuple[int, int]) -> dict[str, Tensor]:
+    """Train with a memory for so many samples on each rank."""
+    torch.manual_seed(0)
+    sizes.append(batch_size)
+
+    class Limited(_Failing):
+        def fail_in(self, section: str) -> None:
+            if section == self.section and batch_size > limits[self.global_rank]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    module = Limited("backward")
+    trainer = quiet_trainer(STRATEGIES[kind](), 2, max_epochs=2)
+    trainer.fit(module, _loader(batch_size))
+    if kind.startswith("zero"):
+        return whole_weights(module)
+    return {name: weights.clone() for name, weights in trainer.strategy.full_state_dict(module).items()}  # type: ignore[attr-defined]
+
+
+def _find(kind: str, limits: tuple[int, int]) -> tuple[list[int], dict[str, Tensor], int]:
+    sizes: list[int] = []
+    halves = iter([4, 2, 1])
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: next(halves))
+    def train(batch_size: int, kind: str) -> dict[str, Tensor]:
+        return _train(kind, batch_size, sizes, limits)
+
+    weights = train(kind)
+    gc.collect()
+    return sizes, weights, sum(thread.name == "accelight-deadlocks" for thread in threading.enumerate())
+
+
+def _train_once(kind: str) -> dict[str, Tensor]:
+    return _train(kind, 2, [], (2, 2))
+
+
+@pytest.mark.core("fsdp2-one_rank")
+@pytest.mark.parametrize("limits", [(8, 2), (2, 4)], ids=["one_rank", "both"])
+@pytest.mark.parametrize("kind", list(STRATEGIES))
+def test_ranks_find_a_batch_size_together(kind: str, limits: tuple[int, int]) -> None:
+    [expected, _] = run_on_ranks(2, _train_once, kind)
+    for sizes, weights, num_watches in run_on_ranks(2, _find, kind, limits, timeout_s=100, group_timeout_s=1800):
+        assert sizes == [8, 4, 2]
+        assert num_watches == 1  # those of earlier groups have ended
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def _loop(batch_size: int, fits: int, error: Exception) -> float:
+    """A loop without a Trainer, in which one rank does not come to the second reduction."""
+    total = torch.ones(1)
+    for step in range(2):
+        if step == 1 and dist.get_rank() == 1 and batch_size > fits:
+            raise error
+        dist.all_reduce(total)
+    return float(total) * batch_size
+
+
+def _find_in_a_loop(error: Exception, size: int, fits: int) -> tuple[Any, str]:
+    result = []
+    train = find_executable_batch_size(_loop, starting_batch_size=size)
+    message, _ = _error_of(lambda: result.append(train(fits, error)))
+    return result, message
+
+
+@pytest.mark.exhaustive
+def test_batch_sizes_in_a_loop_without_a_trainer() -> None:
+    """As Accelerate's: 0.9 of the size before."""
+    found = run_on_ranks(2, _find_in_a_loop, MemoryError("no memory"), 10, 8, group_timeout_s=1800)
+    assert found == [([4.0 * 8], "")] * 2
+
+
+def test_any_other_error_ends_all_attempts() -> None:
+    error = ValueError("the batch is bad")
+    first, second = run_on_ranks(2, _find_in_a_loop, error, 10, 9, group_timeout_s=1800)
+    assert first == ([], "Process 1 failed with ValueError: the batch is bad")
+    assert second == ([], "the batch is bad")
+
+
+@pytest.mark.exhaustive
+def test_no_batch_size_is_left() -> None:
+    for result, message in run_on_ranks(2, _find_in_a_loop, MemoryError(), 1, 0, group_timeout_s=1800):
+        assert result == []
+        assert message.startswith("No executable batch size found: 1 is too large, and 0 would be next.")
+
+
+def _differ() -> str:
+    train = find_executable_batch_size(lambda size: size, starting_batch_size=8 + dist.get_rank())
+    return _error_of(train)[0]
+
+
+def test_batch_sizes_that_differ_are_an_error() -> None:
+    for message in run_on_ranks(2, _differ):
+        assert message == "An attempt has failed: process 0, batch size 8: fits; process 1, batch size 9: fits"
+
+
+def _find_over_nccl() -> tuple[Any, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(out_of_memory, "backends_by_device", lambda group: {"cpu": "gloo", "cuda": "nccl"})
+        return _find_in_a_loop(MemoryError(), 10, 8)
+
+
+@pytest.mark.exhaustive
+def test_over_nccl_all_ranks_end_with_the_next_size() -> None:
+    for result, message in run_on_ranks(2, _find_over_nccl, group_timeout_s=1800):
+        assert result == []
+        assert "with a batch size of 10, and collectives of nccl cannot be ended" in message
+        assert message.endswith("Start again with starting_batch_size=9.")
+
+
+def test_one_process_tries_again() -> None:
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=4, reduce_batch_size_fn=lambda: sizes[-1] // 2)
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        if batch_size > 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return batch_size
+
+    assert train() == 1
+    assert sizes == [4, 2, 1]
+    with pytest.raises(ValueError, match="starting_batch_size must be >= 1, got 0"):
+        find_executable_batch_size(_loop, starting_batch_size=0)
+
+
 SCRIPT = """
 import sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from lightning.pytorch import LightningModule, Trainer
-import accelight.strategies
+from accelight.strategies import find_executable_batch_size
 
 class Module(LightningModule):
     def __init__(self, most):
@@ -194,12 +323,25 @@ def train(batch_size, most=0):
     return batch_size
 
 try:
-    train(4)
+    if sys.argv[1] == "search":
+        found = find_executable_batch_size(train, starting_batch_size=5)(most=4)
+        print("rank", trainer.global_rank, "finds", found, "after", trainer.global_step, "steps", flush=True)
+    else:
+        train(4)
 except Exception as error:
     print("rank", trainer.global_rank, "ends with", str(error), flush=True)
     if sys.argv[1] == "uncaught":
         raise
 """
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "by_hand"])
+def test_batch_sizes_under_launchers(launcher: Any) -> None:
+    """The next group is on the store that process 0 or torchrun's agent holds."""
+    lines = run_script(SCRIPT, "search", launcher=launcher, timeout_s=90).lines
+    for rank in (0, 1):
+        assert f"rank {rank} finds 4 after 8 steps" in lines
 
 
 @pytest.mark.exhaustive
