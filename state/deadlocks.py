@@ -171,7 +171,7 @@ class DeadlockWatch:
         if self._reported is not None:
             self._reported, self._seen = None, None
             self._store.add("num_waiting", -1)
-            self._hear()  # the other end of a connection may have been shut down before this rank had heard
+            self._hear("verdict")  # the other end of a connection may have been shut down before this rank had heard
 
     def _report(self, frame: FrameType, waits: FrameType | None) -> None:
         pending, issued = _collectives(f"{self.thread_id}")
@@ -192,7 +192,7 @@ class DeadlockWatch:
         self._store.set(f"report/{self._rank}", json.dumps([self._beat, text]))
         if self._rank == 0 and self._store.add("num_waiting", 0) == self._num_ranks:
             self._judge()
-        self._hear()
+        self._hear(*(f"failed/{run}" for run in tuple(self.runs)), "verdict")
 
     def tell_connections(self) -> None:
         """Let the other ranks find out which connections are with this one."""
@@ -209,8 +209,8 @@ class DeadlockWatch:
         if text:
             self._store.compare_set(f"failed/{run}", "", text)  # the first one is the cause
 
-    def _hear(self) -> None:
-        for key in (*(f"failed/{run}" for run in tuple(self.runs)), "verdict"):
+    def _hear(self, *keys: str) -> None:
+        for key in keys:
             if self._store.check([key]):
                 self._finish(self._store.get(key).decode(), DeadlockError if key == "verdict" else ProcessFailedError)
                 return

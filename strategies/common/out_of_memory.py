@@ -28,6 +28,8 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _SECTIONS = {
+    "setup": "in setup()",
+    "configure_model": "in configure_model()",
     "training_step": "in the forward",
     "backward": "in the backward",
     "optimizer_step": "in the optimizer step",
@@ -36,7 +38,7 @@ _SECTIONS = {
     "predict_step": "in a prediction",
     "save_checkpoint": "in a save",
 }
-"""By the names of functions, Lightning's and ours: the innermost one in a traceback says what failed."""
+"""By the names of functions, the user's, Lightning's and ours: the innermost one in a traceback says what failed."""
 _SIGNS = (
     "OutOfMemoryError",  # in a report of another error
     "out of memory",  # of CUDA, HIP, XPU and MPS
@@ -58,7 +60,8 @@ def describe_failure(error: BaseException, trainer: Trainer | None, device: torc
     if trainer is not None:
         stage = str(trainer.state.stage.name).lower().replace("_", " ")  # type: ignore[union-attr]
         section = _section(error.__traceback__) or f"while {stage}"
-        batch = f", batch {trainer.fit_loop.epoch_loop.batch_idx}" if trainer.training else ""
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx  # -1 before the first
+        batch = f", batch {batch_idx}" if trainer.training and batch_idx >= 0 else ""
         place = f"{trainer.global_step} (epoch {trainer.current_epoch}{batch})"
         text = f"failed {section} at step {place} with {text_of(error)}"
     if not is_out_of_memory(error):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ...state.collectives import all_reduce_max_async, sending_device
 from ...state.deadlocks import watch_for_deadlocks, watch_of_live_group
 from ...state.process_group import group_store, require_group
-from ...state.rendezvous import run_on_rank_zero
+from ...state.rendezvous import num_ranks, run_on_rank_zero
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from ..upstream.patches import Patches
 from .items import ItemAverage
@@ -85,26 +85,35 @@ class Termination:
         self.items = ItemAverage(is_on=False)
         """Its numbers travel with those of `all_reduce_max_async`."""
 
+    def begin_run(self) -> None:
+        """Name a run as soon as the processes are connected: from here on one that fails ends it for all."""
+        self.detach()
+        if num_ranks() > 1:
+            number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
+            self.run = f"accelight/run/{number}"
+            if (watch := watch_for_deadlocks(require_group("A fit"))) is not None:
+                watch.runs.add(self.run)
+
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
-        self.detach()
+        self._give_back()
         self._trainer = trainer
         self._is_noted, self._reductions, self._count = False, [], 0
         self._patches.put(_connector(trainer), "_sigterm_notifier_fn", self._note)
         self._patches.put(_connector(trainer), "_slurm_sigusr_handler_fn", self._refuse_requeueing)
         if trainer.world_size > 1:
-            number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
-            self.run = f"accelight/run/{number}"
-            if (watch := watch_for_deadlocks(require_group("A fit"))) is not None:
-                watch.runs.add(self.run)
             self._device = sending_device(torch.device("cpu"), require_group("SIGTERM"))
             self._patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self.agree_before_batch)
 
     def detach(self) -> None:
-        """Give Lightning's methods back."""
-        self._trainer = None
+        """End a run, and give Lightning's methods back."""
         if (watch := watch_of_live_group()) is not None:
             watch.runs.discard(self.run)
+        self.run = ""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._trainer = None
         self._reductions.clear()  # what was begun knows the process group
         self._patches.remove()
 

@@ -522,6 +522,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._while_fitting.enter_context(allow_scalars())
         with explaining_interfaces():
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
+        self._termination.begin_run()
         self._held_weights.begin()
         PartialState()._refresh(
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes

@@ -637,6 +637,7 @@ class AccelFSDPStrategy(TrainerHooks):
         tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
         with explaining_interfaces():
             super().setup_environment()
+        self._termination.begin_run()
         self._held_weights.begin()
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes

@@ -60,6 +60,14 @@ class _Failing(LightningModule):
         if self.section == "save" and batch_idx == 2:
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/saved")
 
+    def setup(self, stage: str) -> None:
+        if (self.section, self.global_rank) == ("setup", self.rank):
+            raise self.error(TOO_MUCH)
+
+    def configure_model(self) -> None:
+        if (self.section, self.global_rank) == ("configure_model", self.rank):
+            raise self.error(TOO_MUCH)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.fail_in("save")
 
@@ -110,6 +118,8 @@ def _fit(kind: str, section: str, folder: str, rank: int = 1) -> tuple[str, str]
 
 
 WHERE = {
+    "setup": "in setup() at step 0 (epoch 0)",
+    "configure_model": "in configure_model() at step 0 (epoch 0)",
     "forward": "in the forward at step 2 (epoch 0, batch 2)",
     "backward": "in the backward at step 2 (epoch 0, batch 2)",
     "optimizer": "in the optimizer step at step 2 (epoch 0, batch 2)",
@@ -130,6 +140,18 @@ def test_a_rank_out_of_memory_ends_all_with_its_error(case: str, tmp_path: Path)
     assert "0 * unit" not in first[0]
     assert second[1] == "OutOfMemoryError"
     assert second[0].startswith(f"{TOO_MUCH}\n{sentence}")
+
+
+def _validate(kind: str) -> tuple[str, str]:
+    trainer = quiet_trainer(STRATEGIES[kind](), 2)
+    return _error_of(lambda: trainer.validate(_Failing("validation"), _loader()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", list(STRATEGIES))
+def test_validation_without_a_fit(kind: str) -> None:
+    for error, _ in run_on_ranks(2, _validate, kind, timeout_s=40, group_timeout_s=1800):
+        assert f"Process 1 failed in validation at step 0 (epoch 0) with OutOfMemoryError: {TOO_MUCH}. Its" in error
 
 
 @pytest.mark.exhaustive
