@@ -162,11 +162,9 @@ class Watchdog(Callback):
         self._close()
         folder = self.dirpath or local_path(trainer.default_root_dir, "dirpath, or default_root_dir,") / "watchdog"
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        clock = SectionClock(profiler)
-        self._patches.put(trainer, "profiler", clock)
+        clock = SectionClock(profiler, self._patches)
         self._observer = _Observer(trainer, clock, self._limits.renewed())
         self._exchange = _Exchange(self, self._observer, folder)
-        clock.timings = self._exchange.timings
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -259,13 +257,17 @@ class _Observer:
         self._waited: dict[str, float] = defaultdict(float)
         self._waited_until = 0.0
         self._names: dict[int, str] = {}
-        self.local_check: Callable[[], None] = lambda: None
-        """What else this thread does at each look."""
+        self._also: list[Callable[[], None]] = []
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelight-watchdog-observer", daemon=True)
         self._thread.start()
 
+    def also(self, check: Callable[[], None]) -> None:
+        """Call ``check`` at each look."""
+        self._also.append(check)
+
     def close(self) -> None:
+        """End the thread."""
         self._ends.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
@@ -279,7 +281,8 @@ class _Observer:
                 self._waited[self.clock.open[-1].section] += now - looked
             looked = now
             del frame  # it would keep the thread's locals alive
-            self.local_check()
+            for check in self._also:
+                check()
 
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the thread that trains."""
@@ -416,7 +419,7 @@ class _Exchange:
         self._num_slow: dict[tuple[str, int], int] = defaultdict(int)
         self.factors: dict[str, float] | None = None
         """The largest factors of the last report, until the thread that trains has logged them."""
-        observer.local_check = self._check_reachable
+        observer.also(self._check_reachable)
         self._ends, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="accelight-watchdog-exchange", daemon=True)
         self._thread.start()

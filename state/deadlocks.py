@@ -184,7 +184,7 @@ class DeadlockWatch:
             is_new, self._reported = self._reported is None, text
             self._store.set(f"report/{self._rank}", json.dumps([0, text]))
             if is_new:
-                self.tell_connections()
+                self.publish_connections()
                 self._store.add("num_waiting", 1)
             self._beat = 0
             return
@@ -194,18 +194,18 @@ class DeadlockWatch:
             self._judge()
         self._hear(*(f"failed/{run}" for run in tuple(self.runs)), "verdict")
 
-    def tell_connections(self) -> None:
+    def publish_connections(self) -> None:
         """Let the other ranks find out which connections are with this one."""
         self._store.set(f"sockets/{self._rank}", json.dumps(_connections()))
 
-    def tell_failure(self, run: str, text: str) -> None:
+    def publish_failure(self, run: str, text: str) -> None:
         """Let the ranks that are still in ``run`` know that this one has left it: see [Note: a rank that fails].
 
         Args:
             run: The same on all ranks.
             text: Says what has failed; empty for what another rank's failure has caused.
         """
-        self.tell_connections()
+        self.publish_connections()
         if text:
             self._store.compare_set(f"failed/{run}", "", text)  # the first one is the cause
 

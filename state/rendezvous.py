@@ -672,7 +672,7 @@ def _note_failure(text: str, run: str, watch: DeadlockWatch | None, group: dist.
     if text:
         group_store(f"{run}/failed").set(f"{group.rank()}", text)
     if watch is not None:
-        watch.tell_failure(run, text and f"{text[0].upper()}{text[1:]}")
+        watch.publish_failure(run, text and f"{text[0].upper()}{text[1:]}")
 
 
 def _in_time(action: Callable[..., None], *args: Any) -> None:

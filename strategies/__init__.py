@@ -8,7 +8,7 @@ from .common.config import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
-    from .common.out_of_memory import find_executable_batch_size
+    from .batch_size import find_executable_batch_size
     from .common.user_code import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
@@ -54,7 +54,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
     "ParallelismConfig": ".parallelism.config",
-    "find_executable_batch_size": ".common.out_of_memory",
+    "find_executable_batch_size": ".batch_size",
     "full_gradients": ".common.user_code",
     "full_parameters": ".common.user_code",
     "full_state_dict": ".common.user_code",

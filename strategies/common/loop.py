@@ -24,8 +24,7 @@ from .dataloader_state import LoaderPlaces, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
 from .modules import check_callbacks
-from .out_of_memory import describe_failure, is_out_of_memory
-from .sections import SectionClock, Timings
+from .sections import Timings, describe_failure, is_out_of_memory
 from .signals import Termination, mark_terminated
 
 _REFUSED_CALLBACKS = {
@@ -86,10 +85,10 @@ class LoopFollowing(ParallelStrategy):
             RuntimeError: Without a `Watchdog` among the Trainer's callbacks, which measures it.
         """
         trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
-        clock = None if trainer is None else trainer.profiler
-        if not isinstance(clock, SectionClock) or clock.timings is None:
-            raise RuntimeError("strategy.timings() needs Trainer(callbacks=[Watchdog(), ...]), and a run under way.")
-        return clock.timings()
+        for callback in [] if trainer is None else trainer.callbacks:
+            if (timings := getattr(callback, "timings", None)) is not None:
+                return timings()
+        raise RuntimeError("strategy.timings() needs Trainer(callbacks=[Watchdog(), ...]), and a run under way.")
 
     @property
     def num_processes(self) -> int:

@@ -1,25 +1,28 @@
-"""Where a process is in a run, and how long it spends there: a profiler that wraps the Trainer's own.
+"""Where a process is in a run, how long it spends there, and where it has failed.
 
-The Trainer reports each hook, and each batch that it waits for, to its profiler. `SectionClock` adds up the time
-between two reports for the innermost action that is open, so that no second is counted twice. Another thread can read
-it at any time.
+The Trainer reports each hook, and each batch that it waits for, to its profiler. `SectionClock` listens, and adds up
+the time between two reports for the innermost action that is open, so that no second is counted twice. Another
+thread can read it at any time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from types import TracebackType
-from typing import Any
 
-from typing_extensions import override
+import torch
 
-from ..upstream.lightning import PassThroughProfiler, Profiler
+from ...state.rendezvous import is_cause, text_of
+from ..upstream.lightning import PassThroughProfiler, Profiler, Trainer
+from ..upstream.patches import Patches
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
 """What actions belong to, in the order of tables."""
@@ -118,24 +121,24 @@ class Action:
         clock.since = now
 
 
-class SectionClock(Profiler):
-    """Counts what passes through it, and hands it on to the Trainer's own profiler.
+class SectionClock:
+    """Counts what the Trainer reports to its profiler.
 
     Args:
-        inner: The Trainer's own.
+        profiler: The Trainer's.
+        patches: What replaces the profiler's methods, until it is removed.
     """
 
-    def __init__(self, inner: Profiler) -> None:
-        super().__init__()
-        self.inner = inner
-        self._is_alone = isinstance(inner, PassThroughProfiler)
+    def __init__(self, profiler: Profiler, patches: Patches) -> None:
         self.actions: dict[str, Action] = {}
         self.open: list[Action] = [Action(self, "between hooks")]
         """The actions under way, outermost first; never empty."""
         self.since = perf_counter()
         """When an action has begun or ended last, by ``time.perf_counter()``; another value after each."""
-        self.timings: Callable[[], Timings] | None = None
-        """Returns the table of all processes, where someone collects it."""
+        self._profiler = profiler.profile, profiler.start, profiler.stop
+        patches.put(profiler, "profile", self.action if isinstance(profiler, PassThroughProfiler) else self._profile)
+        patches.put(profiler, "start", self._start)
+        patches.put(profiler, "stop", self._stop)
 
     def action(self, name: str) -> Action:
         """Return the action of this name, the same at each call."""
@@ -154,61 +157,25 @@ class SectionClock(Profiler):
         """Return every action so far; for other threads."""
         return [self.open[0], *self.actions.copy().values()]
 
-    @override
-    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override] # faster than one
-        found = self.action(action_name)
-        return found if self._is_alone else self._both(found)
-
     @contextmanager
-    def _both(self, action: Action) -> Iterator[str]:
-        with self.inner.profile(action.name), action:
-            yield action.name
+    def _profile(self, name: str) -> Iterator[str]:
+        profile, _, _ = self._profiler
+        found = self.action(name)
+        with profile(name), nullcontext() if self.open[-1] is found else found:  # most call `start` themselves
+            yield name
 
-    @override
-    def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
-        found = self.action(action_name)
+    def _start(self, name: str) -> None:
+        _, start, _ = self._profiler
+        start(name)
+        found = self.action(name)
         if self.open[-1] is found:
             self.close(found)
         found.__enter__()
 
-    @override
-    def stop(self, action_name: str) -> None:
-        self.action(action_name).__exit__()
-        self.inner.stop(action_name)
-
-    # ------------------------------------------------------------------ the rest is the Trainer's own profiler's
-    @override
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.setup(*args, **kwargs)
-
-    @override
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self.inner.teardown(*args, **kwargs)
-
-    @override
-    def describe(self) -> None:
-        self.inner.describe()
-
-    @override
-    def summary(self) -> str:
-        return self.inner.summary()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    @property
-    def _lightning_module(self) -> Any:
-        return getattr(self.inner, "_lightning_module", None)
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: Any) -> None:  # the Trainer gives it to its profiler
-        self.inner._lightning_module = module  # type: ignore[attr-defined]
-
-    def __del__(self) -> None:
-        """Leave the Trainer's own profiler open."""
+    def _stop(self, name: str) -> None:
+        _, _, stop = self._profiler
+        self.action(name).__exit__()
+        stop(name)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -281,3 +248,71 @@ class Timings:
             if factor > 1.0
         ]
         return "\n".join([title, *lines, *slow])
+
+
+# ------------------------------------------------------------------------------------------------
+# Where a process has failed. A traceback says it: a step pays nothing for it.
+
+_IN_WORDS = {
+    "setup": "in setup()",
+    "configure_model": "in configure_model()",
+    "training_step": "in the forward",
+    "backward": "in the backward",
+    "optimizer_step": "in the optimizer step",
+    "validation_step": "in validation",
+    "test_step": "in a test",
+    "predict_step": "in a prediction",
+    "save_checkpoint": "in a save",
+}
+"""By the names of functions, the user's, Lightning's and ours: the innermost one in a traceback says what failed."""
+_SIGNS = (
+    "OutOfMemoryError",  # in a report of another error
+    "out of memory",  # of CUDA, HIP, XPU and MPS
+    "DefaultCPUAllocator: can't allocate memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",  # as Lightning and Accelerate have it
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that this process has too little memory, on the device or of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS) and is_cause(error)
+
+
+def describe_failure(error: BaseException, trainer: Trainer | None, device: torch.device) -> str:
+    """Return what has failed where, and the peak of the memory if there was too little: what follows "process 1"."""
+    text = f"failed with {text_of(error)}"
+    if trainer is not None:
+        stage = str(trainer.state.stage.name).lower().replace("_", " ")  # type: ignore[union-attr]
+        section = _section(error.__traceback__) or f"while {stage}"
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx  # -1 before the first
+        batch = f", batch {batch_idx}" if trainer.training and batch_idx >= 0 else ""
+        place = f"{trainer.global_step} (epoch {trainer.current_epoch}{batch})"
+        text = f"failed {section} at step {place} with {text_of(error)}"
+    if not is_out_of_memory(error):
+        return text
+    return (
+        f"{text.rstrip('.')}. Its memory peaked at {_peak(device)}. Resume from the last checkpoint with smaller "
+        "batches, or with more accumulation; 'accelight plan' lists what a process needs."
+    )
+
+
+def _section(frames: TracebackType | None) -> str:
+    found = ""
+    while frames is not None:
+        found = _IN_WORDS.get(frames.tb_frame.f_code.co_name, found)
+        frames = frames.tb_next
+    return found
+
+
+def _peak(device: torch.device) -> str:
+    with contextlib.suppress(ImportError, RuntimeError):  # Windows has no `resource`, some devices have no statistics
+        if device.type != "cpu":
+            used, kept = torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
+            return f"{used / 2**30:.2f} GiB in tensors on {device}, {kept / 2**30:.2f} GiB with what torch keeps"
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of resident memory"
+    return "an unknown size"

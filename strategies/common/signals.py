@@ -96,7 +96,7 @@ class Termination:
 
     def follow(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
-        self._give_back()
+        self._restore_methods()
         self._trainer = trainer
         self._is_noted, self._reductions, self._count = False, [], 0
         self._patches.put(_connector(trainer), "_sigterm_notifier_fn", self._note)
@@ -110,9 +110,9 @@ class Termination:
         if (watch := watch_of_live_group()) is not None:
             watch.runs.discard(self.run)
         self.run = ""
-        self._give_back()
+        self._restore_methods()
 
-    def _give_back(self) -> None:
+    def _restore_methods(self) -> None:
         self._trainer = None
         self._reductions.clear()  # what was begun knows the process group
         self._patches.remove()

@@ -35,6 +35,7 @@ from tests.strategies.oracle import (
     dataset,
     quiet_trainer,
     rank_loader,
+    strategy_called,
 )
 
 POISON = {(0, 4): math.nan, (1, 2): 1e3, (2, 0): -1e4, (2, 5): math.inf}
@@ -49,28 +50,6 @@ STRATEGIES = [
 
 def decay(step: int) -> float:
     return 0.9**step
-
-
-def strategy_called(name: str) -> Any:
-    if name.startswith("zero"):
-        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}} if name.endswith("fp16") else {}
-        zero: dict[str, Any] = {"stage": int(name[4]), "reduce_bucket_size": 64}
-        if name.endswith("offload"):
-            zero["offload_optimizer"] = {"device": "cpu"}
-        config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fp16}
-        return AccelDeepSpeedStrategy(hf_ds_config=config)
-    if not name.startswith("fsdp"):
-        return name
-    options: dict[str, Any] = {"cpu_offload": name.endswith("offload")}
-    if name.startswith("fsdp1"):
-        options["use_orig_params"] = name.endswith("orig_params")
-    return AccelFSDPStrategy(
-        fsdp_version=int(name[4]),
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
-        state_dict_type="full_state_dict",
-        **options,
-    )
 
 
 @dataclass

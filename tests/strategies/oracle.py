@@ -151,6 +151,29 @@ def strategy_named(name: str) -> Any:
     return AccelFSDPStrategy(fsdp_version=number, **units)
 
 
+def strategy_called(name: str) -> Any:
+    """``ddp``, or as `strategy_named` with a suffix: ``_offload``, ``_orig_params`` (FSDP1), ``_fp16`` (ZeRO)."""
+    if name.startswith("zero"):
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}} if name.endswith("fp16") else {}
+        zero: dict[str, Any] = {"stage": int(name[4]), "reduce_bucket_size": 64}
+        if name.endswith("offload"):
+            zero["offload_optimizer"] = {"device": "cpu"}
+        config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **fp16}
+        return AccelDeepSpeedStrategy(hf_ds_config=config)
+    if not name.startswith("fsdp"):
+        return name
+    options: dict[str, Any] = {"cpu_offload": name.endswith("offload")}
+    if name.startswith("fsdp1"):
+        options["use_orig_params"] = name.endswith("orig_params")
+    return AccelFSDPStrategy(
+        fsdp_version=int(name[4]),
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="full_state_dict",
+        **options,
+    )
+
+
 def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
     """A Trainer for tests: CPU, nothing printed, nothing written unless asked for."""
     settings: dict[str, Any] = {

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.state import deadlocks
-from accelight.strategies import find_executable_batch_size
-from accelight.strategies.common import out_of_memory
+from accelight.strategies import batch_size, find_executable_batch_size
 from accelight.strategies.deepspeed import AccelDeepSpeedStrategy
 from accelight.strategies.fsdp import AccelFSDPStrategy
 from accelight.strategies.upstream.lightning import LightningModule
@@ -288,7 +287,7 @@ def test_batch_sizes_that_differ_are_an_error() -> None:
 
 def _find_over_nccl() -> tuple[Any, str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(out_of_memory, "backends_by_device", lambda group: {"cpu": "gloo", "cuda": "nccl"})
+        patch.setattr(batch_size, "backends_by_device", lambda group: {"cpu": "gloo", "cuda": "nccl"})
         return _find_in_a_loop(MemoryError(), 10, 8)
 
 

@@ -1,104 +1,34 @@
-"""A rank that runs out of memory: where, with what peak, and how all ranks go on with smaller batches."""
+"""`find_executable_batch_size`: a function is tried with smaller and smaller batches, on all ranks with the same.
+
+[Note: fresh groups] A rank that runs out of memory leaves the others in a collective that nothing ends but the end of
+its connections, and gloo makes no new ones for a group. So after such an attempt all ranks meet on the store, and the
+next one begins with a new default group on the same store. What belongs to the old group, as sharded parameters do,
+is of no use to it: the function builds everything anew.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from ...state.deadlocks import watch_for_deadlocks, watch_of_live_group
-from ...state.process_group import backends_by_device, group_store, live_group, timeout_of
-from ...state.rendezvous import is_cause, report_missing_ranks, text_of
-from ...state.store import Channel, leave_now
-from ..upstream.lightning import Trainer
+from ..state.deadlocks import watch_for_deadlocks, watch_of_live_group
+from ..state.process_group import backends_by_device, group_store, live_group, timeout_of
+from ..state.rendezvous import is_cause, report_missing_ranks, text_of
+from ..state.store import Channel, leave_now
+from .common.sections import is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
-
-_SECTIONS = {
-    "setup": "in setup()",
-    "configure_model": "in configure_model()",
-    "training_step": "in the forward",
-    "backward": "in the backward",
-    "optimizer_step": "in the optimizer step",
-    "validation_step": "in validation",
-    "test_step": "in a test",
-    "predict_step": "in a prediction",
-    "save_checkpoint": "in a save",
-}
-"""By the names of functions, the user's, Lightning's and ours: the innermost one in a traceback says what failed."""
-_SIGNS = (
-    "OutOfMemoryError",  # in a report of another error
-    "out of memory",  # of CUDA, HIP, XPU and MPS
-    "DefaultCPUAllocator: can't allocate memory",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",  # as Lightning and Accelerate have it
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that this process has too little memory, on the device or of the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS) and is_cause(error)
-
-
-def describe_failure(error: BaseException, trainer: Trainer | None, device: torch.device) -> str:
-    """Return what has failed where, and the peak of the memory if there was too little: what follows "process 1"."""
-    text = f"failed with {text_of(error)}"
-    if trainer is not None:
-        stage = str(trainer.state.stage.name).lower().replace("_", " ")  # type: ignore[union-attr]
-        section = _section(error.__traceback__) or f"while {stage}"
-        batch_idx = trainer.fit_loop.epoch_loop.batch_idx  # -1 before the first
-        batch = f", batch {batch_idx}" if trainer.training and batch_idx >= 0 else ""
-        place = f"{trainer.global_step} (epoch {trainer.current_epoch}{batch})"
-        text = f"failed {section} at step {place} with {text_of(error)}"
-    if not is_out_of_memory(error):
-        return text
-    return (
-        f"{text.rstrip('.')}. Its memory peaked at {_peak(device)}. Resume from the last checkpoint with smaller "
-        "batches, or with more accumulation; 'accelight plan' lists what a process needs."
-    )
-
-
-def _section(frames: TracebackType | None) -> str:
-    found = ""
-    while frames is not None:
-        found = _SECTIONS.get(frames.tb_frame.f_code.co_name, found)
-        frames = frames.tb_next
-    return found
-
-
-def _peak(device: torch.device) -> str:
-    with contextlib.suppress(ImportError, RuntimeError):  # Windows has no `resource`, some devices have no statistics
-        if device.type != "cpu":
-            used, kept = torch.accelerator.max_memory_allocated(device), torch.accelerator.max_memory_reserved(device)
-            return f"{used / 2**30:.2f} GiB in tensors on {device}, {kept / 2**30:.2f} GiB with what torch keeps"
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30:.2f} GiB of resident memory"
-    return "an unknown size"
-
-
-# ------------------------------------------------------------------------------------------------
-# A function is tried with smaller and smaller batches, on all ranks with the same.
-#
-# [Note: fresh groups] A rank that runs out of memory leaves the others in a collective that nothing ends but the end of
-# its connections, and gloo makes no new ones for a group. So after such an attempt all ranks meet on the store, and the
-# next one begins with a new default group on the same store. What belongs to the old group, as sharded parameters do,
-# is of no use to it: the function builds everything anew.
 
 
 class _Attempts(Channel):
@@ -223,7 +153,7 @@ def _attempt(run: Callable[[], Any], batch_size: int) -> tuple[bool, Any]:
             raise error
         return error is None, result
     kind = "fits" if error is None else "too large" if too_large else "other" if is_cause(error) else "consequence"
-    watch.tell_connections()
+    watch.publish_connections()
     outcomes = _Attempts.of(group, "attempts").agree(batch_size, kind, "" if error is None else text_of(error))
     kinds = {kind for _, kind, _ in outcomes}
     if len({size for size, _, _ in outcomes}) == 1 and (
