@@ -163,6 +163,7 @@ def test_the_command_imports_neither_torch_nor_deepspeed(zero_checkpoints: Saved
         subprocess.run([sys.executable, "-c", code, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.exhaustive
 def test_folder_of_lightnings_strategy(tmp_path: Path) -> None:
     """``DeepSpeedStrategy`` saves under the tag ``checkpoint``, with the Trainer's state among DeepSpeed's own."""
     folder = tmp_path / "epoch=0.ckpt"

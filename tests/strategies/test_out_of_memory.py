@@ -127,7 +127,7 @@ WHERE = {
 }
 
 
-@pytest.mark.core("zero3-forward", "fsdp2-backward")
+@pytest.mark.core("fsdp2-backward")
 @pytest.mark.parametrize("case", [f"{kind}-{section}" for kind in STRATEGIES for section in WHERE])
 def test_a_rank_out_of_memory_ends_all_with_its_error(case: str, tmp_path: Path) -> None:
     """The group's timeout is torch's 30 minutes."""
@@ -181,7 +181,7 @@ def _fit_again(kind: str) -> tuple[list[str], int, bool]:
     return errors, trainer.global_step, deadlocks.found_deadlock() is None
 
 
-@pytest.mark.core("fsdp2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", list(STRATEGIES))
 def test_ranks_that_fail_alike_train_again_in_the_same_group(kind: str) -> None:
     for errors, steps, is_whole in run_on_ranks(2, _fit_again, kind, timeout_s=60):
@@ -261,6 +261,7 @@ def test_batch_sizes_in_a_loop_without_a_trainer() -> None:
     assert found == [([4.0 * 8], "")] * 2
 
 
+@pytest.mark.exhaustive
 def test_any_other_error_ends_all_attempts() -> None:
     error = ValueError("the batch is bad")
     first, second = run_on_ranks(2, _find_in_a_loop, error, 10, 9, group_timeout_s=1800)

@@ -88,7 +88,7 @@ def _save_both_ways(engine: str, folder: str) -> None:
     assert not is_alive(cast("int", pids[0]))
 
 
-@pytest.mark.core("fsdp2-2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.machines)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_byte_is_what_the_ranks_themselves_write(engine: str, world_size: int, tmp_path: Path) -> None:
