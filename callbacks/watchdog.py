@@ -655,6 +655,12 @@ class _Exchange:
         """Log which processes have ended, after a collective has failed; waits for two messages of the others."""
         self._ends.set()
         self._thread.join(timeout=5)
+        # A thread of its own: Lightning's handler of SIGTERM, which torchrun sends next, fails in a collective.
+        reports = threading.Thread(target=self._report_lost, name="accelight-watchdog-lost")
+        reports.start()
+        reports.join()
+
+    def _report_lost(self) -> None:
         deadline = time.monotonic() + 2 * self._options.every_s + 1
         with suppress(RuntimeError):  # the store is gone, too
             self._read(range(self._num_ranks))

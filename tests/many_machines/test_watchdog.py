@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +17,8 @@ _REASON = why_not()
 pytestmark = pytest.mark.machines
 
 SAYS = {
-    "stop": r"Watchdog: process {0} \(\S+\) is stopped by a signal .* last heard from",
-    "loop": r"Watchdog: process {0} \(\S+\) stands still in forward, .*\n(.*\n)*{0} .*trains_with_faults.py:\d+ in fail",
+    "stop": r"Watchdog: process {0} \(\S+\) is stopped by a signal .*last heard from",
+    "loop": r"Watchdog: process {0} \(\S+\) stands still in forward, .*\n(.*\n)*{0} .*trains_with_faults.py:\d+ in f",
     "worker": r"Watchdog: process {0} \(\S+\) stands still in data, \[_TrainingEpochLoop\].train_dataloader_next",
     "kill": r"(process {0} has ended|Process {0} .*ended|[Pp]rocess {0}\b.*(does not answer|did not))",
     "branch": r"wait for each other.*process {1} .* in barrier .*trains_with_faults.py|"
@@ -29,7 +28,7 @@ SAYS = {
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fault", list(SAYS))
-@pytest.mark.parametrize("strategy", ["fsdp1_orig_params", "fsdp2", "zero2", "zero3", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3", "ddp"])
 def test_a_fault_is_named_and_ends_the_run(strategy: str, fault: str, victim: int, tmp_path: Path) -> None:
     done = run_script(SCRIPT, strategy, fault, f"{victim}", str(tmp_path), launcher="torchrun", check=False)
     assert done.returncodes != [0]
@@ -49,15 +48,10 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 
 @pytest.mark.skipif(bool(_REASON), reason=_REASON)
-@pytest.mark.parametrize("strategy", ["fsdp1_orig_params", "fsdp2", "zero2", "zero3", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3", "ddp"])
 def test_a_host_that_is_cut_off_is_named_on_both_sides(strategy: str, hosts: TwoHosts) -> None:
-    hosts.torchrun(SCRIPT, strategy, "cut", "1", str(hosts.folder / "stacks"), "--pause=0.2", "--steps=1000")
-    hosts.wait_for("GLOBAL_RANK")
-    deadline = time.monotonic() + 60
-    while not (hosts.folder / "stacks" / "timings.json").exists() and time.monotonic() < deadline and hosts.alive():
-        time.sleep(0.2)
-        if time.monotonic() > deadline - 50:
-            break
+    hosts.torchrun(SCRIPT, strategy, "cut", "1", str(hosts.folder / "stacks"), "--pause=0.1", "--steps=1000")
+    hosts.wait_for("at batch 20", host=1)
     hosts.cut()
     assert all(hosts.end())
     said = hosts.said(0) + hosts.said(1)

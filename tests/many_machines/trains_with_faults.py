@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelight.callbacks import Watchdog
-from tests.strategies.oracle import strategy_called
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 
 BATCH = 20
 
@@ -40,11 +40,11 @@ class Module(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(arguments.pause)
         if is_victim and batch_idx == BATCH:
+            print(f"at batch {BATCH} on {rank}", flush=True)
             self.fail()
         return self.model(batch).square().mean()
 
     def fail(self) -> None:
-        print(f"fault on {rank}", flush=True)
         if arguments.fault in ("stop", "kill"):
             os.kill(os.getpid(), signal.SIGSTOP if arguments.fault == "stop" else signal.SIGKILL)
         while arguments.fault == "loop":
@@ -71,11 +71,16 @@ is_victim = rank == arguments.victim
 watchdog: Any = Watchdog(
     arguments.on_hang, min_limit_s=arguments.limit, every_s=0.25, first_limit_s=60, dirpath=arguments.folder
 )
+strategy: Any = "ddp"
+if arguments.strategy.startswith("zero"):
+    strategy = AccelDeepSpeedStrategy(zero_stage=int(arguments.strategy[-1]))
+elif arguments.strategy.startswith("fsdp"):
+    strategy = AccelFSDPStrategy(fsdp_version=int(arguments.strategy[-1]))
 trainer = Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
-    strategy=strategy_called(arguments.strategy),
+    strategy=strategy,
     use_distributed_sampler=False,
     max_steps=arguments.steps,
     callbacks=[watchdog],
