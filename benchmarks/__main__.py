@@ -27,6 +27,7 @@ from benchmarks import (
     save,
     scale,
     trigger,
+    watch,
 )
 
 BENCHMARKS = {
@@ -45,6 +46,7 @@ BENCHMARKS = {
     "save": save,
     "scale": scale,
     "trigger": trigger,
+    "watch": watch,
 }
 
 

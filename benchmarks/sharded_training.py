@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -137,7 +138,9 @@ def _train(kind: str, work: Work) -> tuple[list[float], float]:
     return train(kind, work, DataLoader(TensorDataset(data), 2))
 
 
-def train(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], float]:
+def train(
+    kind: str, work: Work, loader: DataLoader[Any], callbacks: Sequence[Callback] = ()
+) -> tuple[list[float], float]:
     """Train on every batch of a loader, and return when each began or ended, and the last loss."""
     if kind in (BY_HAND, DDP_BY_HAND):
         return _train_by_hand(kind, work, loader)
@@ -148,7 +151,7 @@ def train(kind: str, work: Work, loader: DataLoader[Any]) -> tuple[list[float], 
     trainer = Trainer(
         strategy=_strategy(kind, world_size), accelerator="cpu", devices=world_size, max_epochs=1, logger=False,
         accumulate_grad_batches=work.accumulate, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
+        enable_model_summary=False, use_distributed_sampler=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module, loader)
     return module.ticks, float(trainer.callback_metrics.get("loss", 0.0))

@@ -111,7 +111,11 @@ def launch(output: str, *options: str) -> str:
     options = (__file__, f"--output={output}", *options)
     run = subprocess.run([*command, *options], env=env, capture_output=True, text=True)
     for line in run.stderr.splitlines():
-        if any(name in line for name in ("Watchdog:", "StepGuard skipped", "ReplicaCheck:")):
+        if (
+            line.startswith("Watchdog:")
+            or "StepGuard skipped optimizer" in line
+            or "[rank0]: RuntimeError: Rep" in line
+        ):
             print(f"  {line}")
     if run.returncode:
         sys.exit(run.stderr)

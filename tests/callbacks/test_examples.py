@@ -30,3 +30,12 @@ def test_monitoring_gradients() -> None:
     assert len(found) == 3
     for whole, *parts in (map(float, norms) for norms in found):
         assert whole**2 == pytest.approx(sum(part**2 for part in parts), rel=0.02)  # printed with three digits
+
+
+@pytest.mark.machines
+def test_a_night_with_faults_ends_with_the_same_weights(tmp_path: Path) -> None:
+    output = run_script(EXAMPLES / "night_run.py", "--output", str(tmp_path), timeout_s=240).output
+    assert "StepGuard skipped optimizer step 13: the gradient norm nan" in output
+    assert re.search(r"Watchdog: process 1 \(\S+\) is stopped by a signal", output)
+    assert "ReplicaCheck: after step 46 not all copies are equal" in output
+    assert "The same weights: True" in output

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from accelight.checkpoint.cli import _parser
+from accelight.command import _add_timings
 from accelight.strategies.planning.command import add_plan
 from benchmarks.__main__ import BENCHMARKS
 from tests.docs.pages import PAGES, ROOT, blocks, page_name
@@ -33,7 +34,7 @@ COMMANDS = sorted({command for page in PAGES for command in _commands(page)})
 
 def _accelight(arguments: list[str]) -> None:
     if arguments != ["--version"]:
-        _parser((add_plan,)).parse_args(arguments)
+        _parser((add_plan, _add_timings)).parse_args(arguments)
 
 
 def _python(arguments: list[str]) -> None:
