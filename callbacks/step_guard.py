@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import local_path, save_torch
-from ..strategies.common.grads import SkippedSteps
+from ..strategies.common.grads import SkippedSteps, global_norm, gradients_of
 from ..strategies.upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -66,7 +67,7 @@ class StepGuard(Callback):
     - A spike is a norm above ``median + spike_factor * deviation`` of the last ``window`` steps that were taken. The
       deviation is the median absolute deviation in units of a standard deviation, and at least a tenth of the median.
     - Each skip is a warning on rank 0, with the step, the norm, the threshold, the loss and the micro-batches.
-      ``step_guard/skipped`` in the logs is their number.
+      ``step_guard/skipped`` in the logs is their number, whenever it has changed.
 
     It works in automatic optimization, with accelight's strategies, ``ddp`` and a single device. Each step waits until
     the norm is known. Norms and counts are saved in checkpoints, so that a run that resumes decides alike.
@@ -107,6 +108,7 @@ class StepGuard(Callback):
         """How many steps were skipped so far."""
         self._schedules, self._patches = SkippedSteps(), Patches("callbacks")
         self._restoring: RemovableHandle | None = None
+        self._has_flat_shards = False  # of FSDP1
         self._begin()
 
     def _begin(self) -> None:
@@ -116,6 +118,7 @@ class StepGuard(Callback):
         self._micro_batches: list[_MicroBatch] = []
         self._decided: tuple[float, float] | None = None  # norm and threshold of this step
         self._skips = self._has_ended = False
+        self._num_logged: int | None = None
 
     # ------------------------------------------------------------------ the run
     @override
@@ -130,6 +133,8 @@ class StepGuard(Callback):
         _check_optimizer(trainer)
         self._detach()
         self._micro_batches, self._decided, self._has_ended = [], None, False
+        model = trainer.strategy.model
+        self._has_flat_shards = model is not None and bool(FullyShardedDataParallel.fsdp_modules(model))
         plugin: Any = trainer.precision_plugin
         # Lightning has no hook between clipping, which knows the norm, and the step.
         self._patches.put(plugin, "_clip_gradients", partial(self._clip_and_judge, trainer, plugin._clip_gradients))
@@ -165,7 +170,11 @@ class StepGuard(Callback):
             clip(model, optimizer, *args, **kwargs)
             norm = float(strategy.last_grad_norm)
         else:
-            norm = float(strategy.grad_norm() if is_deepspeed else _measure(trainer, optimizer))
+            norm = float(
+                strategy.grad_norm()
+                if is_deepspeed
+                else _measure(trainer, optimizer, has_flat_shards=self._has_flat_shards)
+            )
             clip(model, optimizer, *args, **kwargs)
         threshold, is_finite, self._has_ended = self._threshold(), math.isfinite(norm), True
         self._skips = self._schedules.last = not norm <= threshold or not is_finite
@@ -212,7 +221,9 @@ class StepGuard(Callback):
         if self._has_ended:
             self._has_ended = False
             self._end_window(trainer)
-            pl_module.log("step_guard/skipped", float(self.num_skipped), on_step=True, on_epoch=False, batch_size=1)
+            if self.num_skipped != self._num_logged:  # `log` takes half a millisecond
+                self._num_logged = self.num_skipped
+                pl_module.log("step_guard/skipped", float(self.num_skipped), on_step=True, on_epoch=False, batch_size=1)
 
     def _end_window(self, trainer: Trainer) -> None:
         micro_batches, self._micro_batches = self._micro_batches, []
@@ -309,11 +320,14 @@ def _check_optimizer(trainer: Trainer) -> None:
             )
 
 
-def _measure(trainer: Trainer, optimizer: Optimizer) -> Tensor:
+def _measure(trainer: Trainer, optimizer: Optimizer, *, has_flat_shards: bool) -> Tensor:
     """Return the global norm of the gradients, or infinity instead of NaN where ranks compute it each for itself."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
-    norm = norms_by_label(gradients, {"": None})[""]
+    if has_flat_shards:
+        gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
+        norm = norms_by_label(gradients, {"": None})[""]
+    else:
+        norm = global_norm(gradients_of(parameters))
     if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
         # Gradients that ddp does not reduce may differ, and ranks that decide differently never agree again. MAX over
         # ranks does not always return NaN.

@@ -47,7 +47,7 @@ def _go_on(engine: str, folder: str, settings: dict[str, Any]) -> list[Any]:
 OTHERS = [(1, 2), (2, 3), (4, 3), (3, 4)]
 
 
-@pytest.mark.core("fsdp2-2-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 1), *(pytest.param(*pair, marks=pytest.mark.machines) for pair in OTHERS)]
 )

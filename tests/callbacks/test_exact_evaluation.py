@@ -131,7 +131,7 @@ def expected(length: int, batch_size: int) -> dict[str, Any]:
     return evaluate(length, batch_size, "auto", 1, exact=False)
 
 
-@pytest.mark.core("accel_fsdp2-2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("ddp", 3), ("accel_fsdp2", 2), ("accel_fsdp2", 3)])
 def test_every_length_gives_the_values_of_one_process(strategy: str, world_size: int) -> None:
     results = run_on_ranks(world_size, evaluate_all, strategy, timeout_s=120)

@@ -96,7 +96,7 @@ def found(pattern: str, output: str) -> list[str]:
     return re.findall(pattern, output)
 
 
-@pytest.mark.core("3")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_newcomers_script_under_torchrun(nproc: int) -> None:
     result = run_script(NEWCOMER, launcher="torchrun", nproc=nproc)

@@ -37,7 +37,10 @@ def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("fsdp2_cp", "zero1") else kind for kind in KINDS],
+    [
+        pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("fsdp2_tp", "fsdp2_cp", "zero1") else kind
+        for kind in KINDS
+    ],
 )
 @pytest.mark.parametrize("number", NUMBERS)
 def test_random_orders(number: int, kind: str) -> None:
