@@ -310,7 +310,6 @@ SAVES: dict[str, tuple[Run, Run]] = {
 
 
 RESUMED_FIRST = {
-    ("fsdp2, to one process", True),
     ("fsdp1, to fsdp2", False),
     ("in one file of fsdp1, to ddp", False),
     ("in the background", False),

@@ -154,7 +154,7 @@ def fit(name: str, place: str, folder: str, watched: bool = True) -> dict[str, T
     return weights
 
 
-@pytest.mark.core("fsdp2-forward", "ddp-data")
+@pytest.mark.core("ddp-data")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["fsdp1_orig_params", "fsdp2", "zero2", "zero3", "ddp"])
 def test_a_process_that_stands_still_is_named_with_its_place(name: str, place: str, tmp_path: Path) -> None:
