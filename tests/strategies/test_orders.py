@@ -38,7 +38,9 @@ def test_orders_that_once_trained_wrong(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.exhaustive) if kind in ("fsdp2_tp", "fsdp2_cp", "fsdp1_flat", "zero1") else kind
+        pytest.param(kind, marks=pytest.mark.exhaustive)
+        if kind in ("fsdp2_tp", "fsdp2_cp", "fsdp1_flat", "zero1")
+        else kind
         for kind in KINDS
     ],
 )
