@@ -347,11 +347,11 @@ def train(batch_size, most=0):
 try:
     if sys.argv[1] == "search":
         found = find_executable_batch_size(train, starting_batch_size=5)(most=4)
-        print("rank", trainer.global_rank, "finds", found, "after", trainer.global_step, "steps", flush=True)
+        print(f"rank {trainer.global_rank} finds {found} after {trainer.global_step} steps", flush=True)
     else:
         train(4)
 except Exception as error:
-    print("rank", trainer.global_rank, "ends with", str(error), flush=True)
+    print(f"rank {trainer.global_rank} ends with {error}", flush=True)
     if sys.argv[1] == "uncaught":
         raise
 """
