@@ -34,6 +34,7 @@ from tests.strategies.oracle import (
     Outcome,
     TinyModule,
     assert_same,
+    full_weights,
     quiet_trainer,
     rank_loader,
     train_plain,
@@ -73,12 +74,7 @@ def strategy_called(name: str) -> Any:
 # ---------------------------------------------------------------------- no alarm
 class Collecting(TinyModule):
     def on_train_end(self) -> None:
-        strategy: Any = self.trainer.strategy
-        if isinstance(strategy, AccelDeepSpeedStrategy):
-            state = strategy.full_state_dict()
-        else:
-            state = strategy.broadcast(strategy.lightning_module_state_dict())  # that of FSDP is rank 0's
-        self.outcome.weights = {name.removeprefix("model."): value.cpu().clone() for name, value in state.items()}
+        self.outcome.weights = full_weights(self.trainer.strategy)
         self.outcome.global_step = self.trainer.global_step
 
 

@@ -33,6 +33,7 @@ from tests.strategies.oracle import (
     TinyModule,
     build_model,
     dataset,
+    full_weights,
     quiet_trainer,
     rank_loader,
     strategy_called,
@@ -83,12 +84,7 @@ class Poisoned(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_end(self) -> None:
-        strategy: Any = self.trainer.strategy
-        if isinstance(strategy, AccelDeepSpeedStrategy):
-            state = strategy.full_state_dict()
-        else:
-            state = strategy.broadcast(strategy.lightning_module_state_dict())  # that of FSDP is rank 0's
-        self.found.weights = {name.removeprefix("model."): value.cpu().clone() for name, value in state.items()}
+        self.found.weights = full_weights(self.trainer.strategy)
         self.found.global_step = self.trainer.global_step
 
 

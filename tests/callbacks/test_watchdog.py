@@ -27,7 +27,7 @@ from accelight.strategies.common.sections import SECTIONS, SectionClock, Timings
 from accelight.strategies.upstream.patches import Patches
 from tests.ranks import run_on_ranks
 from tests.slowness import slowness
-from tests.strategies.oracle import Case, Outcome, TinyModule, dataset, quiet_trainer, strategy_called
+from tests.strategies.oracle import Case, Outcome, TinyModule, dataset, full_weights, quiet_trainer, strategy_called
 
 STALLS_AT = 4
 """Micro-batch: the Trainer has done everything at least three times by then."""
@@ -116,14 +116,6 @@ def reports(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("hang*.txt"))]
 
 
-def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    strategy: Any = trainer.strategy
-    state = strategy.lightning_module_state_dict()
-    if hasattr(strategy, "full_state_dict"):
-        state = strategy.full_state_dict()
-    return {name: value.cpu().clone() for name, value in state.items()}
-
-
 def fit(name: str, place: str, folder: str, watched: bool = True) -> dict[str, Tensor]:
     root = Path(folder)
     stall = Stall(
@@ -134,7 +126,7 @@ def fit(name: str, place: str, folder: str, watched: bool = True) -> dict[str, T
 
     class AtEnd(Callback):
         def on_train_end(self, trainer: Trainer, module: Any) -> None:
-            weights.update(weights_of(trainer))
+            weights.update(full_weights(trainer.strategy))
 
     if watched and place == "data":
         data.stall = stall

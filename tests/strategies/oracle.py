@@ -174,6 +174,15 @@ def strategy_called(name: str) -> Any:
     )
 
 
+def full_weights(strategy: Any) -> dict[str, Tensor]:
+    """Return the weights of a `TinyModule` that trains, on every rank; all must call it."""
+    if isinstance(strategy, AccelDeepSpeedStrategy):
+        state = strategy.full_state_dict()
+    else:
+        state = strategy.broadcast(strategy.lightning_module_state_dict())  # that of FSDP is rank 0's
+    return {name.removeprefix("model."): value.cpu().clone() for name, value in state.items()}
+
+
 def quiet_trainer(strategy: Any, world_size: int, **more: Any) -> Trainer:
     """A Trainer for tests: CPU, nothing printed, nothing written unless asked for."""
     settings: dict[str, Any] = {
