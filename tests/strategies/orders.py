@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accelight.callbacks import ShardedEMA
+from accelight.callbacks import ReplicaCheck, ShardedEMA, Watchdog
 from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import full_parameters
 from tests.gpu import share_a_device
@@ -608,6 +608,7 @@ def _play(
                 *([ItemsByHand()] if script.items and rank is None else []),
                 Events(fit, save),
                 *([] if script.average is None else [Averaging(0.7, every_n_steps=script.average)]),
+                *([] if rank is None else [Watchdog(dirpath=f"{folder}/watchdog"), ReplicaCheck(every_n_steps=1)]),
             ],
             logger=False,
             enable_checkpointing=False,
