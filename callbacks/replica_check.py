@@ -33,23 +33,22 @@ from typing_extensions import override
 
 from ..checkpoint.names import clean_name
 from ..state.process_group import require_group
-from ..state.rendezvous import StoreMessages, store_messages
+from ..state.rendezvous import StoreMessages, name_processes, shared_number, store_messages
 from ..state.utils import named_arguments
 from ..strategies.common.broadcast import plain_parts, version_of
 from ..strategies.common.sharded_tensors import FlatShard, local_part
 from ..strategies.common.user_code import library_code
 from ..strategies.upstream.lightning import (
     Callback,
-    DDPStrategy,
     DeepSpeedStrategy,
     LightningModule,
-    SingleDeviceStrategy,
     Trainer,
     check_trainer,
     rank_zero_warn,
 )
 from ..strategies.upstream.patches import Patches
 from ..strategies.upstream.torch_core import tree_leaves
+from .step_guard import is_known_strategy
 
 Ranks: TypeAlias = "tuple[int, ...] | None"
 """Those that hold copies of a value; None stands for all."""
@@ -58,7 +57,6 @@ _MOST_STEPS_LATER = 10
 _MOST_LISTED = 10
 _JOINS_WITHIN_S = 5.0
 _WHAT = "The comparison of copies by ReplicaCheck"
-_numbers = itertools.count()
 
 
 class Difference(NamedTuple):
@@ -145,8 +143,7 @@ class ReplicaCheck(Callback):
         if trainer.world_size == 1:
             rank_zero_warn("ReplicaCheck has nothing to compare on one process, and does nothing.")
             return
-        # Rank 0's number: a fit that failed may have let another rank begin fewer.
-        number = store_messages().broadcast_from_rank_zero(lambda: next(_numbers), "Numbering a fit with ReplicaCheck")
+        number = shared_number("a fit with ReplicaCheck", store_messages())
         self._comparer = _Comparer(StoreMessages(require_group("ReplicaCheck"), f"replica check {number}"))
         save = trainer.strategy.save_checkpoint
 
@@ -233,8 +230,7 @@ class ReplicaCheck(Callback):
 
 
 def _check_strategy(strategy: Any) -> None:
-    is_plain_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    if not (hasattr(strategy, "parameter_shards") or is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
+    if not is_known_strategy(strategy):
         raise ValueError(
             f"ReplicaCheck does not know which copies {type(strategy).__name__} keeps equal. Use AccelFSDPStrategy, "
             "AccelDeepSpeedStrategy, 'ddp' or a single device."
@@ -245,7 +241,7 @@ def _describe(found: Sequence[Difference], hosts: Sequence[str], step: int, equa
     lines = [f"ReplicaCheck: after step {step} not all copies are equal of {len(found)} values that must be."]
     for one in found[:_MOST_LISTED]:
         values = [f" ({value})" for value in one.values] or [""] * len(one.groups)
-        groups = [f"{_processes(group)}{value}" for group, value in zip(one.groups, values, strict=True)]
+        groups = [f"{name_processes(group)}{value}" for group, value in zip(one.groups, values, strict=True)]
         lines.append(f"  {one.name}: {' against '.join(groups)}")
     if len(found) > _MOST_LISTED:
         lines.append(f"  and {len(found) - _MOST_LISTED} more")
@@ -264,10 +260,6 @@ def _describe(found: Sequence[Difference], hosts: Sequence[str], step: int, equa
     return "\n".join(lines)
 
 
-def _processes(ranks: Sequence[int]) -> str:
-    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 # ------------------------------------------------------------------------------------------------
 # The thread of one rank: sends digests, and on rank 0 compares them.
 
@@ -276,7 +268,7 @@ class _ClosedError(Exception):
     """Ends a wait for messages that nobody needs any more."""
 
 
-_Said: TypeAlias = tuple[dict[Ranks, str], dict[str, tuple[Any, Any]]]
+_Summary: TypeAlias = tuple[dict[Ranks, str], dict[str, tuple[Any, Any]]]
 """A digest for each set of ranks; of each buffer its fingerprint, and the one of the last check if it must be equal."""
 _Verdict: TypeAlias = tuple[list[Difference], list[str]]
 
@@ -339,8 +331,8 @@ class _Comparer:
             name: (value, before.get(name) if is_constant else None)
             for name, (value, is_constant) in snapshot.buffers.items()
         }
-        said: _Said = {ranks: _digest(each) for ranks, each in values.items()}, buffers
-        differing, found = self._gather(said, _differing)
+        summary: _Summary = {ranks: _digest(each) for ranks, each in values.items()}, buffers
+        differing, found = self._gather(summary, _differing)
         for one in found:  # the value that it must have
             self._before[one.name] = before[one.name]
         if not differing and not found:
@@ -362,8 +354,8 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=16).hexdigest()
 
 
-def _differing(everyone: list[_Said]) -> tuple[list[Ranks], list[Difference]]:
-    """Return the sets of ranks whose digests differ, and the buffers that differ; given what each rank says."""
+def _differing(everyone: list[_Summary]) -> tuple[list[Ranks], list[Difference]]:
+    """Return the sets of ranks whose digests differ, and the buffers that differ; given each rank's summary."""
     digests = [each for each, _ in everyone]
     known = dict.fromkeys(ranks for each in digests for ranks in each)
     differing = [ranks for ranks in known if len({digests[one].get(ranks) for one in _all(ranks, digests)}) > 1]

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import local_path, save_torch
-from ..strategies.common.grads import SkippedSteps, global_norm, gradients_of
+from ..strategies.common.grads import SkippedSteps
+from ..strategies.common.loop import LoopFollowing
 from ..strategies.upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -108,7 +108,6 @@ class StepGuard(Callback):
         """How many steps were skipped so far."""
         self._schedules, self._patches = SkippedSteps(), Patches("callbacks")
         self._restoring: RemovableHandle | None = None
-        self._has_flat_shards = False  # of FSDP1
         self._begin()
 
     def _begin(self) -> None:
@@ -133,8 +132,6 @@ class StepGuard(Callback):
         _check_optimizer(trainer)
         self._detach()
         self._micro_batches, self._decided, self._has_ended = [], None, False
-        model = trainer.strategy.model
-        self._has_flat_shards = model is not None and bool(FullyShardedDataParallel.fsdp_modules(model))
         plugin: Any = trainer.precision_plugin
         # Lightning has no hook between clipping, which knows the norm, and the step.
         self._patches.put(plugin, "_clip_gradients", partial(self._clip_and_judge, trainer, plugin._clip_gradients))
@@ -170,11 +167,7 @@ class StepGuard(Callback):
             clip(model, optimizer, *args, **kwargs)
             norm = float(strategy.last_grad_norm)
         else:
-            norm = float(
-                strategy.grad_norm()
-                if is_deepspeed
-                else _measure(trainer, optimizer, has_flat_shards=self._has_flat_shards)
-            )
+            norm = float(strategy.grad_norm() if is_deepspeed else _measure(trainer, optimizer))
             clip(model, optimizer, *args, **kwargs)
         threshold, is_finite, self._has_ended = self._threshold(), math.isfinite(norm), True
         self._skips = self._schedules.last = not norm <= threshold or not is_finite
@@ -291,6 +284,12 @@ class StepGuard(Callback):
 # What a strategy can do.
 
 
+def is_known_strategy(strategy: Any) -> bool:
+    """Return whether a strategy is one of accelight's, Lightning's ``ddp``, or a single device."""
+    is_plain_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
+    return isinstance(strategy, LoopFollowing | SingleDeviceStrategy) or is_plain_ddp
+
+
 def _check_possible(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if not module.automatic_optimization:
@@ -299,8 +298,7 @@ def _check_possible(trainer: Trainer, module: LightningModule) -> None:
             "'norm = self.trainer.strategy.clip_grad_norm(optimizer, max_norm)' under AccelFSDPStrategy, "
             "'torch.nn.utils.clip_grad_norm_(...)' under others, and call optimizer.step() only if it is finite."
         )
-    is_plain_ddp = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
-    if not (hasattr(strategy, "last_grad_norm") or is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
+    if not is_known_strategy(strategy):
         raise ValueError(
             f"StepGuard cannot skip steps of {type(strategy).__name__}. Use AccelFSDPStrategy, "
             "AccelDeepSpeedStrategy, 'ddp' or a single device."
@@ -320,14 +318,11 @@ def _check_optimizer(trainer: Trainer) -> None:
             )
 
 
-def _measure(trainer: Trainer, optimizer: Optimizer, *, has_flat_shards: bool) -> Tensor:
+def _measure(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     """Return the global norm of the gradients, or infinity instead of NaN where ranks compute it each for itself."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if has_flat_shards:
-        gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
-        norm = norms_by_label(gradients, {"": None})[""]
-    else:
-        norm = global_norm(gradients_of(parameters))
+    gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
+    norm = norms_by_label(gradients, {"": None})[""]
     if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
         # Gradients that ddp does not reduce may differ, and ranks that decide differently never agree again. MAX over
         # ranks does not always return NaN.

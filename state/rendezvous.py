@@ -95,7 +95,7 @@ def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
         for problem in found:
             ranks_by_problem.setdefault(problem, []).append(rank)
     return [
-        f"{'every process' if len(ranks) == len(problems) > 1 else _processes(ranks)}: {problem}"
+        f"{'every process' if len(ranks) == len(problems) > 1 else name_processes(ranks)}: {problem}"
         for problem, ranks in ranks_by_problem.items()
     ]
 
@@ -131,7 +131,8 @@ def text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _processes(ranks: Sequence[int]) -> str:
+def name_processes(ranks: Sequence[int]) -> str:
+    """Return for example ``processes 0, 2``."""
     return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -219,7 +220,7 @@ class StoreMessages(Channel):
 
         poll(lambda: all_are_there() or watch.is_broken() or None, timeout_s, self._pause_s)
         if not all_are_there():
-            absent = _processes([rank for rank in others if not self._store.check([f"{key}/{rank}"])])
+            absent = name_processes([rank for rank in others if not self._store.check([f"{key}/{rank}"])])
             if watch.is_broken():
                 raise RuntimeError(f"A process has ended: {absent} did not finish.")
             raise RuntimeError(f"{absent} did not finish in {timeout_s:g} s.")
@@ -284,6 +285,23 @@ def store_messages(name: str = "the main thread") -> StoreMessages:
         name: Of the thread's work. Two threads must not share messages: their orders may differ between ranks.
     """
     return StoreMessages.of(require_group(f"A message of {name}"), name)
+
+
+_numbers = itertools.count()
+
+
+def shared_number(what: str, through: StoreMessages | None = None) -> int:
+    """Return a number of rank 0's that it has not given before, the same on all ranks; every rank must call it.
+
+    Counts of one rank's own do not stay equal: an error may have let another rank begin fewer runs.
+
+    Args:
+        what: Is numbered, for errors.
+        through: Messages instead of a collective.
+    """
+    if through is not None:
+        return through.broadcast_from_rank_zero(lambda: next(_numbers), f"Numbering {what}")
+    return run_on_rank_zero(lambda: next(_numbers), f"Numbering {what}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -419,7 +437,6 @@ def refuse_while_waited_for(what: str, group: dist.ProcessGroup) -> None:
 
 _PATIENCE_S = 30.0
 _LIBRARIES = ("accelight.state.", "accelight.strategies.", "torch.", "contextlib")
-_numbers = itertools.count()
 
 
 class _Meeting(Channel):
@@ -477,7 +494,7 @@ def store_barrier(what: str) -> None:
     present = barrier.present()
     if barrier.withdraw():  # else this process would be here already when all come the next time
         raise RuntimeError(
-            f"{what} was called on {_processes(present)} of {group.size()} only: the others did not reach it in "
+            f"{what} was called on {name_processes(present)} of {group.size()} only: the others did not reach it in "
             f"{timeout_s:g} s. Call it on every process; all must take part."
         )
 
@@ -493,7 +510,7 @@ class CollectiveOrderChecker:
     def __init__(self, way_out: str, timeout: timedelta) -> None:
         self._way_out, self._timeout_s = way_out, timeout.total_seconds()
         # Rank 0's number: an error before may have let another rank make fewer.
-        self.number = run_on_rank_zero(lambda: next(_numbers), "Numbering a comparison")
+        self.number = shared_number("a comparison")
         self._known: set[tuple[CodeType, int]] = set()
 
     def compare(self, action: str) -> None:
@@ -625,7 +642,7 @@ def missing_ranks(run: str) -> str:
     if not missing:
         return "but all of them answer: they wait for each other, or the timeout is too short."
     return (
-        f"and {_processes(missing)} did not answer within {ANSWERS_WITHIN_S:g} s: they ended, are unreachable, or "
+        f"and {name_processes(missing)} did not answer within {ANSWERS_WITHIN_S:g} s: they ended, are unreachable, or "
         "are busy."
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import signal
 import threading
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from ...state.collectives import all_reduce_max_async, sending_device
 from ...state.deadlocks import watch_for_deadlocks, watch_of_live_group
 from ...state.process_group import group_store, require_group
-from ...state.rendezvous import num_ranks, run_on_rank_zero
+from ...state.rendezvous import num_ranks, shared_number
 from ..upstream.lightning import SIGTERMException, Trainer, TrainerFn, _ChildProcessObserver
 from ..upstream.patches import Patches
 from .items import ItemAverage
 
 _log = logging.getLogger(__name__)
-_NUMBERS = itertools.count()
 
 
 BATCH_BEGINS, TRAINING_ENDS, EVALUATION_ENDS = "starts a training batch", "ends its training", "ends an evaluation"
@@ -89,8 +87,7 @@ class Termination:
         """Name a run as soon as the processes are connected: from here on one that fails ends it for all."""
         self.detach()
         if num_ranks() > 1:
-            number = run_on_rank_zero(lambda: next(_NUMBERS), "Numbering a run")
-            self.run = f"accelight/run/{number}"
+            self.run = f"accelight/run/{shared_number('a run')}"
             if (watch := watch_for_deadlocks(require_group("A fit"))) is not None:
                 watch.runs.add(self.run)
 
