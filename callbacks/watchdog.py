@@ -25,10 +25,11 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -37,10 +38,20 @@ from typing_extensions import override
 
 from ..state.deadlocks import describe_place, own_connection, waits_for_ranks, waits_on_store, watch_for_deadlocks
 from ..state.process_group import group_store, live_group
+from ..state.rendezvous import is_cause, shared_number, store_messages
 from ..state.upstream import dump_flight_record
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import local_path
-from ..strategies.common.sections import MICRO_BATCH, PARTS, SECTIONS, Action, SectionClock, Timings, section_of
+from ..strategies.common.sections import (
+    MICRO_BATCH,
+    PARTS,
+    SECTIONS,
+    Action,
+    SectionClock,
+    TimingCallback,
+    Timings,
+    section_of,
+)
 from ..strategies.upstream.lightning import Callback, LightningModule, Trainer, check_trainer
 from ..strategies.upstream.patches import Patches
 from .trigger_early_stopping import ask_slurm_to_requeue, slurm_job
@@ -59,12 +70,10 @@ _STANDS_S = 1.0
 _KNOWN_AFTER = 3
 """Times that an action is seen before its own limit holds."""
 _COMPILERS = tuple(os.path.join("torch", name) for name in ("_dynamo", "_inductor", "_functorch"))
-_LOST = ("closed by peer", "Connection reset", "Broken pipe", "Socket", "NCCL", "remote process")
-"""In the errors of collectives whose other process has ended."""
 
 
 @named_arguments
-class Watchdog(Callback):
+class Watchdog(TimingCallback):
     """Reports which process hangs, where and since when, and which ones are slow; ends the run on request.
 
     ::
@@ -88,7 +97,7 @@ class Watchdog(Callback):
     exchange a kilobyte each through the process group's store.
 
     Args:
-        on_hang: ``"report"`` logs and goes on waiting. ``"abort"`` also ends every process with exit status 75, so
+        on_hang: ``"report"`` logs and keeps waiting. ``"abort"`` also ends every process with exit status 75, so
             that torchrun, Kubernetes or Ray start the run again (from `newest_checkpoint`), and requeues a SLURM job.
             Processes on the same machine that do not respond are killed.
         factor: Of the usual time, for limits.
@@ -143,6 +152,7 @@ class Watchdog(Callback):
         self._observer: _Observer | None = None
         self._exchange: _Exchange | None = None
 
+    @override
     def timings(self) -> Timings:
         """Return how long each process takes: in the last report, or since the run began before there is one.
 
@@ -172,7 +182,7 @@ class Watchdog(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._exchange is not None and any(part in str(exception) for part in _LOST):
+        if self._exchange is not None and not is_cause(exception):
             self._exchange.report_lost()
         self._close(f"{type(exception).__name__}: {exception}")
 
@@ -253,18 +263,17 @@ class _Observer:
         self._trainer, self.clock, self.limits = weakref.ref(trainer), clock, limits
         self.thread_id = threading.get_ident()
         thread = threading.current_thread()
-        self._task = Path(f"/proc/self/task/{thread.native_id}/stat")
+        self._task = f"self/task/{thread.native_id}"
         self._waited: dict[str, float] = defaultdict(float)
         self._waited_until = 0.0
         self._names: dict[int, str] = {}
-        self._also: list[Callable[[], None]] = []
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="accelight-watchdog-observer", daemon=True)
-        self._thread.start()
 
-    def also(self, check: Callable[[], None]) -> None:
-        """Call ``check`` at each look."""
-        self._also.append(check)
+    def start(self, check: Callable[[], None]) -> None:
+        """Begin to look, and call ``check`` after each look."""
+        name = "accelight-watchdog-observer"
+        self._thread = threading.Thread(target=self._run, args=(check,), name=name, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
@@ -272,7 +281,7 @@ class _Observer:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
-    def _run(self) -> None:
+    def _run(self, check: Callable[[], None]) -> None:
         looked = time.monotonic()
         while not self._ends.wait(_LOOK_S):
             frame = self.frame()
@@ -281,8 +290,7 @@ class _Observer:
                 self._waited[self.clock.open[-1].section] += now - looked
             looked = now
             del frame  # it would keep the thread's locals alive
-            for check in self._also:
-                check()
+            check()
 
     def frame(self) -> FrameType | None:
         """Return the innermost frame of the thread that trains."""
@@ -296,9 +304,8 @@ class _Observer:
         is_collective = f"torch{os.sep}distributed" in code.co_filename
         if not is_collective and code.co_name != "_engine_run_backward":  # in which ddp reduces
             return False
-        with suppress(OSError, IndexError):  # outside of Linux
-            return self._task.read_text().rpartition(")")[2].split()[0] == "S"
-        return is_collective
+        stat = _stat_of(self._task)
+        return is_collective if stat is None else stat[0] == "S"
 
     def stands_s(self) -> float:
         """Return for how long the Trainer has reported nothing, in seconds."""
@@ -316,7 +323,7 @@ class _Observer:
         limit_s = self.limits.of(action, compiles=False)
         place = waits = None
         if stands_s > min(_STANDS_S, limit_s / 2) and (frame := self.frame()) is not None:
-            if any(part in each.f_code.co_filename for each in _frames(frame) for part in _COMPILERS):
+            if any(part in each.f_code.co_filename for each, _ in walk_stack(frame) for part in _COMPILERS):
                 limit_s = self.limits.of(action, compiles=True)
             place = describe_place(frame)
             waits = waits_for_ranks(self.thread_id, frame)
@@ -360,7 +367,7 @@ class _Observer:
         trainer = self._trainer()
         if not self._names and trainer is not None and trainer.lightning_module is not None:
             self._names = {id(module): name for name, module in trainer.lightning_module.named_modules() if name}
-        for one in _frames(frame):
+        for one, _ in walk_stack(frame):
             for value in one.f_locals.copy().values():
                 if isinstance(value, nn.Module):
                     if name := self._names.get(id(value)):
@@ -368,12 +375,6 @@ class _Observer:
                 elif name := getattr(value, "_module_fqn", None):
                     return str(name)
         return ""
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # ------------------------------------------------------------------------------------------------
@@ -390,9 +391,6 @@ class _Heard:
     content: dict[str, Any]
 
 
-_num_runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
 class _Exchange:
     """The thread that writes and reads messages."""
 
@@ -402,7 +400,7 @@ class _Exchange:
         self._rank, self._num_ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._store: Any = dist.HashStore()
         if group is not None and self._num_ranks > 1:
-            number = _num_runs[group] = _num_runs.get(group, 0) + 1  # all processes make as many
+            number = shared_number("a run with Watchdog", store_messages())
             self._store = own_connection(group_store(f"accelight/watchdog/{number}"))
             watch_for_deadlocks(group)
         self._silent_s = max(observer.limits.min_limit_s, 3 * options.every_s)
@@ -419,8 +417,8 @@ class _Exchange:
         self._num_slow: dict[tuple[str, int], int] = defaultdict(int)
         self.factors: dict[str, float] | None = None
         """The largest factors of the last report, until the thread that trains has logged them."""
-        observer.also(self._check_reachable)
         self._ends, self._lock = threading.Event(), threading.Lock()
+        observer.start(self._check_reachable)
         self._thread = threading.Thread(target=self._run, name="accelight-watchdog-exchange", daemon=True)
         self._thread.start()
 
@@ -785,10 +783,10 @@ def _join_ranks(ranks: list[int]) -> str:
     return ", ".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _stat_of(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` after the name; None where there is none."""
+def _stat_of(task: int | str) -> list[str] | None:
+    """Return what ``/proc/<task>/stat`` has after the name; None for one that is not there, and outside of Linux."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 

@@ -31,7 +31,12 @@ def _name_plan(add_parser: Callable[..., ArgumentParser]) -> None:
 
 def _add_timings(add_parser: Callable[..., ArgumentParser]) -> None:
     summary = "show how long each process of a run takes for a micro-batch"
-    parser = add_parser("timings", help=summary, description=f"{summary.capitalize()}, as its Watchdog has saved it.")
+    parser = add_parser(
+        "timings",
+        help=summary,
+        description=f"{summary.capitalize()}, as its Watchdog has saved it.",
+        allow_abbrev=False,
+    )
     parser.add_argument("path", type=Path, metavar="PATH", help="timings.json, or a folder that has it")
     parser.add_argument("--json", action="store_true", help="print what the file holds")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -24,7 +24,7 @@ from .dataloader_state import LoaderPlaces, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
 from .modules import check_callbacks
-from .sections import Timings, describe_failure, is_out_of_memory
+from .sections import TimingCallback, Timings, describe_failure, is_out_of_memory
 from .signals import Termination, mark_terminated
 
 _REFUSED_CALLBACKS = {
@@ -86,8 +86,8 @@ class LoopFollowing(ParallelStrategy):
         """
         trainer: Any = None if self.lightning_module is None else self.lightning_module.trainer
         for callback in [] if trainer is None else trainer.callbacks:
-            if (timings := getattr(callback, "timings", None)) is not None:
-                return timings()
+            if isinstance(callback, TimingCallback):
+                return callback.timings()
         raise RuntimeError("strategy.timings() needs Trainer(callbacks=[Watchdog(), ...]), and a run under way.")
 
     @property

@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 
 from ...state.rendezvous import is_cause, text_of
-from ..upstream.lightning import PassThroughProfiler, Profiler, Trainer
+from ..upstream.lightning import Callback, PassThroughProfiler, Profiler, Trainer
 from ..upstream.patches import Patches
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
@@ -87,18 +87,11 @@ class Action:
         self.longest = 0.0
         """Longest time between two reports since someone has set this to zero."""
 
-    # These two run some eighty times a step.
     def __enter__(self) -> None:
         clock = self._clock
-        now = perf_counter()
-        top = clock.open[-1]
-        spent = now - clock.since
-        top.seconds += spent
-        if spent > top.longest:
-            top.longest = spent
+        clock.count()
         self.count += 1
         clock.open.append(self)
-        clock.since = now
 
     def __exit__(
         self,
@@ -107,18 +100,10 @@ class Action:
         traceback: TracebackType | None = None,
     ) -> None:
         clock = self._clock
-        now = perf_counter()
-        actions = clock.open
-        top = actions[-1]
-        spent = now - clock.since
-        top.seconds += spent
-        if spent > top.longest:
-            top.longest = spent
-        if top is self:
-            del actions[-1]
+        if clock.count() is self:
+            del clock.open[-1]
         else:
             clock.close(self)
-        clock.since = now
 
 
 class SectionClock:
@@ -139,6 +124,17 @@ class SectionClock:
         patches.put(profiler, "profile", self.action if isinstance(profiler, PassThroughProfiler) else self._profile)
         patches.put(profiler, "start", self._start)
         patches.put(profiler, "stop", self._stop)
+
+    def count(self) -> Action:  # some eighty times a step
+        """Count the time since the last report for the innermost action, and return it."""
+        now = perf_counter()
+        top = self.open[-1]
+        spent = now - self.since
+        top.seconds += spent
+        if spent > top.longest:
+            top.longest = spent
+        self.since = now
+        return top
 
     def action(self, name: str) -> Action:
         """Return the action of this name, the same at each call."""
@@ -248,6 +244,14 @@ class Timings:
             if factor > 1.0
         ]
         return "\n".join([title, *lines, *slow])
+
+
+class TimingCallback(Callback):
+    """A callback that strategies ask for the timings of a run."""
+
+    def timings(self) -> Timings:
+        """Return the present table."""
+        raise NotImplementedError
 
 
 # ------------------------------------------------------------------------------------------------
