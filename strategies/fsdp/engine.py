@@ -23,6 +23,7 @@ from ...state.process_group import is_planned
 from ..common.modules import find_ties
 from ..common.sharded_tensors import FlatShard, NoAccess, ShardAccess
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
+from ..optimizers.local_steps import LocalShardStep, can_step_locally
 from ..optimizers.steps import WholeTensorStep
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import TensorParallel
@@ -216,7 +217,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Begin a fit or an evaluation: nothing is gathered, and no gradient waits to be reduced."""
 
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that would not train what one process trains; let some step on whole tensors.
+        """Refuse optimizers that would not train what one process trains; let others step on local or on whole tensors.
 
         Raises:
             ValueError: As `way_of_stepping` and `check_flat_parameters`.
@@ -235,6 +236,8 @@ class Engine(ABC, Generic[SettingsT]):
             if way == "whole":
                 group = self.mesh.get_group(self.mesh.ndim - 1)
                 WholeTensorStep(optimizer, group, torch.device(self.mesh.device_type), shard_of).attach(self._steps)
+            elif way == "local":
+                LocalShardStep(optimizer, try_on_pieces(optimizer).unlike_parameters).attach(self._steps)
             elif self.version == 2:
                 step_mixtures_one_by_one(optimizer)
 
@@ -376,10 +379,11 @@ def way_of_stepping(
     version: int,
     mesh: DeviceMesh,
     shard_of: Callable[[torch.Tensor], FlatShard | None],
-) -> Literal["as it is", "whole"]:
+) -> Literal["as it is", "local", "whole"]:
     """Return how an optimizer steps on shards as one process steps on full parameters; every rank calls it.
 
-    A class that treats each element alone steps on the pieces that FSDP1 shows. Others step on whole tensors where
+    A class that treats each element alone steps on the pieces that FSDP1 shows, and on the local tensors of FSDP2's
+    DTensors. Others step on whole tensors where
     users allow it. Over DTensors norms and means are right, too, in classes whose operations DTensors have.
 
     Args:
@@ -404,6 +408,8 @@ def way_of_stepping(
     is_elementwise = on_pieces.problem is None
     if is_elementwise and version == 1:
         return "as it is"
+    if is_elementwise and on_pieces.has_plain_states and can_step_locally(optimizer):
+        return "local"
 
     def shape_of(parameter: torch.Tensor) -> torch.Size:
         shard = shard_of(parameter)

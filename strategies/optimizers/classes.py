@@ -58,6 +58,10 @@ class Verdict:
     """Why it cannot train what it was tested on; None if it can."""
     needs_closure: bool = False
     """Whether its ``step`` works with a closure alone."""
+    has_plain_states: bool = True
+    """Whether no state holds tensors inside of something else."""
+    unlike_parameters: frozenset[Any] = frozenset()
+    """Keys of states that have not their parameter's shape."""
 
 
 class _StuckError(Exception):
@@ -150,7 +154,8 @@ def _run_on_pieces(optimizer: Optimizer, device: torch.device) -> Verdict:
     verdict = _compare_pieces(optimizer, full, first)
     if verdict.problem is None:
         large = [_weights([_LARGE], device, seed) for seed in range(numbers)]
-        return _compare_pieces(optimizer, large, _Run(optimizer, large, num_steps=_NUM_LARGE_STEPS))
+        on_large = _compare_pieces(optimizer, large, _Run(optimizer, large, num_steps=_NUM_LARGE_STEPS))
+        return on_large if on_large.problem else verdict
     return verdict
 
 
@@ -173,7 +178,16 @@ def _compare_pieces(optimizer: Optimizer, full: list[list[torch.Tensor]], first:
                     f"small tensors, different weights after {step + 1} step{'s' if step else ''})",
                     first.needs_closure,
                 )
-    return Verdict(needs_closure=first.needs_closure)
+    values = [(key, value, one) for state, one in first.states for key, value in state.items()]
+    return Verdict(
+        needs_closure=first.needs_closure,
+        has_plain_states=all(
+            isinstance(value, torch.Tensor | bool | int | float | str | None) for _, value, _ in values
+        ),
+        unlike_parameters=frozenset(
+            key for key, value, one in values if isinstance(value, torch.Tensor) and value.shape != one.shape
+        ),
+    )
 
 
 def _run_on_dtensors(

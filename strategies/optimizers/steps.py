@@ -102,7 +102,7 @@ class _Travel:
     """On the owner: all of it, with one dimension."""
 
 
-class _Step(ABC):
+class Step(ABC):
     """Stands for an optimizer's step.
 
     Args:
@@ -159,7 +159,7 @@ class _Step(ABC):
             held.update({parameter: states[parameter] for parameter in plain if parameter in states})
 
 
-class WholeTensorStep(_Step):
+class WholeTensorStep(Step):
     """Lets an optimizer step on whole tensors.
 
     Args:
@@ -207,7 +207,7 @@ class WholeTensorStep(_Step):
         error: Exception | None = None
         try:
             with self._replaced(wholes, plain, states):
-                loss = _unhooked_step(self._optimizer, evaluate)
+                loss = unhooked_step(self._optimizer, evaluate)
             forms = {
                 at: self._form_of_whole(one, states[wholes[one.parameter]])
                 for at, one in enumerate(stepped)
@@ -509,7 +509,7 @@ class _Once:
         return self._losses.pop()
 
 
-def _unhooked_step(optimizer: Optimizer, *closure: Callable[[], Any] | None) -> Any:
+def unhooked_step(optimizer: Optimizer, *closure: Callable[[], Any] | None) -> Any:
     """Call the class's own step: hooks run around the one that stands for it."""
     step: Any = type(optimizer).step
     return (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *closure)

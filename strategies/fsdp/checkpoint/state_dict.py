@@ -149,7 +149,8 @@ def parameter_shards(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
     """Return this rank's part of each parameter, and whether it trains; nothing is communicated or copied.
 
     Args:
-        module: Idle, of FSDP1 or FSDP2. Tied parameters are there once.
+        module: Idle, of FSDP1 or FSDP2. Tied parameters are there once. Those that FSDP1 has not flattened are
+            returned as they are: ``detach()`` of a DTensor takes longer than what is done with it.
     """
     cut: _Cut = {owner: {} for owner in owners_of(module)}
     prefixes = {one: f"{prefix}." if prefix else "" for prefix, one in module.named_modules()}
@@ -164,7 +165,7 @@ def parameter_shards(module: nn.Module) -> dict[str, tuple[Tensor, bool]]:
             found[clean_name(f"{prefixes[owner]}{name}")] = cut[owner][name], parameter.requires_grad
     for named in named_tensors(module):
         if isinstance(named.tensor, nn.Parameter) and named.tensor not in in_units:
-            found[named.name] = named.tensor.detach(), named.tensor.requires_grad
+            found[named.name] = named.tensor, named.tensor.requires_grad
     return found
 
 

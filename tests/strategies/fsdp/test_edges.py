@@ -274,7 +274,7 @@ for _name in ("NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon",
 
 @pytest.mark.core("-fsdp1]", "-fsdp2")
 @ALL_KINDS
-@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adagrad", "ASGD", "ByElement"])
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adagrad", "ASGD", "Rprop", "ByElement"])
 def test_optimizers_that_are_right(kind: str, name: str) -> None:
     assert_as_one_process(Fit(globals()[f"With{name}"]), kind)
 
@@ -286,16 +286,11 @@ def test_optimizers_that_are_right(kind: str, name: str) -> None:
         ("fsdp1", "LBFGS", "scalar products"),
         ("fsdp1", "Adafactor", "in a full parameter and in a flat part"),
         ("fsdp2", "Adafactor", "its step fails on DTensors"),
-        ("fsdp2", "Rprop", "Use fsdp_version=1"),
         ("fsdp1", "NormedSGD", "in a full parameter and in a flat part"),
     ],
 )
 def test_optimizers_that_are_refused(kind: str, name: str, words: str) -> None:
     assert_refused(Fit(globals()[f"With{name}"]), kind, name, words)
-
-
-def test_rprop_trains_on_fsdp1() -> None:
-    assert_as_one_process(Fit(globals()["WithRprop"]), "fsdp1")
 
 
 def _muon(place: Place) -> tuple[Trainer, UserModule]:

@@ -141,7 +141,8 @@ def _step_on_mixture(asked: dict[str, Any]) -> list[Any]:
 
     class Module(TinyModule):
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, **asked)
+            optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.1, **asked)
+            optimizer.first = self.model.head.weight  # so that its step cannot be on local tensors
             seen.append(optimizer.param_groups[0]["foreach"])
             return optimizer
 

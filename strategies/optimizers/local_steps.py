@@ -1,0 +1,254 @@
+"""Steps of element-wise optimizers on this rank's shards, as plain tensors.
+
+Each operation on a DTensor goes through DTensor's dispatch, which takes longer than the operation itself on a shard of
+usual size. An optimizer that treats each element alone needs nothing of what the dispatch does. So the class's ``step``
+sees local tensors, and its ``foreach`` or ``fused`` way is open to it on any device. Before and after the step, in
+hooks, closures and checkpoints, parameters, gradients and states are DTensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, islice
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from .steps import Step, unhooked_step
+
+_FUSED_ON_CPU = (Adam, AdamW)
+"""Not SGD: torch 2.13's is wrong in half precision, and fails where some parameters have no momentum yet."""
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_WITH_PARAMETERS = frozenset({"param_groups", "state", "step"})
+"""Attributes of an optimizer whose parameters `LocalShardStep` replaces."""
+
+
+def can_step_locally(optimizer: Optimizer) -> bool:
+    """Return whether the class's own ``step`` is what steps, and finds tensors in its groups and states alone."""
+    step: Any = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    if step is not None and step is not type(optimizer).step:  # a compiled one, or the user's
+        return False
+    return not any(_holds_tensors(value) for name, value in vars(optimizer).items() if name not in _WITH_PARAMETERS)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values())) or any(map(_holds_tensors, value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor | Optimizer | nn.Module)
+
+
+class _Snapshot:
+    """What an optimizer's ``state`` held at one moment.
+
+    Args:
+        states: By parameter, or by whatever else the class has put in.
+    """
+
+    def __init__(self, states: Mapping[Any, Any]) -> None:
+        self._of, self._parts = states, _parts_of(states)
+
+    def is_current(self, states: Mapping[Any, Any]) -> bool:
+        """Return whether these are the states, unchanged but for the elements of tensors."""
+        return states is self._of and all(map(_are_same, _parts_of(states), self._parts))
+
+
+def _parts_of(states: Mapping[Any, Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    by_key = list(states.values())
+    dicts = [one for one in by_key if isinstance(one, dict)]
+    return list(states), by_key, list(chain.from_iterable(dicts)), [value for one in dicts for value in one.values()]
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+class LocalShardStep(Step):
+    """Lets an element-wise optimizer step on the local tensors of DTensors.
+
+    What a step finds as the last one has left it, it takes over without a look at each parameter.
+
+    Args:
+        optimizer: Over sharded parameters, and maybe others.
+        other_shapes: Keys of states that are no shards even where they have a shard's shape.
+    """
+
+    def __init__(self, optimizer: Optimizer, other_shapes: frozenset[Any] = frozenset()) -> None:
+        super().__init__(optimizer)
+        self._other_shapes = other_shapes
+        self._parameters: list[Any] = []
+        """All of the optimizer's."""
+        self._shards: list[Tensor] = []
+        self._locals: list[Tensor] = []
+        """What the step sees in their places, in the memory of the shards; parameters that are not sharded."""
+        self._is_fusible = False
+        self._states: Any = None
+        """The optimizer's own, while another one replaces it."""
+        self._plain: defaultdict[Any, Any] = defaultdict(dict)
+        """What the step sees as ``optimizer.state``."""
+        self._known, self._plain_known = _Snapshot({}), _Snapshot({})
+        """What was in the two when they were last alike."""
+        self._sharded: dict[int, tuple[Tensor, DTensor]] = {}
+        """States with the DTensors that stand for them outside of the step, by the ids of the former."""
+        self._options: list[dict[str, Any]] = []
+        """Of each group, while others replace them."""
+
+    @override
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        losses: list[Any] = []
+
+        def evaluate() -> Any:
+            if losses:
+                return losses.pop()
+            self._leave()
+            try:
+                return closure()  # type: ignore[misc] # there is one
+            finally:
+                self._enter()
+
+        if closure is not None:
+            with torch.enable_grad():
+                losses.append(closure())
+        try:
+            self._enter()
+            return unhooked_step(self._optimizer, None if closure is None else evaluate)
+        finally:
+            self._leave()
+
+    # ------------------------------------------------------------------ before the class's step
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _enter(self) -> None:
+        """Let the optimizer have plain tensors."""
+        optimizer = self._optimizer
+        self._find_parameters()
+        gradients = [_local_gradient(one, one.grad) for one in self._parameters]
+        for local, gradient in zip(self._locals, gradients, strict=True):
+            local.grad = gradient
+        self._states = optimizer.state
+        if not self._known.is_current(self._states):
+            self._take_states()
+        optimizer.state = self._plain
+        is_fusible = self._is_fusible and all(one is None or one.is_contiguous() for one in gradients)
+        self._options, locals_ = [], iter(self._locals)
+        for group in optimizer.param_groups:
+            faster = {"fused": True} if is_fusible and _may_fuse(group) else {}
+            self._options.append({name: group[name] for name in ("params", *faster)})
+            group.update(faster, params=list(islice(locals_, len(group["params"]))))
+
+    def _find_parameters(self) -> None:
+        parameters: list[Any] = [one for group in self._optimizer.param_groups for one in group["params"]]
+        shards: list[Tensor] = [one._local_tensor if isinstance(one, DTensor) else one for one in parameters]
+        if _are_same(parameters, self._parameters) and _are_same(shards, self._shards):
+            return
+        self._parameters, self._shards = parameters, shards
+        self._locals = [_local_parameter(*each) for each in zip(parameters, shards, strict=True)]
+        self._is_fusible = type(self._optimizer) in _FUSED_ON_CPU and all(
+            one.device.type == "cpu" and one.dtype in _FUSED_DTYPES and one.is_contiguous() for one in shards
+        )
+        self._known = _Snapshot({})
+
+    def _take_states(self) -> None:
+        """Let the step see the states that are there."""
+        locals_ = dict(zip(self._parameters, self._locals, strict=True))
+        self._plain.clear()
+        self._sharded = {}
+        for key, state in self._states.items():
+            if key in locals_:
+                state = {name: self._as_plain(value) for name, value in state.items()}
+            self._plain[locals_.get(key, key)] = state
+        self._known, self._plain_known = _Snapshot(self._states), _Snapshot(self._plain)
+
+    def _as_plain(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        plain = value.to_local()
+        self._sharded[id(plain)] = plain, value
+        return plain
+
+    # ------------------------------------------------------------------ after it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _leave(self) -> None:
+        """Undo `_enter`, and keep what the step has changed."""
+        if self._states is None:
+            return
+        optimizer, states = self._optimizer, self._states
+        for group, options in zip(optimizer.param_groups, self._options, strict=False):
+            group.update(options)
+        optimizer.state, self._states = states, None
+        for local, parameter in zip(self._locals, self._parameters, strict=True):
+            if local is not parameter:
+                local.grad = None
+        if not self._plain_known.is_current(self._plain):
+            self._give_states(states)
+
+    def _give_states(self, states: dict[Any, Any]) -> None:
+        """Let the optimizer have the states that the step has left."""
+        parameters = dict(zip(self._locals, self._parameters, strict=True))
+        left = {parameters.get(key, key): state for key, state in self._plain.items()}
+        for key in [key for key in states if key not in left]:
+            del states[key]
+        before, self._sharded = self._sharded, {}
+        for parameter, plain in left.items():
+            if not isinstance(parameter, DTensor):
+                states[parameter] = plain
+                continue
+            state = states.setdefault(parameter, {})
+            values = {name: self._as_sharded(name, value, parameter, before) for name, value in plain.items()}
+            state.clear()
+            state.update(values)
+        self._known, self._plain_known = _Snapshot(states), _Snapshot(self._plain)
+
+    def _as_sharded(
+        self, name: Any, value: Any, parameter: DTensor, known: Mapping[int, tuple[Tensor, DTensor]]
+    ) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        plain, sharded = known.get(id(value), (None, None))
+        if plain is not value:
+            if not value.ndim or name in self._other_shapes or value.shape != parameter.to_local().shape:
+                return value
+            sharded = DTensor.from_local(
+                value,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        assert sharded is not None
+        self._sharded[id(value)] = value, sharded
+        return sharded
+
+
+def _local_parameter(parameter: Any, shard: Tensor) -> Tensor:
+    if parameter is shard:
+        return shard
+    local = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    vars(local).update(vars(parameter))  # such as a mark of one without weight decay
+    return local
+
+
+def _local_gradient(parameter: Any, gradient: Tensor | None) -> Tensor | None:
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+def _may_fuse(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's user has left it to torch how to step; it takes a loop over tensors on CPUs."""
+    is_chosen = any(group.get(name) is not None for name in ("foreach", "fused")) or group.get("differentiable")
+    return not is_chosen and not any(isinstance(value, Tensor) for value in group.values())
