@@ -314,17 +314,21 @@ class CollectiveOrder:
 # training step of a fit compares checksums as well; a unit whose weights it finds changed is compared in every step.
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 2**20
+_PIECE = 2**17
 _version = attrgetter("_version")
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a sum over the bits of a tensor, each element weighted by its place."""
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    weights = torch.arange(1, min(_PIECE, bits.numel()) + 1, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in torch.split(bits, _PIECE):  # each needs eight bytes an element
+    """Return a sum over the bits of a tensor, each eight bytes weighted by their place."""
+    flat = tensor.detach().contiguous().view(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    count = flat.numel() - flat.numel() % max(8 // size, 1)
+    rest = flat[count:].view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, _PIECE + 1, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in (*torch.split(flat[:count].view(torch.int64), _PIECE), rest):  # products need memory of their own
         total = total * 31 + (piece * weights[: piece.numel()]).sum()
     return total
 
