@@ -130,6 +130,9 @@ class PluginFields:
     min_num_params: int | None = None
     """Smallest number of parameters of a unit for ``"size_based_wrap"``; 0 (the default) wraps nothing."""
 
+    version_is_default = False
+    """Whether neither ``fsdp_version`` nor a variable names the version of FSDP."""
+
     @property
     def _version(self) -> int:
         return cast("int", self.fsdp_version)
@@ -141,6 +144,8 @@ class PluginFields:
         return getattr(self, name)
 
     def _resolve_version(self, unset: Mapping[str, str]) -> None:
+        if self.fsdp_version is None and "fsdp_version" not in unset:
+            self.version_is_default = True
         version = env.as_int("fsdp_version", self._fill("fsdp_version", unset, 1))
         if version not in (1, 2):
             raise env.wrong_value("fsdp_version", version, (1, 2))

@@ -783,7 +783,9 @@ class AccelFSDPStrategy(TrainerHooks):
             _optimizers_to_device(self.optimizers, self.root_device)
             saved_by = describe_async_mode(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
-            summarise_run(name, self.engine, self.form, precision, saved_by).log(trainer)
+            by_default = self.fsdp_plugin.version_is_default
+            summary = summarise_run(name, self.engine, self.form, precision, saved_by, version_is_default=by_default)
+            summary.log(trainer)
 
     def _modules_with_shards(self) -> list[nn.Module]:
         root = self.form.root

@@ -112,7 +112,18 @@ class _WholeSummary(Summary):
         return {name: counts.get(f"{type(self._model).__name__}.{name}", {}) for name in self.layer_names}
 
 
-def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precision: str, saved_by: str) -> RunSummary:
+_BY_DEFAULT = "FSDP1 is Accelerate's default; prefer fsdp_version=2 for new code (docs: Choosing a strategy)"
+
+
+def summarise_run(
+    strategy: str,
+    engine: Engine[Any],
+    form: ShardedModel,
+    precision: str,
+    saved_by: str,
+    *,
+    version_is_default: bool,
+) -> RunSummary:
     """Return the summary of a fit.
 
     Args:
@@ -121,6 +132,7 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precis
         form: The sharded module, nothing of it gathered.
         precision: The Trainer's.
         saved_by: Who writes checkpoints, empty if training does.
+        version_is_default: Whether the user has not chosen the version of FSDP.
     """
     settings, root = engine.settings, form.root
     whole = sum(one.numel for one in WholeParameters(root).of(unwrap_root(root)))
@@ -133,7 +145,10 @@ def summarise_run(strategy: str, engine: Engine[Any], form: ShardedModel, precis
         parts=[f"units {counted(_unit_classes(root))}", f"{whole:,} parameters, {_held(root):,} of them on rank 0"],
         precision=", ".join([precision, *_dtypes(settings)]),
         checkpoints=f"{settings.state_dict_type}{saved_by}",
-        tables=[] if engine.tensor_parallel is None else engine.tensor_parallel.table(),
+        tables=[
+            *([_BY_DEFAULT] if version_is_default else []),
+            *([] if engine.tensor_parallel is None else engine.tensor_parallel.table()),
+        ],
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run tells at its start: three lines on rank 0, and no other line beside Lightning's own."""
+"""What a run tells at its start, on rank 0: three lines, a fourth with FSDP1 by default, none but Lightning's own else."""
 
 from __future__ import annotations
 
@@ -75,6 +75,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
             f"{FSDP1}, mesh shard=2, SHARD_GRAD_OP",
             "units 2 Block, 1 TinyModule; 251 parameters, 126 of them on rank 0",
             "precision 32-true; 2 micro-batches a step; checkpoints full_state_dict",
+        ],
+    ),
+    "fsdp1_by_default": (
+        "fsdp1",
+        {},
+        {},
+        [
+            f"{FSDP1}, mesh shard=2, FULL_SHARD",
+            "units 2 Block, 1 TinyModule; 251 parameters, 126 of them on rank 0",
+            "precision 32-true; 1 micro-batch a step; checkpoints full_state_dict",
+            "FSDP1 is Accelerate's default; prefer fsdp_version=2 for new code (docs: Choosing a strategy)",
         ],
     ),
     "fsdp2": (
@@ -182,7 +193,7 @@ torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
 strategy = {
     "ddp": lambda: "ddp",
-    "fsdp1": lambda: AccelFSDPStrategy(auto_wrap_policy={nn.Linear}),
+    "fsdp1": lambda: AccelFSDPStrategy(fsdp_version=1, auto_wrap_policy={nn.Linear}),
     "fsdp2": lambda: AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={nn.Linear}),
     "zero2": lambda: AccelDeepSpeedStrategy(zero_stage=2),
 }[sys.argv[1]]()
