@@ -144,10 +144,11 @@ def _ways() -> dict[str, _Way]:
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
     from accelight.strategies.common.user_code import library_code
-    from accelight.strategies.fsdp.checkpoint.async_save import make_async_saver
+    from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
+    from accelight.strategies.saving.async_save import make_async_saver
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    processes: Any = make_async_saver("process", timedelta(minutes=30))
+    processes: Any = make_async_saver("process", timedelta(minutes=30), SavingProcess)
 
     def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
         checkpointer = trainer.strategy._checkpointer

@@ -17,7 +17,17 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ["state", "checkpoint", "strategies", "callbacks"]  # from the lowest up
 ROOMS = {  # of a folder, from the lowest up; files beside them stand on all of them
     "checkpoint": ["formats", "writing"],
-    "strategies": ["upstream", "common", "optimizers", "parallelism", "fsdp", "deepspeed", "planning", "ray_train"],
+    "strategies": [
+        "upstream",
+        "common",
+        "saving",
+        "optimizers",
+        "parallelism",
+        "fsdp",
+        "deepspeed",
+        "planning",
+        "ray_train",
+    ],
     "strategies/fsdp": ["checkpoint"],
 }
 APART = {("strategies/deepspeed", "strategies/fsdp")}

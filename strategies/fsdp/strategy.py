@@ -53,6 +53,7 @@ from ..common.user_code import FullTensors, UserCode, running_as_library, with_p
 from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
+from ..saving.async_save import describe_async_mode, make_async_saver
 from ..upstream.lightning import (
     DoublePrecision,
     FSDPPrecision,
@@ -66,8 +67,8 @@ from ..upstream.lightning import (
 )
 from ..upstream.lightning import MixedPrecision as LightningMixedPrecision
 from ..upstream.patches import Patches
-from .checkpoint.async_save import check_kind, check_places, describe_async_mode, make_async_saver
 from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.process_save import SavingProcess, check_kind, check_places
 from .checkpoint.state_dict import parameter_shards
 from .engine import Engine, StepRunner
 from .fsdp1 import FSDP1Engine
@@ -619,7 +620,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self._termination.items = self._tracker.items
         self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
         self._buffers = BufferSync(broadcast_buffers)
-        self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
+        self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout, SavingProcess))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
         self._total_norms, self._summaries = TotalNorms(self._norm_of), Patches("trainer")
         self._replicas = Patches("user code")

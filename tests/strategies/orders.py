@@ -29,7 +29,7 @@ from tests.gpu import share_a_device
 from tests.ranks import run_on_ranks
 from tests.storage import URL
 from tests.strategies.deepspeed.training import ds_config
-from tests.strategies.fsdp.late_saves import late_saves
+from tests.strategies.late_saves import late_saves
 
 WORLD_SIZE = 2
 ROWS = 2

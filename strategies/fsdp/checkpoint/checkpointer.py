@@ -46,7 +46,6 @@ from ...common.checkpoint_files import (
     new_folder,
     read_object,
     read_torch,
-    remove_saved,
     save_object,
     save_torch,
     with_own_weights,
@@ -64,6 +63,7 @@ from ...common.modules import (
 )
 from ...common.sharded_tensors import gathered, local_part
 from ...common.user_code import running_as_library
+from ...saving.async_save import AsyncCheckpointer, AsyncSaver
 from ...upstream.lightning import (
     CheckpointIO,
     LightningModule,
@@ -71,8 +71,6 @@ from ...upstream.lightning import (
     RunningStage,
     TorchCheckpointIO,
     TrainerFn,
-    TrainerState,
-    TrainerStatus,
 )
 from ..engine import Engine
 from ..fsdp2 import own_class
@@ -80,7 +78,6 @@ from ..sharded_model import ShardedModel, named_tensors
 from ..step import is_inside
 from ..weights import listed
 from . import loader, state_dict
-from .async_save import AsyncSaver
 from .loader import (
     find_accelerate_folder,
     find_accelerate_objects,
@@ -90,7 +87,7 @@ from .loader import (
 )
 from .optim_state_dict import optimizer_state
 from .planner import SavePlanCache
-from .process_save import HandedSave
+from .process_save import HandedSave, SavingProcess
 from .safetensors import save_safetensors
 from .writer import save_sharded, serialised_on_rank_zero, write_metadata
 
@@ -159,7 +156,7 @@ class Saved(Protocol):
 @running_as_library(
     *("model_state", "optimizer_state", "save", "wait", "save_safetensors", "read", "load_weights", "load_optimizers")
 )
-class Checkpointer:
+class Checkpointer(AsyncCheckpointer):
     """Saves and loads the sharded model of a strategy.
 
     Args:
@@ -167,10 +164,10 @@ class Checkpointer:
         saves: Where saves continue while training does; None to wait for them.
     """
 
+    _strategy: Saved
+
     def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
-        self._strategy = strategy
-        self.saves = saves
-        """The saver of asynchronous saves; None if training waits for saves."""
+        super().__init__(strategy, saves)
         self._plans = SavePlanCache()
         self._random_state = ResumedRandomState()
         self._left_out: dict[str, list[Any]] = {}
@@ -244,13 +241,13 @@ class Checkpointer:
         share_scaler_state(checkpoint)
         if self._left_out:
             checkpoint[FROZEN_BASE] = self._left_out
-        save, saves = self._full_save if self._full else self._folder_save, self.saves
+        save, saves = self._full_save if self._full else self._folder_save, self._saver_now
         traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
         averages = self._strategy.averages
         with strip_sharding(checkpoint, traces), with_own_weights(averages) as in_evaluation:
             if averages is not None and averages.tensors:
                 checkpoint[AVERAGED_WEIGHTS] = self._averaged_state(checkpoint["state_dict"], averages.tensors)
-            if saves is None or not self._is_fitting:  # after the loop there is nothing to continue with
+            if saves is None:
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
                 write = save(checkpoint, path, storage_options, saves.stage)
@@ -290,16 +287,6 @@ class Checkpointer:
         common, self._plans.number = store_messages().gather_then_broadcast(own, on_rank_zero, what)
         return path if writes_own_folders() else common
 
-    @property
-    def _trainer_state(self) -> TrainerState | None:
-        trainer = None if self._strategy.lightning_module is None else self._strategy.lightning_module._trainer
-        return None if trainer is None else trainer.state
-
-    @property
-    def _is_fitting(self) -> bool:
-        state = self._trainer_state
-        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-
     def _full_save(self, checkpoint: dict[str, Any], path: str, storage_options: Any, stage: _Stage) -> _Write:
         own_io = type(self._strategy.checkpoint_io) is TorchCheckpointIO
         if own_io and storage_options is not None and not is_remote(path):
@@ -337,7 +324,7 @@ class Checkpointer:
         left_out = tuple(self._names_left_out())
         adapters, saves = self._strategy.adapters, self.saves
         manifest = Manifest(key, form.ties, form.module_attribute, left_out=left_out, adapters=adapters)
-        if saves is not None and saves.process is not None and stage == saves.stage:
+        if saves is not None and isinstance(saves.process, SavingProcess) and stage == saves.stage:
             if writes_own_folders():
                 raise ValueError(
                     f"saving {folder}: async_save='process' writes into one folder that all processes share. Use "
@@ -352,28 +339,6 @@ class Checkpointer:
         staged = stage(state)
         new = folder_named(folder, storage_options)
         return lambda group: save_sharded(new, staged, metadata, manifest, self._plans, group)
-
-    def remove(self, path: str | Path, remove_file: Callable[[], None]) -> None:
-        """Remove a checkpoint when no save continues any more that is to replace it.
-
-        Args:
-            path: A folder, or what ``remove_file`` removes.
-            remove_file: Lightning's way, which removes files.
-        """
-        remove = partial(remove_saved, path, remove_file) if self._strategy.is_global_zero else remove_file
-        if self.saves is None:
-            remove()
-        else:  # the older checkpoint is the only one until the newer one is complete
-            self.saves.afterwards(remove)
-
-    def wait(self) -> None:
-        """Return when no checkpoint is being written any more; all processes must call it.
-
-        Raises:
-            RuntimeError: If the checkpoint could not be saved; on all processes.
-        """
-        if self.saves is not None:
-            self.saves.wait()
 
     def save_safetensors(self, path: str, **options: Any) -> MergeReport:
         """Save the weights as safetensors; see `AccelFSDPStrategy.save_safetensors`."""
@@ -492,19 +457,7 @@ class Checkpointer:
     def before_batch(self, batch_idx: int) -> None:
         """Restore random states before a batch of training; raise what a save in the background failed with."""
         self._random_state.before_batch(in_epoch=batch_idx > 0)
-        module = self._strategy.lightning_module
-        if self.saves is not None and module is not None:
-            self.saves.check(module.trainer.global_step)
-
-    def connect(self) -> None:
-        """Give saves in the background their own process group; all processes must call it."""
-        if self.saves is not None:
-            self.saves.connect(self._strategy.root_device)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """End: what is being written is completed, after an error too, for it is a good checkpoint of before."""
-        if self.saves is not None:
-            self.saves.close(error)
+        self.check_saves()
 
 
 # ------------------------------------------------------------------------------------------------

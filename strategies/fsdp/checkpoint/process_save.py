@@ -20,12 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,17 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import Self, override
 
 from ....checkpoint.manifest import Manifest
+from ....checkpoint.storage import is_remote
 from ....state.process_group import timeout_of
 from ....state.rendezvous import format_errors_by_rank
 from ....state.store import poll
 from ...common.checkpoint_files import NewFolder
+from ...saving.staging import SharedMemory, SharedStager, unnamed_file
 from .planner import CachedPlan, LocalSavePlanner, MergedPlan, PlanMessage, SavePlanCache, WriteLocations
-from .staging import SharedMemory, SharedStager, unnamed_file
 from .writer import FolderWriter, finish_checkpoint
+
+if TYPE_CHECKING:  # it imports Lightning, which the process does without
+    from ...saving.async_save import AsyncSaver
 
 
 @dataclass
@@ -698,3 +702,42 @@ def _records_of_others(folder: NewFolder, part: Part, timeout_s: float) -> list[
         absent = [rank for rank in range(1, part.num_ranks) if rank not in found]
         raise TimeoutError(f"the writer processes of ranks {absent} did not finish in {timeout_s:g} s.")
     return [found[rank] for rank in sorted(found)]
+
+
+# ------------------------------------------------------------------------------------------------
+# What the process cannot write, before anything is trained.
+
+
+def check_kind(saves: AsyncSaver | None, state_dict_type: str) -> None:
+    """Check, before anything is trained, that the process can write checkpoints of this kind.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if saves is not None and saves.process is not None and state_dict_type != "sharded_state_dict":
+        raise ValueError(
+            f"async_save='process' writes only sharded checkpoints, but state_dict_type is {state_dict_type!r}. Use "
+            "state_dict_type='sharded_state_dict', or async_save=True."
+        )
+
+
+def check_places(saves: AsyncSaver | None, callbacks: Iterable[Any]) -> None:
+    """Check, before anything is trained, where callbacks are going to save.
+
+    Args:
+        saves: In the background.
+        callbacks: That save, such as ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: If that is a URL of something else than the file system.
+    """
+    if saves is None or saves.process is None:
+        return
+    for callback in callbacks:
+        folder = str(getattr(callback, "dirpath", None) or "")
+        if is_remote(folder):
+            raise ValueError(
+                f"async_save='process' requires a file system that all processes share, but {type(callback).__name__} "
+                f"saves to {folder}. Use a shared folder, or save in one file (state_dict_type='full_state_dict', "
+                "async_save=True)."
+            )

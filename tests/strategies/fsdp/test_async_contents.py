@@ -16,7 +16,7 @@ from accelight.strategies import AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.checkpoint_contents import assert_equal, everything_in
 from tests.strategies.fsdp.engines import ENGINES
-from tests.strategies.fsdp.late_saves import late_saves
+from tests.strategies.late_saves import late_saves
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.fsdp.checkpoint import checkpointer
-from accelight.strategies.fsdp.checkpoint.staging import Stager
+from accelight.strategies.saving.staging import Stager
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.checkpoint_contents import assert_equal, everything_in
 from tests.strategies.fsdp.engines import ENGINES

@@ -19,9 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import NewFolder
-from accelight.strategies.fsdp.checkpoint import process_save, staging
+from accelight.strategies.fsdp.checkpoint import process_save
 from accelight.strategies.fsdp.checkpoint.planner import SavePlanCache
 from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess, _records_of_others
+from accelight.strategies.saving import staging
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script, wait_for
 from tests.strategies.fsdp.checkpoint_contents import files_of

@@ -17,9 +17,9 @@ from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from ....checkpoint.files import human_bytes
-from ...common.sharded_tensors import FlatShard
-from ...upstream.torch_core import ShardedTensor, StateDictStager, tree_leaves
+from ...checkpoint.files import human_bytes
+from ..common.sharded_tensors import FlatShard
+from ..upstream.torch_core import ShardedTensor, StateDictStager, tree_leaves
 
 _log = logging.getLogger(__name__)
 

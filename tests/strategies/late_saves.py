@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelight.strategies.fsdp.checkpoint import async_save
-from accelight.strategies.fsdp.checkpoint.async_save import AsyncSaver
+from accelight.strategies.saving import async_save
+from accelight.strategies.saving.async_save import AsyncSaver
 
 
 @contextmanager

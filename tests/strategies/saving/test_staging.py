@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelight.state.rendezvous import store_messages
-from accelight.strategies.fsdp.checkpoint.async_save import AsyncSaver
-from accelight.strategies.fsdp.checkpoint.staging import Stager
+from accelight.strategies.saving.async_save import AsyncSaver
+from accelight.strategies.saving.staging import Stager
 from tests.ranks import run_on_ranks
 
 

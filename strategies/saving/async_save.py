@@ -13,19 +13,21 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ....checkpoint.storage import is_remote
-from ....state.process_group import group_store
-from ....state.process_record import set_device
-from ....state.rendezvous import StoreMessages, num_ranks, raise_on_all_ranks
-from .process_save import SavingProcess
+from ...state.process_group import group_store
+from ...state.process_record import set_device
+from ...state.rendezvous import StoreMessages, num_ranks, raise_on_all_ranks
+from ..common.checkpoint_files import remove_saved
+from ..upstream.lightning import LightningModule, TrainerFn, TrainerState, TrainerStatus
 from .staging import SharedStager, Stager
 
 _log = logging.getLogger(__name__)
@@ -48,6 +50,13 @@ class _Save:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class WritingProcess(Protocol):
+    """Another process, which writes in the place of the thread."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 class AsyncSaver:
     """Writes one checkpoint at a time in a thread of its own, through a process group of its own.
 
@@ -56,7 +65,7 @@ class AsyncSaver:
         process: What writes instead, and the thread waits for it; None lets the thread write.
     """
 
-    def __init__(self, timeout: timedelta, process: SavingProcess | None = None) -> None:
+    def __init__(self, timeout: timedelta, process: WritingProcess | None = None) -> None:
         self._timeout = timeout
         self.process = process
         """The process that writes sharded checkpoints from shared memory; None if the thread does."""
@@ -222,15 +231,104 @@ def _run(
         current.done = True
 
 
+class SavingStrategy(Protocol):
+    """A strategy, as what its checkpointer does with an `AsyncSaver` sees it."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Of this process."""
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """Connected to the Trainer, or None."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process."""
+
+
+class AsyncCheckpointer:
+    """Part of a checkpointer: everything about asynchronous saves but what is saved, and how it is written.
+
+    Args:
+        strategy: Whose checkpoints.
+        saves: Where saves continue while training does; None to wait for them.
+    """
+
+    _strategy: SavingStrategy
+
+    def __init__(self, strategy: SavingStrategy, saves: AsyncSaver | None) -> None:
+        self._strategy = strategy
+        self.saves = saves
+        """The saver of asynchronous saves; None if training waits for saves."""
+
+    @property
+    def _trainer_state(self) -> TrainerState | None:
+        trainer = None if self._strategy.lightning_module is None else self._strategy.lightning_module._trainer
+        return None if trainer is None else trainer.state
+
+    @property
+    def _saver_now(self) -> AsyncSaver | None:
+        """The saver of a save that begins now; None outside of `fit`: there is nothing to continue with."""
+        state = self._trainer_state
+        is_fitting = state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        return self.saves if is_fitting else None
+
+    def remove(self, path: str | Path, remove_file: Callable[[], None]) -> None:
+        """Remove a checkpoint when no save continues any more that is to replace it.
+
+        Args:
+            path: A folder, or what ``remove_file`` removes.
+            remove_file: Lightning's way, which removes files.
+        """
+        remove = partial(remove_saved, path, remove_file) if self._strategy.is_global_zero else remove_file
+        if self.saves is None:
+            remove()
+        else:  # the older checkpoint is the only one until the newer one is complete
+            self.saves.afterwards(remove)
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written any more; all processes must call it.
+
+        Raises:
+            RuntimeError: If the checkpoint could not be saved; on all processes.
+        """
+        if self.saves is not None:
+            self.saves.wait()
+
+    def check_saves(self) -> None:
+        """Raise what a save in the background failed with, before a batch of training."""
+        module = self._strategy.lightning_module
+        if self.saves is not None and module is not None:
+            self.saves.check(module.trainer.global_step)
+
+    def connect(self) -> None:
+        """Give saves in the background their own process group; all processes must call it."""
+        if self.saves is not None:
+            self.saves.connect(self._strategy.root_device)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End: what is being written is completed, after an error too, for it is a good checkpoint of before."""
+        if self.saves is not None:
+            self.saves.close(error)
+
+
 # ------------------------------------------------------------------------------------------------
-# The values of ``async_save``, and checks of each.
+# The values of ``async_save``.
 
 
 _PROCESS = "process"
 
 
-def make_async_saver(async_save: object, timeout: timedelta) -> AsyncSaver | None:
+def make_async_saver(
+    async_save: object, timeout: timedelta, make_process: Callable[[], WritingProcess] | None = None
+) -> AsyncSaver | None:
     """Return what writes in the background; None if training waits for saves.
+
+    Args:
+        async_save: The strategy's argument.
+        timeout: Of the saver's collectives.
+        make_process: Makes what writes for ``"process"``; None where nothing can.
 
     Raises:
         ValueError: If ``async_save`` is none of its values, or the system has not got what it needs.
@@ -240,11 +338,16 @@ def make_async_saver(async_save: object, timeout: timedelta) -> AsyncSaver | Non
             "async_save must be False (training waits), True (a thread writes) or 'process' (another process "
             f"writes, which survives a kill of the training process), got {async_save!r}."
         )
+    if async_save == _PROCESS and make_process is None:
+        raise ValueError(
+            "async_save='process' writes sharded checkpoints of AccelFSDPStrategy alone. Use async_save=True: a thread "
+            "writes."
+        )
     if async_save == _PROCESS and not hasattr(socket, "send_fds"):
         raise ValueError("async_save='process' needs a system with Unix sockets: Linux or macOS. Use async_save=True.")
     if not async_save:
         return None
-    return AsyncSaver(timeout, SavingProcess() if async_save == _PROCESS else None)
+    return AsyncSaver(timeout, make_process() if async_save == _PROCESS and make_process is not None else None)
 
 
 def describe_async_mode(saves: AsyncSaver | None) -> str:
@@ -252,38 +355,3 @@ def describe_async_mode(saves: AsyncSaver | None) -> str:
     if saves is None:
         return ""
     return " in the background" if saves.process is None else " by a process beside each rank"
-
-
-def check_kind(saves: AsyncSaver | None, state_dict_type: str) -> None:
-    """Check, before anything is trained, that the process can write checkpoints of this kind.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    if saves is not None and saves.process is not None and state_dict_type != "sharded_state_dict":
-        raise ValueError(
-            f"async_save='process' writes only sharded checkpoints, but state_dict_type is {state_dict_type!r}. Use "
-            "state_dict_type='sharded_state_dict', or async_save=True."
-        )
-
-
-def check_places(saves: AsyncSaver | None, callbacks: Iterable[Any]) -> None:
-    """Check, before anything is trained, where callbacks are going to save.
-
-    Args:
-        saves: In the background.
-        callbacks: That save, such as ``ModelCheckpoint``.
-
-    Raises:
-        ValueError: If that is a URL of something else than the file system.
-    """
-    if saves is None or saves.process is None:
-        return
-    for callback in callbacks:
-        folder = str(getattr(callback, "dirpath", None) or "")
-        if is_remote(folder):
-            raise ValueError(
-                f"async_save='process' requires a file system that all processes share, but {type(callback).__name__} "
-                f"saves to {folder}. Use a shared folder, or save in one file (state_dict_type='full_state_dict', "
-                "async_save=True)."
-            )

@@ -1,0 +1,1 @@
+"""Saves that continue while training does; the strategies bring what is saved and how it is written."""
