@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -81,7 +81,8 @@ class Stager(StateDictStager):
         elif kind in (Tensor, DTensor) and _is_plain(x):
             copied = memo[id(x)] = self._copied_tensor(x, memo)
         else:
-            return super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
+            copied = super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
+            return _as_of_user(x, copied, memo) if isinstance(x, Tensor) else copied
         memo.setdefault(id(memo), []).append(x)  # alive: another object could get its id
         return copied
 
@@ -140,6 +141,15 @@ def _allocated(num_bytes: int, pinned: bool) -> UntypedStorage:
     if pinned:
         pin(storage.data_ptr(), num_bytes)
     return storage
+
+
+def _as_of_user(tensor: Tensor, copied: Any, memo: dict[int, Any]) -> Any:
+    """Return torch's copy with what it leaves out: whether it is a parameter, and whether it requires a gradient."""
+    if type(tensor) is nn.Parameter:
+        attributes = vars(copied)
+        copied = memo[id(tensor)] = nn.Parameter(copied, requires_grad=False)
+        vars(copied).update(attributes)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelight.state.rendezvous import store_messages
 from accelight.strategies.saving.async_save import AsyncSaver
@@ -73,6 +73,23 @@ def test_what_the_latest_state_has_no_use_for_is_freed() -> None:
     assert stager.num_bytes == 2 * 10 * 4 + 6 * 4 + 4
     stager.close()
     assert stager.num_bytes == 0
+
+
+def test_parameters_and_what_requires_gradients_stay_so() -> None:
+    layer, master = nn.Linear(2, 3), torch.ones(4, requires_grad=True)
+    layer.weight.requires_grad_(False)
+    layer.bias.names_of_user = "head"  # type: ignore[attr-defined]
+    state = {"layer": layer, "again": layer.weight, "master": master, "part": master[1:]}
+    copied = Stager().copy(state)
+    found = dict(copied["layer"].named_parameters())
+    assert {name: one.requires_grad for name, one in found.items()} == {"weight": False, "bias": True}
+    assert found["weight"] is copied["again"]
+    assert found["bias"].names_of_user == "head"
+    assert all(torch.equal(one, dict(layer.named_parameters())[name]) for name, one in found.items())
+    assert type(copied["master"]) is Tensor
+    assert copied["master"].requires_grad
+    assert copied["part"].untyped_storage().data_ptr() == copied["master"].untyped_storage().data_ptr()
+    assert copied["part"].untyped_storage().data_ptr() != master.untyped_storage().data_ptr()
 
 
 class _UncopyableError(RuntimeError):
