@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -27,7 +28,6 @@ from ...checkpoint.merge import plan_merge
 from ...checkpoint.object_path import ObjectPath
 from ...checkpoint.storage import ObjectFolder, check_no_password, has_checkpoint, is_remote, source_path
 from ...checkpoint.writing.copy import load_tensors
-from ...state import gather_object
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero, store_barrier, store_messages
 from ..common import dataloader_state
 from ..common.broadcast import FROZEN_BASE, FrozenBase, check_base
@@ -35,6 +35,7 @@ from ..common.checkpoint_files import (
     AveragedWeights,
     NewFolder,
     NewGeneration,
+    OwnFolder,
     bytes_are_checked,
     check_full,
     folder_named,
@@ -59,12 +60,13 @@ from ..common.modules import (
     with_constants,
 )
 from ..common.sharded_tensors import local_part, part_of
-from ..upstream.lightning import LightningModule, RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
+from ..saving.async_save import AsyncCheckpointer, AsyncSaver, SavingStrategy
+from ..upstream.lightning import RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from . import universal, zero_optimizer
 from .accumulation import window_of
 from .ds_config import DeepSpeedSettings
-from .files import Download, LocalFiles, ObjectFiles, download
+from .files import Download, LocalFiles, ObjectFiles, StagedFiles, download, written_elsewhere
 from .library import deepspeed_library, quietly
 from .plugin import DeepSpeedPlugin
 from .universal import reading_safely
@@ -73,7 +75,7 @@ from .zero_optimizer import sync_master_weights
 _WHAT = "sharded checkpoints"
 
 
-class Saved(Protocol):
+class Saved(SavingStrategy, Protocol):
     """The strategy as its checkpointer sees it."""
 
     load_universal: bool
@@ -96,10 +98,6 @@ class Saved(Protocol):
         """Of the engine."""
 
     @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
     def loader_places(self) -> LoaderPlaces:
         """Of the running fit."""
 
@@ -114,27 +112,26 @@ class Saved(Protocol):
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of each parameter."""
 
-    @property
-    def lightning_module(self) -> LightningModule | None:
-        """Connected to the Trainer, or None."""
-
     def broadcast(self, obj: str, src: int = 0) -> str:
         """Return what the rank ``src`` has."""
 
 
-class Checkpointer:
+class Checkpointer(AsyncCheckpointer):
     """Saves and loads the engine of a strategy; every rank must call it.
 
     Args:
         strategy: Whose engine.
+        saves: Where saves continue while training does; None to wait for them.
     """
 
-    def __init__(self, strategy: Saved) -> None:
-        self._strategy = strategy
+    _strategy: Saved
+
+    def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
+        super().__init__(strategy, saves)
         self._random_state = ResumedRandomState()
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
-        """Write one folder.
+        """Write one folder, or begin to.
 
         Args:
             checkpoint: The Trainer's; the engine itself knows the weights and the optimizer's state.
@@ -146,11 +143,13 @@ class Checkpointer:
             ValueError: If the path is a URL and the engine writes in another way than ``torch.save``, the checkpoint
                 has a key that DeepSpeed uses itself, or a module in it
                 has parameters that ZeRO-3 has partitioned.
+            RuntimeError: On every rank, if this save failed, or one in the background before it.
         """
         if storage_options is not None and not is_remote(path):
             raise TypeError("storage_options is for URLs. Remove it.")
         check_no_password(path)
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
+        self.wait()
         store_barrier("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
         places, module = self._strategy.loader_places, self._strategy.lightning_module
         own = places.own(None if module is None else module._trainer, checkpoint)
@@ -183,6 +182,7 @@ class Checkpointer:
                 exclude_frozen=bool(left_out),
                 adapters=self._strategy.adapters,
                 averaged={name: one for name, one in self._averaged_state().items() if name not in left_out},
+                saver=self._saver_now,
             )
 
     def _left_out(self) -> dict[str, list[Any]]:
@@ -232,6 +232,7 @@ class Checkpointer:
         if module is None:
             raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
         check_no_password(path)
+        self.wait()
         url = self._strategy.broadcast(str(path))
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         weights_only = self._strategy.weights_only if weights_only is None else weights_only
@@ -256,14 +257,13 @@ class Checkpointer:
 
     def before_iterating(self) -> None:
         """Restore random states where an epoch of training begins."""
-        module = self._strategy.lightning_module
-        trainer = None if module is None else module._trainer
-        if trainer is not None and trainer.state.stage == RunningStage.TRAINING:
+        if self._trainer_state is not None and self._trainer_state.stage == RunningStage.TRAINING:
             self._random_state.before_iterating()
 
     def before_batch(self, batch_idx: int) -> None:
-        """Restore random states before a batch of training."""
+        """Restore random states before a batch of training; raise what a save in the background failed with."""
         self._random_state.before_batch(in_epoch=batch_idx > 0)
+        self.check_saves()
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load what `read` has returned into the engine, with the optimizer's state when fitting.
@@ -312,6 +312,7 @@ def save(
     exclude_frozen: bool = False,
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
     averaged: Mapping[str, Tensor] = MappingProxyType({}),
+    saver: AsyncSaver | None = None,
 ) -> None:
     """Write one folder, every rank its own shards; it has its name only when it is complete.
 
@@ -323,6 +324,7 @@ def save(
         exclude_frozen: Whether frozen parameters are left out of the shards.
         adapters: PEFT's adapters in the module.
         averaged: Averages of the weights, sharded, for a folder of their own.
+        saver: Writes it from a copy, after this has returned; None to write it now.
 
     Raises:
         ValueError: If the state has a key that DeepSpeed uses itself.
@@ -345,10 +347,10 @@ def save(
     files: LocalFiles | ObjectFiles  # before anything is written: it may be an error
     files = ObjectFiles(folder, engine) if isinstance(folder, NewGeneration) else LocalFiles(folder, engine)
     digests: dict[str, FileDigest] = {}
+    # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
+    ties = find_ties(engine.module)
 
     def finish() -> None:
-        # A module that has two names is among the shared parameters of DeepSpeed's files under one of them.
-        ties = find_ties(engine.module)
         manifest = Manifest(
             "module", ties, digests={**digests, **files.digests()}, left_out=tuple(left_out), adapters=adapters
         )
@@ -356,24 +358,54 @@ def save(
 
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
-    with new_folder(folder, finish):
+
+    def save_engine(into: LocalFiles | ObjectFiles | StagedFiles) -> None:
         aside = constants_aside(engine.module) if exclude_frozen else nullcontext()
-        with guarded_files(engine, files, folder.path), with_trained_parameters(engine), aside:
+        with guarded_files(engine, into, folder.path), with_trained_parameters(engine), aside:
             engine.save_checkpoint(
-                files.place,
-                tag=files.tag,
+                into.place,
+                tag=into.tag,
                 client_state=trainer_state,
                 save_latest=False,  # by DeepSpeed, it would be written between two meetings of ranks
                 exclude_frozen_parameters=exclude_frozen,
             )
-        if averaged:
-            try:
-                save_dcp({"model": dict(averaged)}, storage_writer=files.averages_writer())
-            except CheckpointException as error:  # which is no Exception
-                raise RuntimeError(f"saving {folder.path} failed: {error}") from error
-        if writes_own_folders():
-            for own in gather_object([files.digests()]):
-                digests.update(own)
+
+    def write(
+        write_files: Callable[[], None], averages: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        with new_folder(folder, finish, group):
+            write_files()
+            if averages:
+                try:
+                    save_dcp({"model": dict(averages)}, storage_writer=files.averages_writer(), process_group=group)
+                except CheckpointException as error:  # which is no Exception
+                    raise RuntimeError(f"saving {folder.path} failed: {error}") from error
+            if isinstance(folder, OwnFolder):
+                with raise_on_all_ranks(f"saving {folder.path}", group):
+                    own = files.digests()
+                of_all: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(of_all, own, group)
+                for each in of_all:
+                    digests.update(each)
+
+    if saver is None:
+        write(partial(save_engine, files), averaged)
+        return
+    staged = StagedFiles(files)
+    save_engine(staged)
+    with raise_on_all_ranks(f"saving {folder.path}"):
+        copied = saver.stage({"files": staged.states, "averages": dict(averaged)})
+    staged.states.clear()  # else what DeepSpeed has made for the files lives until they are written
+
+    def write_files(group: dist.ProcessGroup) -> None:
+        with raise_on_all_ranks(f"saving {folder.path}", group):
+            staged.write(copied["files"])
+
+    saver.start(
+        f"Saving {folder.path}",
+        lambda group: write(partial(write_files, group), copied["averages"], group),
+        store_messages(f"saves in {saver.group.group_name}"),
+    )
 
 
 @dataclass(frozen=True)
@@ -868,7 +900,7 @@ def check_files(path: Path, tag: str, files: Iterable[Path]) -> None:
 
 
 @contextmanager
-def guarded_files(engine: Any, into: LocalFiles | ObjectFiles, path: Path | str) -> Iterator[None]:
+def guarded_files(engine: Any, into: LocalFiles | ObjectFiles | StagedFiles, path: Path | str) -> Iterator[None]:
     """Let an engine write a checkpoint; what fails on one rank is raised on all, when all have come to the end.
 
     Args:
@@ -892,7 +924,7 @@ def guarded_files(engine: Any, into: LocalFiles | ObjectFiles, path: Path | str)
 class _GuardedFiles:
     """DeepSpeed's checkpoint engine for one save: after a failure, nothing more is written."""
 
-    def __init__(self, engine: Any, into: LocalFiles | ObjectFiles) -> None:
+    def __init__(self, engine: Any, into: LocalFiles | ObjectFiles | StagedFiles) -> None:
         self.engine = engine
         self.error: Exception | None = None
         self.makedirs = self.guarded(into.make_folder)
@@ -919,6 +951,19 @@ class _GuardedFiles:
                 return None
 
         return guarded
+
+
+def check_async(saves: AsyncSaver | None, engine: Any) -> None:
+    """Check, before anything is trained, that an engine's state can be copied for saves in the background.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if saves is not None and (what := written_elsewhere(engine)):
+        raise ValueError(
+            f"async_save=True copies the state to host memory, and torch.save writes the copy: not {what}. Use "
+            "async_save=False."
+        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -566,7 +566,7 @@ def _keys_of(error: Any) -> list[str]:
 
 
 def summarise_run(
-    strategy: str, engine: Any, settings: DeepSpeedSettings, device: torch.device, precision: str
+    strategy: str, engine: Any, settings: DeepSpeedSettings, device: torch.device, precision: str, saved_by: str
 ) -> RunSummary:
     """Return the summary of a fit.
 
@@ -576,6 +576,7 @@ def summarise_run(
         settings: Of the engine.
         device: Of this process.
         precision: The Trainer's.
+        saved_by: Who writes checkpoints, empty if training does.
     """
     whole = sum(_numel(one) for one in engine.module.parameters())
     here = sum(_held(one) for one in engine.module.parameters())
@@ -592,7 +593,7 @@ def summarise_run(
         details=[f"{what} offloaded to {where}" for what, where in offloads.items() if where != "none"],
         parts=parts,
         precision=precision,
-        checkpoints="folder of DeepSpeed's",
+        checkpoints=f"folder of DeepSpeed's{saved_by}",
     )
 
 

@@ -102,6 +102,47 @@ class LocalFiles:
         self._folder.finish(complete)
 
 
+class StagedFiles:
+    """Takes what a checkpoint's files will hold, to be copied and written later; used as `LocalFiles` by the engine.
+
+    Args:
+        files: The files that will be written.
+    """
+
+    tag = TAG
+
+    def __init__(self, files: LocalFiles | ObjectFiles) -> None:
+        self.place = files.place
+        self._files = files
+        self.states: dict[str, Any] = {}
+        """By the names of this rank's files."""
+        self._has_scripts = False
+
+    def make_folder(self, *_: Any, **__: Any) -> None:
+        """Do nothing: there is nothing yet."""
+
+    def copy_script(self, *_: Any) -> None:
+        """Note that this rank has to write DeepSpeed's scripts."""
+        self._has_scripts = True
+
+    def save(self, state: Any, path: Path) -> None:
+        """Take a file of the engine's; training continues to change its tensors."""
+        self.states[path.name] = state
+
+    def write(self, states: Mapping[str, Any]) -> None:
+        """Write this rank's files, in the folder that has been begun meanwhile.
+
+        Args:
+            states: Copies of what was taken.
+        """
+        folder = Path(self._files.place, self._files.tag)
+        self._files.make_folder(folder, exist_ok=True)
+        for name, state in states.items():
+            self._files.save(state, folder / name)
+        if self._has_scripts:
+            self._files.copy_script(self._files.place)
+
+
 class ObjectFiles:
     """Takes a checkpoint's files into a generation behind a URL; as `LocalFiles`.
 
@@ -114,9 +155,7 @@ class ObjectFiles:
     """
 
     def __init__(self, folder: NewGeneration, engine: Any) -> None:
-        kind = type(engine.checkpoint_engine).__name__
-        if not _is_torchs(engine.checkpoint_engine) or engine.zero_nvme_offload_optimizer():
-            what = "optimizer states on NVMe" if engine.zero_nvme_offload_optimizer() else f"DeepSpeed's {kind}"
+        if what := written_elsewhere(engine):
             raise ValueError(f"saving {folder.path}: {what} need a file system. Save to a path, and upload the folder.")
         self._folder = folder
         self.place = folder.path
@@ -172,6 +211,14 @@ class ObjectFiles:
                 stream.write(block)
             for name in layout.names:
                 stream.write(weights[name].reshape(-1).view(torch.uint8).numpy().data)
+
+
+def written_elsewhere(engine: Any) -> str:
+    """Name what an engine writes in another way than by ``torch.save``; empty if there is nothing."""
+    if engine.zero_nvme_offload_optimizer():
+        return "optimizer states on NVMe"
+    kind = type(engine.checkpoint_engine).__name__
+    return "" if _is_torchs(engine.checkpoint_engine) else f"DeepSpeed's {kind}"
 
 
 def _is_torchs(engine: Any) -> bool:

@@ -24,7 +24,7 @@ from ...state import AcceleratorState, DistributedType, GradientAccumulationPlug
 from ...state.process_group import explaining_interfaces
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
-from ..common.checkpoint_files import AveragedWeights, remove_saved
+from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces
 from ..common.grads import SkippedSteps, TotalNorms
 from ..common.items import factor_for
@@ -39,6 +39,7 @@ from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
 from ..common.user_code import FullTensors, UserCode, running_as_library
+from ..saving.async_save import describe_async_mode, make_async_saver
 from ..upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -60,7 +61,7 @@ from .accumulation import (
     hold_parameters,
     hold_parameters_in_forward,
 )
-from .checkpoint import Checkpointer, with_trained_parameters
+from .checkpoint import Checkpointer, check_async, with_trained_parameters
 from .ds_config import (
     AUTO,
     DeepSpeedSettings,
@@ -307,8 +308,17 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if self.is_global_zero:
-            remove_saved(filepath, partial(super().remove_checkpoint, filepath))
+        self._checkpointer.remove(filepath, partial(super().remove_checkpoint, filepath))
+
+    def wait_for_saves(self) -> None:
+        """Return when no checkpoint is being written any more; all processes must call it.
+
+        With ``async_save=True``, a callback that needs a checkpoint just saved calls this first.
+
+        Raises:
+            RuntimeError: If the checkpoint could not be saved; on all processes.
+        """
+        self._checkpointer.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -344,9 +354,15 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         if self._window is not None and self._window.engine is self.model and self._window.changes is not None:
             self._window.changes.reach_model()
 
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.wait_for_saves()
+
     # ------------------------------------------------------------------ end
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._checkpointer.close(exception)  # first: others that hear of the error shut the connections down
         super().on_exception(exception)
         engine = self.model
         if self._window is not None and self._window.engine is engine:
@@ -368,6 +384,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._checkpointer.close()
 
 
 _REFUSED_CALLBACKS = {
@@ -396,6 +413,7 @@ _REFUSED_CALLBACKS = {
         "save_checkpoint",
         "load_checkpoint",
         "load_model_state_dict",
+        "wait_for_saves",
     ),
     *("lightning_module_state_dict", "barrier", "on_exception"),
 )
@@ -432,6 +450,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
         broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
             forward of a fit, where and when ddp broadcasts them. Default True.
+        async_save: Write checkpoints in the background while training continues; the loop waits for the copy to host
+            memory. See `wait_for_saves`. Default False.
         save_trainable_only: Whether checkpoints leave out what is frozen, such as the base of adapters. A module that
             resumes brings it; other values are an error. Default False.
         exclude_frozen_parameters: Lightning's name for ``save_trainable_only``.
@@ -443,7 +463,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.
-        ValueError: If both a plugin and fields of it are given, or a field has a value that is not allowed.
+        ValueError: If both a plugin and fields of it are given, or a field or ``async_save`` has a value that is not
+            allowed.
 
     Source: accelerate 1.15 ``DeepSpeedPlugin``, ``accelerator.py`` (``_prepare_deepspeed``); lightning 2.6
     ``DeepSpeedStrategy``.
@@ -472,6 +493,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         load_universal: bool = False,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
+        async_save: bool = False,
         save_trainable_only: bool = False,
         exclude_frozen_parameters: bool = False,
         weights_only: bool = True,
@@ -501,7 +523,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
         self._buffers = BufferSync(broadcast_buffers)
         self._window = None
-        self._checkpointer = Checkpointer(self)
+        self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
         self._while_fitting = ExitStack()
         self._logged_config: dict[str, Any] | None = None
 
@@ -524,6 +546,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._termination.begin_run()
         self._held_weights.begin()
+        self._checkpointer.connect()
         PartialState()._refresh(
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
@@ -595,7 +618,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
-            summarise_run(name, self.model, self.settings, self.root_device, precision).log(trainer)
+            saved_by = describe_async_mode(self._checkpointer.saves)
+            summarise_run(name, self.model, self.settings, self.root_device, precision, saved_by).log(trainer)
 
     def _follow_user_code(self, trainer: Trainer, module: LightningModule) -> None:
         access = self._access = ZeroAccess(module, self.root_device)
@@ -636,6 +660,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             parameters=chosen.parameters(module),
             lr_scheduler=chosen.scheduler_callable,
         )
+        check_async(self._checkpointer.saves, engine)
         chosen.take_schedule(engine)
         kept.masters.give(engine)
         self.model = engine

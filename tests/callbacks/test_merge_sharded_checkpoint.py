@@ -139,13 +139,17 @@ def test_at_the_end_of_fit(check: Any, tmp_path: Path) -> None:
 def merge_deepspeed(folder: str) -> None:
     from tests.strategies.deepspeed.training import whole_weights as deepspeed_weights
 
-    for stage in (2, 3):
-        strategy: Any = AccelDeepSpeedStrategy(zero_stage=stage)
-        root, save = Path(folder, f"{stage}"), {"save_top_k": -1}
-        trainer, _ = fit(strategy, str(root / "ckpt"), [MergeShardedCheckpoint(root / "merged")], epochs=1, save=save)
+    whens: list[tuple[int, Any]] = [(2, "fit_end"), (3, "every_save")]
+    for stage, when in whens:
+        strategy: Any = AccelDeepSpeedStrategy(zero_stage=stage, async_save=when == "every_save")
+        root, save = Path(folder, f"{stage}"), {"save_top_k": -1, "filename": "saved"}
+        callback = MergeShardedCheckpoint(root / "merged", when)
+        trainer, _ = fit(strategy, str(root / "ckpt"), [callback], epochs=1, save=save)
+        dist.barrier()
         assert trainer.lightning_module is not None
         trained = deepspeed_weights(trainer.lightning_module)
-        assert_merged(root / "merged", {f"model.{name}": tensor for name, tensor in trained.items()})
+        output = root / "merged" / ("saved" if when == "every_save" else "")
+        assert_merged(output, {f"model.{name}": tensor for name, tensor in trained.items()})
 
 
 def test_deepspeed(tmp_path: Path) -> None:

@@ -305,6 +305,7 @@ SAVES: dict[str, tuple[Run, Run]] = {
     "zero1": (Run("zero1"), Run("zero1")),
     "zero2, to one process": (Run("zero2", adam=True), Run("zero2", 1, {"load_universal": True}, adam=True)),
     "zero3": (Run("zero3"), Run("zero3")),
+    "zero3 in the background": (Run("zero3", 2, {"async_save": True}), Run("zero3")),
     "zero3, to three processes": (Run("zero3", adam=True), Run("zero3", 3, {"load_universal": True}, adam=True)),
 }
 

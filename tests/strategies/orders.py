@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
-    "background": {"fsdp1": {"async_save": True}, "fsdp2": {"async_save": True}},
+    "background": {engine: {"async_save": True} for engine in ("fsdp1", "fsdp2", "zero")},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")
     },
@@ -700,6 +700,7 @@ def build_strategy(kind: str, script: Script) -> Any:
             hf_ds_config=config,
             find_unused_parameters=True,
             gradient_accumulation=replace(accumulation, average_over=average_over),
+            **({} if script.option is None else OPTIONS[script.option]["zero"]),
         )
     from accelight.strategies import AccelFSDPStrategy, ParallelismConfig
 
@@ -827,8 +828,8 @@ def check(script: Script, kind: str, *, on_gpu: bool = False) -> None:
     Raises:
         AssertionError: If they differ, with the script as code.
     """
-    if kind.startswith("zero"):
-        script = replace(script, option=None)  # options are FSDP's
+    if kind.startswith("zero") and script.option is not None and "zero" not in OPTIONS[script.option]:
+        script = replace(script, option=None)
     if kind == TENSOR_PARALLEL:  # which steps on parts, and whose ranks have the same items
         optimizer = "sgd" if script.optimizer == "ratio" else script.optimizer
         script = replace(script, width=6, items=False, optimizer=optimizer)

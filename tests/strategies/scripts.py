@@ -240,7 +240,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         unused=pick([None, None, None, "batch", "late", "rank", "never", "unit", "unit_rank"]),
         iterable=pick([False, True]),
         sharded=pick([False, True]),
-        option=pick([None, None, None, *OPTIONS]) if is_fsdp else None,
+        option=pick([None, None, None, *OPTIONS] if is_fsdp else [None, "background"]),
         average=pick([None, None, 1, 2]),
         items=manual is None and scaled and pick([False, False, True]),
     )

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from accelight.checkpoint import merge_fsdp_weights
-from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import in_own_folders
 from tests.ranks import run_on_ranks
-from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader, strategy_named
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 MANIFEST = "accelight.json"
 
 
 def _strategy(kind: str, **more: Any) -> Any:
     if kind.startswith("zero"):
-        return strategy_named(kind)
+        return AccelDeepSpeedStrategy(zero_stage=int(kind[-1]), **more)
     return AccelFSDPStrategy(fsdp_version=int(kind[-1]), **{"state_dict_type": "sharded_state_dict", **more})
 
 
@@ -94,6 +94,31 @@ def test_one_that_cannot_write_is_named_on_all(kind: str, tmp_path: Path) -> Non
         assert "process 1: " in said
         assert "own-1" in said
         assert not left
+
+
+def _save_in_background(kind: str, folder: Path) -> None:
+    class Saves(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            with in_own_folders():
+                self.trainer.save_checkpoint(folder / f"own-{dist.get_rank()}")
+
+    trainer = quiet_trainer(_strategy(kind, async_save=True), 2, max_epochs=1)
+    trainer.fit(Saves(Case(), Outcome()), rank_loader(2))
+    trainer.save_checkpoint(folder / "shared")
+
+
+@pytest.mark.parametrize("kind", ["zero3", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])
+def test_folders_of_saves_in_the_background(kind: str, tmp_path: Path) -> None:
+    run_on_ranks(2, _save_in_background, kind, tmp_path)
+    for rank in range(2):
+        shutil.copytree(tmp_path / f"own-{rank}", tmp_path / "joined", dirs_exist_ok=True)
+    assert _files(tmp_path / "joined") == _files(tmp_path / "shared")
+    shared, joined = (
+        load_file(tmp_path / name / merge_fsdp_weights(tmp_path / name, tmp_path / name).files[0])
+        for name in ("shared", "joined")
+    )
+    assert joined.keys() == shared.keys()
+    assert all(torch.equal(joined[name], one) for name, one in shared.items())
 
 
 def _save_in_process(folder: Path) -> None:

@@ -133,12 +133,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "zero2": (
         "zero",
-        {"zero_stage": 2},
+        {"zero_stage": 2, "async_save": True},
         {"accumulate_grad_batches": 4},
         [
             f"{ZERO.format(2)} on 2 processes (cpu)",
             "251 parameters, 251 of them on rank 0; optimizer state of 126 on rank 0",
-            "precision 32-true; 4 micro-batches a step; checkpoints folder of DeepSpeed's",
+            "precision 32-true; 4 micro-batches a step; checkpoints folder of DeepSpeed's in the background",
         ],
     ),
     "zero3": (

@@ -260,18 +260,21 @@ def test_averages_and_weights_in_16_bit(store: Store, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], one.to(found[name].dtype)) for name, one in weights.items())
 
 
-def _keeps_best(folder: str) -> tuple[str, list[str]]:
+def _keeps_best(folder: str, in_background: bool) -> tuple[str, list[str]]:
     callback = two_best(folder)
-    _fit(1, callbacks=[callback])
+    _fit(1, stage=3 if in_background else 2, callbacks=[callback], async_save=in_background)
     return callback.last_model_path, sorted(callback.best_k_models)
 
 
 @pytest.mark.exhaustive
-def test_model_checkpoint_keeps_the_best_and_the_last(store: Store, expected: dict[str, Tensor]) -> None:
-    [(last, kept), _] = run_on_ranks(2, _keeps_best, f"{URL}/run")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_model_checkpoint_keeps_the_best_and_the_last(
+    in_background: bool, store: Store, expected: dict[str, Tensor]
+) -> None:
+    [(last, kept), _] = run_on_ranks(2, _keeps_best, f"{URL}/run", in_background)
     names = {name.partition("/")[0] for name in store.names("run/")}
     assert names == {path.rpartition("/")[2] for path in (*kept, last)}
-    assert_close(_on(2, epochs=2, resume_from=last)[0], expected)
+    assert_close(_on(2, epochs=2, stage=3 if in_background else 2, resume_from=last)[0], expected)
     module = load_from_checkpoint(Module, last)
     weights = load_state_dict(last)
     assert all(torch.equal(one, weights[name]) for name, one in module.state_dict().items() if name in weights)

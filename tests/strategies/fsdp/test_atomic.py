@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelight.checkpoint import atomic_dir as atomic
-from tests.strategies.fsdp.kill_while_saving import kill_once
+from tests.strategies.kill_while_saving import kill_once
 
 NUM_FILES = 20
 
@@ -111,5 +111,5 @@ def test_killed_at_any_moment_the_name_means_a_whole_folder(tmp_path: Path) -> N
 def test_training_killed_while_it_saves_leaves_a_checkpoint(
     form: str, in_background: bool, only_one: bool, seconds: float, tmp_path: Path
 ) -> None:
-    """``python -m tests.strategies.fsdp.kill_while_saving`` in short; that kills 50 times at random moments."""
+    """``python -m tests.strategies.kill_while_saving`` in short; that kills 50 times at random moments."""
     kill_once(tmp_path, form, in_background, only_one, seconds)

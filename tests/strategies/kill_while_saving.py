@@ -2,7 +2,7 @@
 
 By hand, 50 times (two or three minutes)::
 
-    python -m tests.strategies.fsdp.kill_while_saving 50
+    python -m tests.strategies.kill_while_saving 50
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from accelight.strategies import AccelFSDPStrategy
+from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict
 from tests.ranks import _PRELOAD
 from tests.strategies.oracle import quiet_trainer
 
 NUM_RANKS = 2
 MOMENTUM = 0.5
 _START_S = 120.0
-_FORMS = ("sharded", "full", "safetensors")
+_FORMS = ("sharded", "full", "safetensors", "zero2", "zero3")
 
 
 class _Counter(LightningModule):
@@ -71,17 +72,22 @@ class _Exporter(ModelCheckpoint):
         strategy.save_safetensors(filepath)
 
 
+def _strategy(form: str, in_background: bool = False) -> Any:
+    if form.startswith("zero"):
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": int(form[-1])}}
+        return AccelDeepSpeedStrategy(hf_ds_config=config, async_save=in_background)
+    kind = "full_state_dict" if form == "full" else "sharded_state_dict"
+    return AccelFSDPStrategy(fsdp_version=2, state_dict_type=kind, async_save=in_background)
+
+
 def _train(rank: int, folder: str, form: str, in_background: bool) -> None:
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{NUM_RANKS}", LOCAL_WORLD_SIZE=f"{NUM_RANKS}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kill")
     sys.stderr = open(f"{folder}/.errors{rank}", "w")  # noqa: SIM115 (until it is killed)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/.store", rank=rank, world_size=NUM_RANKS)
-    strategy = AccelFSDPStrategy(
-        fsdp_version=2,
-        state_dict_type="full_state_dict" if form == "full" else "sharded_state_dict",
-        async_save=in_background,
-    )
+    strategy = _strategy(form, in_background)
     kind = _Exporter if form == "safetensors" else ModelCheckpoint
     suffix = ".safetensors" if form == "safetensors" else ".ckpt"
     callback = kind(folder, "{step}", save_top_k=1, every_n_train_steps=1, save_last=form != "safetensors")
@@ -91,18 +97,18 @@ def _train(rank: int, folder: str, form: str, in_background: bool) -> None:
     trainer.fit(_Counter(), DataLoader(data, 1, sampler=DistributedSampler(data, num_replicas=NUM_RANKS, rank=rank)))
 
 
-def _resume(rank: int, folder: str, path: str, num_steps: int) -> None:
+def _resume(rank: int, folder: str, form: str, path: str, num_steps: int) -> None:
     """Train one step on from a checkpoint; the process fails unless weights and momentum are what they must be."""
     os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{NUM_RANKS}", LOCAL_WORLD_SIZE=f"{NUM_RANKS}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", GROUP_RANK="0", TORCHELASTIC_RUN_ID="resume")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/.store2", rank=rank, world_size=NUM_RANKS)
-    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2), NUM_RANKS, max_steps=num_steps + 1)
+    strategy = _strategy(form)
+    trainer = quiet_trainer(strategy, NUM_RANKS, max_steps=num_steps + 1)
     data, module = TensorDataset(torch.zeros(1000, 1)), _Counter()
     loader = DataLoader(data, 1, sampler=DistributedSampler(data, num_replicas=NUM_RANKS, rank=rank))
     trainer.fit(module, loader, ckpt_path=path, weights_only=True)
-    weights: list[Any] = list(module.parameters())
-    values = {value for weight in weights for value in weight.to_local().unique().tolist()}
+    values = {value for one in full_state_dict(strategy, module).values() for value in one.unique().tolist()}
     assert values == {expected_weight(num_steps + 1)}, (path, num_steps, values)
 
 
@@ -140,7 +146,10 @@ def kill_once(folder: Path, form: str, in_background: bool, only_one: bool, seco
     for path in found:
         num_steps = _check(path, form)
     if num_steps is not None:  # the last one
-        ranks = [context.Process(target=_resume, args=(r, f"{folder}", f"{path}", num_steps)) for r in range(NUM_RANKS)]
+        ranks = [
+            context.Process(target=_resume, args=(rank, f"{folder}", form, f"{path}", num_steps))
+            for rank in range(NUM_RANKS)
+        ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -163,6 +172,11 @@ def _check(path: Path, form: str) -> int | None:
         checkpoint = torch.load(path, weights_only=True)
         weights, num_steps = checkpoint["state_dict"], checkpoint["global_step"]
         assert len(checkpoint["optimizer_states"][0]["state"]) == 8
+    elif form.startswith("zero"):
+        with tempfile.TemporaryDirectory() as output:
+            merge_fsdp_weights(path, output, progress=False)
+            weights = load_file(Path(output, "model.safetensors"))
+        num_steps = inspect_checkpoint(path).global_step
     else:
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -184,7 +198,8 @@ def kill_often(num_attempts: int, seed: int) -> None:
     """Kill in every way in turn; print what was left."""
     generator = random.Random(seed)
     for attempt in range(num_attempts):
-        form, in_background, only_one = _FORMS[attempt % 3], bool(attempt // 3 % 2), bool(attempt // 6 % 2)
+        form, in_background = _FORMS[attempt % len(_FORMS)], bool(attempt // len(_FORMS) % 2)
+        only_one = bool(attempt // len(_FORMS) // 2 % 2)
         seconds = generator.uniform(0, 1)
         with tempfile.TemporaryDirectory() as folder:
             left = kill_once(Path(folder), form, in_background, only_one, seconds)
