@@ -578,14 +578,15 @@ class PerParameterStep:
     # ------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, State]:
         """Return what is counted for each parameter, by its name, if it differs anywhere; every rank must call it."""
+        of_all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all_ranks, bool(self._own))
+        if not any(of_all_ranks):  # as a rule, and pickling a count for each parameter takes longer than its copy
+            return {}
         mine = {
             self._names[parameter]: state for group in self._pieces for parameter, state in self._counts(group).items()
         }
-        of_all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all_ranks, (bool(self._own), mine))
-        if not any(uneven for uneven, _ in of_all_ranks):
-            return {}
-        return {name: state for _, counts in of_all_ranks for name, state in counts.items()}
+        dist.all_gather_object(of_all_ranks, mine)
+        return {name: state for counts in of_all_ranks for name, state in counts.items()}
 
     def load_state_dict(self, counts: Mapping[str, State]) -> None:
         """Take over what `state_dict` gave."""
