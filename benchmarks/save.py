@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -96,9 +96,9 @@ class _Saves:
     def __call__(self, side: str, connection: Connection) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
         if side == "Lightning":
-            _fit(_lightning(), Path(self.folder, side), self.num_bytes, {"plain": _plain_save}, connection)
+            fit(_lightning(), Path(self.folder, side), self.num_bytes, {"plain": _plain_save}, connection)
         else:
-            _fit(_ours(side), Path(self.folder, side), self.num_bytes, _ways(), connection)
+            fit(_ours(side), Path(self.folder, side), self.num_bytes, _ways(), connection)
 
 
 def _lightning() -> Any:
@@ -128,7 +128,7 @@ def _ours(engine: str) -> Any:
     )
 
 
-_Way = Callable[[Any, str], "Callable[[], Any] | None"]
+Way = Callable[[Any, str], "Callable[[], Any] | None"]
 """Saves, and returns what has to be waited for afterwards."""
 
 
@@ -136,7 +136,22 @@ def _plain_save(trainer: Any, path: str) -> None:
     trainer.save_checkpoint(path)
 
 
-def _ways() -> dict[str, _Way]:
+def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
+    """Save as without ``async_save``."""
+    checkpointer = trainer.strategy._checkpointer
+    saves, checkpointer.saves = checkpointer.saves, None
+    trainer.save_checkpoint(path, weights_only=weights_only)
+    checkpointer.saves = saves
+
+
+def in_background(trainer: Any, path: str) -> Callable[[], Any]:
+    """Begin to save, with ``async_save``."""
+    trainer.save_checkpoint(path)
+    wait: Callable[[], Any] = trainer.strategy.wait_for_saves
+    return wait
+
+
+def _ways() -> dict[str, Way]:
     from datetime import timedelta
 
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -149,16 +164,6 @@ def _ways() -> dict[str, _Way]:
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
     processes: Any = make_async_saver("process", timedelta(minutes=30), SavingProcess)
-
-    def synchronous(trainer: Any, path: str, *, weights_only: bool = False) -> None:
-        checkpointer = trainer.strategy._checkpointer
-        saves, checkpointer.saves = checkpointer.saves, None
-        trainer.save_checkpoint(path, weights_only=weights_only)
-        checkpointer.saves = saves
-
-    def in_background(trainer: Any, path: str) -> Callable[[], Any]:
-        trainer.save_checkpoint(path)
-        return trainer.strategy.wait_for_saves
 
     def by_process(trainer: Any, path: str) -> Callable[[], Any]:
         checkpointer = trainer.strategy._checkpointer
@@ -202,7 +207,8 @@ def _ways() -> dict[str, _Way]:
     }
 
 
-def _fit(strategy: Any, folder: Path, num_bytes: int, ways: dict[str, _Way], connection: Connection) -> None:
+def fit(strategy: Any, folder: Path, num_bytes: int, ways: Mapping[str, Way], connection: Connection) -> None:
+    """Train in one process, and save between steps as the connection says; send how long that took."""
     import torch
     import torch.distributed as dist
     from lightning.pytorch import Callback, LightningModule, Trainer
