@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 import logging
 import math
+import os
 import statistics
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from ..state.rendezvous import run_on_rank_zero
 from ..state.utils import named_arguments
 from ..strategies.common.checkpoint_files import local_path, save_torch
+from ..strategies.common.dataloader_state import dataset_indices
 from ..strategies.common.grads import SkippedSteps
 from ..strategies.common.loop import LoopFollowing
 from ..strategies.upstream.lightning import (
@@ -34,11 +41,19 @@ from ..strategies.upstream.lightning import (
 from ..strategies.upstream.patches import Patches
 from .grad_norm_monitor import named_gradients, norms_by_label, will_clip_by_norm
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 _GAUSSIAN = 1.4826
 """Standard deviations in a median absolute deviation of normally distributed values."""
+_NUM_SAMPLES = 32
+"""That a warning names."""
 _LEAST_DEVIATION = 0.1
 """Of the median. Norms that hardly vary would otherwise make a spike of each one above the median."""
+
+
+Place = tuple[int, int]
+"""Epoch of a micro-batch, and its number there."""
 
 
 class _MicroBatch(NamedTuple):
@@ -48,6 +63,20 @@ class _MicroBatch(NamedTuple):
     batch_idx: int
     loss: Tensor | None
     batch: Any
+
+    @property
+    def place(self) -> Place:
+        return self.epoch, self.batch_idx
+
+
+class _LeftOut(NamedTuple):
+    """An entry of ``leave_out_file``: a run takes no step with a micro-batch from ``first`` to ``last``."""
+
+    first: Place
+    last: Place
+    num_processes: int
+    num_batches: int | None
+    """Of each process in an epoch, if known. With other numbers than these two a place has other samples."""
 
 
 @named_arguments
@@ -69,6 +98,10 @@ class StepGuard(Callback):
     - Each skip is a warning on rank 0, with the step, the norm, the threshold, the loss and the micro-batches.
       ``step_guard/skipped`` in the logs is their number, whenever it has changed.
 
+    With ``leave_out_file``, a run goes back to its last checkpoint after too many skips in a row: the error first adds
+    the batches of these steps to that file, and a run that resumes leaves them out. Their steps are skipped, whatever
+    the norm, so that it equals one process that skips the same steps.
+
     It works in automatic optimization, with accelight's strategies, ``ddp`` and a single device. Each step waits until
     the norm is known. Norms and counts are saved in checkpoints, so that a run that resumes decides alike.
 
@@ -79,10 +112,15 @@ class StepGuard(Callback):
         max_consecutive_skips: Steps in a row that may be skipped. One more raises RuntimeError on every process.
         save_batches_to: Folder for the micro-batches of skipped steps, one file for each step and process:
             ``step00000012-rank0.pt``, which ``torch.load`` reads. The batches of a window then stay in memory.
+        leave_out_file: JSON file for the batches of too many skips in a row, which this run and those after it leave
+            out. It need not exist.
+        leave_out_before: Steps before the first of these skips that are left out, too. The weights may have gone bad
+            there, rather than the batches after them.
 
     Raises:
         ValueError: If an argument is out of its range; when training starts, if the guard cannot skip steps there.
-        RuntimeError: While training, on every process, after more than ``max_consecutive_skips`` skips in a row.
+        RuntimeError: While training, on every process, after more than ``max_consecutive_skips`` skips in a row; when
+            training starts, if ``leave_out_file`` cannot be read.
     """
 
     def __init__(
@@ -92,18 +130,21 @@ class StepGuard(Callback):
         window: int = 100,
         max_consecutive_skips: int = 10,
         save_batches_to: str | Path | None = None,
+        leave_out_file: str | Path | None = None,
+        leave_out_before: int = 0,
     ) -> None:
         for name, value in (("max_norm", max_norm), ("spike_factor", spike_factor)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0 or None, got {value!r}.")
-        for name, number, least in (("window", window, 2), ("max_consecutive_skips", max_consecutive_skips, 0)):
+        counts = {"max_consecutive_skips": max_consecutive_skips, "leave_out_before": leave_out_before}
+        for name, number, least in (("window", window, 2), *((name, count, 0) for name, count in counts.items())):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"{name} must be an int >= {least}, got {number!r}.")
         self.max_norm, self.spike_factor, self.window = max_norm, spike_factor, window
         self.max_consecutive_skips = max_consecutive_skips
-        self.save_batches_to = None
-        if save_batches_to is not None:
-            self.save_batches_to = local_path(str(save_batches_to), "save_batches_to")
+        self.save_batches_to = _local(save_batches_to, "save_batches_to")
+        self.leave_out_file = _local(leave_out_file, "leave_out_file")
+        self.leave_out_before = leave_out_before
         self.num_skipped = 0
         """How many steps were skipped so far."""
         self._schedules, self._patches = SkippedSteps(), Patches("callbacks")
@@ -116,7 +157,12 @@ class StepGuard(Callback):
         self._skipped_in_a_row: list[tuple[int, float]] = []
         self._micro_batches: list[_MicroBatch] = []
         self._decided: tuple[float, float] | None = None  # norm and threshold of this step
-        self._skips = self._has_ended = False
+        self._skips = self._is_left_out = self._has_ended = False
+        self._left_out: list[_LeftOut] = []
+        self._windows: deque[tuple[int, Place]] = deque()
+        """Steps of this fit, with the place that each begins at, from the first one that an error would leave out."""
+        self._began: Place | None = None
+        self._drawn_epoch: int | None = None
         self._num_logged: int | None = None
 
     # ------------------------------------------------------------------ the run
@@ -132,6 +178,13 @@ class StepGuard(Callback):
         _check_optimizer(trainer)
         self._detach()
         self._micro_batches, self._decided, self._has_ended = [], None, False
+        self._windows, self._began = deque(), None
+        # Workers of a loader have drawn its order, by this epoch; without workers it is drawn with the first batch.
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        self._drawn_epoch = (
+            getattr(sampler, "epoch", None) if getattr(trainer.train_dataloader, "num_workers", 0) else None
+        )
+        self._left_out = self._entries(trainer)
         plugin: Any = trainer.precision_plugin
         # Lightning has no hook between clipping, which knows the norm, and the step.
         self._patches.put(plugin, "_clip_gradients", partial(self._clip_and_judge, trainer, plugin._clip_gradients))
@@ -170,7 +223,8 @@ class StepGuard(Callback):
             norm = float(strategy.grad_norm() if is_deepspeed else _measure(trainer, optimizer))
             clip(model, optimizer, *args, **kwargs)
         threshold, is_finite, self._has_ended = self._threshold(), math.isfinite(norm), True
-        self._skips = self._schedules.last = not norm <= threshold or not is_finite
+        self._is_left_out = self._leaves_out(trainer)
+        self._skips = self._schedules.last = self._is_left_out or not norm <= threshold or not is_finite
         if self._skips and not is_finite and _loss_scale(trainer) > 1.0:
             self._skips = False  # the scaler skips the step, and needs to see it
             return
@@ -211,6 +265,7 @@ class StepGuard(Callback):
         kept = batch if self.save_batches_to is not None else None
         loss = loss.detach() if isinstance(loss, Tensor) else None
         self._micro_batches.append(_MicroBatch(trainer.current_epoch, batch_idx, loss, kept))
+        self._began = self._began or self._micro_batches[-1].place
         if self._has_ended:
             self._has_ended = False
             self._end_window(trainer)
@@ -221,32 +276,75 @@ class StepGuard(Callback):
     def _end_window(self, trainer: Trainer) -> None:
         micro_batches, self._micro_batches = self._micro_batches, []
         decided, self._decided = self._decided, None
-        if decided is None:  # the scaler's, or nothing to step on
-            return
-        if not self._skips:
+        step = trainer.global_step
+        self._windows.append((step, micro_batches[0].place))
+        if decided is not None:  # else it is the scaler's, or nothing to step on
+            self._skipped_in_a_row = [*self._skipped_in_a_row, (step, decided[0])] if self._skips else []
+        if self._is_left_out:  # it says nothing about the steps after it
             self._skipped_in_a_row = []
+        first = self._skipped_in_a_row[0][0] if self._skipped_in_a_row else step
+        while self._windows[0][0] < first - self.leave_out_before:
+            self._windows.popleft()
+        if decided is None or not self._skips:
+            return
+        self.num_skipped += 1
+        if self._is_left_out:
+            batches = _describe_batches(micro_batches)
+            rank_zero_warn(f"StepGuard left out optimizer step {step}: {self.leave_out_file} lists {batches}.")
             return
         norm, threshold = decided
-        self.num_skipped += 1
-        self._skipped_in_a_row.append((trainer.global_step, norm))
+        samples = [self._samples(trainer, each) for each in micro_batches]
         limit = f" is above {threshold:.4g}" if math.isfinite(norm) else ""
+        loss, rank = _describe_loss(trainer, micro_batches)
         rank_zero_warn(
-            f"StepGuard skipped optimizer step {trainer.global_step}: the gradient norm {norm:.4g}{limit}. "
-            f"{_describe_loss(trainer, micro_batches)}; {_describe_batches(micro_batches)}."
+            f"StepGuard skipped optimizer step {step}: the gradient norm {norm:.4g}{limit}. {loss}; "
+            f"{_describe_batches(micro_batches)}{_describe_samples(trainer, samples, rank)}."
         )
         if self.save_batches_to is not None:
-            self._save(trainer, micro_batches, norm, threshold)
+            self._save(trainer, micro_batches, samples, norm, threshold)
         if len(self._skipped_in_a_row) > self.max_consecutive_skips:
-            steps = ", ".join(f"{step} (norm {norm:.4g})" for step, norm in self._skipped_in_a_row)
-            raise RuntimeError(
-                f"StepGuard skipped {len(self._skipped_in_a_row)} optimizer steps in a row, more than "
-                f"max_consecutive_skips={self.max_consecutive_skips}: {steps}. Look at the batches of these steps "
-                "(save_batches_to=...). If they are as they should be, the weights or the optimizer state are not: "
-                "resume from an earlier checkpoint with a lower learning rate. If the norms have become larger for "
-                f"good, raise max_norm={self.max_norm} and spike_factor={self.spike_factor}."
-            )
+            self._give_up(trainer, micro_batches[-1].place)
 
-    def _save(self, trainer: Trainer, micro_batches: list[_MicroBatch], norm: float, threshold: float) -> None:
+    def _give_up(self, trainer: Trainer, last: Place) -> None:
+        steps = ", ".join(f"{step} (norm {norm:.4g})" for step, norm in self._skipped_in_a_row)
+        what = (
+            f"StepGuard skipped {len(self._skipped_in_a_row)} optimizer steps in a row, more than "
+            f"max_consecutive_skips={self.max_consecutive_skips}: {steps}."
+        )
+        if (path := self.leave_out_file) is not None:
+            entry = _LeftOut(self._windows[0][1], last, *_numbers(trainer))
+            _on_rank_zero(
+                lambda: _write_left_out(path, [*_read_left_out(path), entry]), f"{what} Adding their batches to {path}"
+            )
+            raise RuntimeError(
+                f"{what} {path} lists their batches now, from {_describe_place(entry.first)} to "
+                f"{_describe_place(entry.last)}. Resume from a checkpoint that was saved before, which "
+                "accelight.strategies.newest_checkpoint finds: these batches are left out then."
+            )
+        raise RuntimeError(
+            f"{what} Look at the batches of these steps (save_batches_to=...). If they are as they should be, the "
+            "weights or the optimizer state are not: resume from an earlier checkpoint with a lower learning rate, or "
+            "without these batches (leave_out_file=...). If the norms have become larger for good, raise "
+            f"max_norm={self.max_norm} and spike_factor={self.spike_factor}."
+        )
+
+    def _samples(self, trainer: Trainer, micro_batch: _MicroBatch) -> list[int] | None:
+        """Return the dataset's indices in a micro-batch of this process, where its sampler tells them."""
+        epoch, began = micro_batch.epoch, self._began
+        if began is not None and epoch == began[0]:
+            if began[1] > 0:  # Lightning counts on, but not every loader continues there
+                return None
+            epoch = epoch if self._drawn_epoch is None else self._drawn_epoch
+        return dataset_indices(trainer.train_dataloader, micro_batch.batch_idx, epoch)
+
+    def _save(
+        self,
+        trainer: Trainer,
+        micro_batches: list[_MicroBatch],
+        samples: list[list[int] | None],
+        norm: float,
+        threshold: float,
+    ) -> None:
         folder = Path(str(self.save_batches_to))
         path = folder / f"step{trainer.global_step:08d}-rank{trainer.global_rank}.pt"
         content = {
@@ -255,6 +353,7 @@ class StepGuard(Callback):
             "threshold": threshold,
             "epochs": [each.epoch for each in micro_batches],
             "batch_indices": [each.batch_idx for each in micro_batches],
+            "dataset_indices": samples,
             "losses": [None if each.loss is None else float(each.loss) for each in micro_batches],
             "batches": [each.batch for each in micro_batches],
         }
@@ -263,6 +362,32 @@ class StepGuard(Callback):
             save_torch(content, path)
         except Exception as error:  # noqa: BLE001 (on one rank it would let the others wait; training needs no file)
             _log.warning("StepGuard could not save %s: %s", path, error)
+
+    # ------------------------------------------------------------------ what is left out
+    def _entries(self, trainer: Trainer) -> list[_LeftOut]:
+        """Return the entries of ``leave_out_file`` that hold for this run; all ranks call it."""
+        path = self.leave_out_file
+        if path is None:
+            return []
+        entries, numbers = _on_rank_zero(partial(_read_left_out, path), f"Reading {path}"), _numbers(trainer)
+        for other in sorted({one[2:] for one in entries} - {numbers}, key=str):
+            rank_zero_warn(
+                f"StepGuard does not leave out what {path} lists for num_processes, num_batches of {other}: this run "
+                f"has {numbers}, and other samples in its batches. Resume with those numbers to leave them out."
+            )
+        return [one for one in entries if one[2:] == numbers]
+
+    def _leaves_out(self, trainer: Trainer) -> bool:
+        """Return whether a micro-batch of the window that is about to step is listed."""
+        places = [*(each.place for each in self._micro_batches), (trainer.current_epoch, trainer.fit_loop.batch_idx)]
+        found = [one for one in self._left_out if any(one.first <= place <= one.last for place in places)]
+        if found and self.leave_out_before and not self._windows and found[0].first < places[0]:
+            rank_zero_warn(
+                f"This run resumes at {_describe_place(places[0])}, and {self.leave_out_file} lists the batches from "
+                f"{_describe_place(found[0].first)} on: the checkpoint may hold steps that were to be left out. "
+                "Resume from an earlier one."
+            )
+        return bool(found)
 
     # ------------------------------------------------------------------ checkpoints
     @override
@@ -350,22 +475,82 @@ def _restore_groups(kept: list[dict[str, Any]], optimizer: Optimizer, *_: Any) -
 
 
 # ------------------------------------------------------------------------------------------------
+# Batches that are left out.
+
+
+def _local(path: str | Path | None, name: str) -> Path | None:
+    return None if path is None else local_path(str(path), name)
+
+
+def _numbers(trainer: Trainer) -> tuple[int, int | None]:
+    """Return what has to be the same for a place to have the same samples."""
+    num_batches = trainer.num_training_batches
+    return trainer.world_size, None if math.isinf(num_batches) else int(num_batches)
+
+
+def _on_rank_zero(action: Callable[[], T], what: str) -> T:
+    return run_on_rank_zero(action, what) if dist.is_available() and dist.is_initialized() else action()
+
+
+def _read_left_out(path: Path) -> list[_LeftOut]:
+    if not path.exists():
+        return []
+    try:
+        entries = [_LeftOut(**one) for one in json.loads(path.read_text())]
+        return [one._replace(first=_place(one.first), last=_place(one.last)) for one in entries]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} must be a list of entries with first, last (each an epoch and a batch), num_processes and "
+            f"num_batches, but: {error}. Mend it, or remove it to leave out nothing."
+        ) from error
+
+
+def _place(of: Sequence[int]) -> Place:
+    epoch, batch = map(int, of)
+    return epoch, batch
+
+
+def _write_left_out(path: Path, entries: list[_LeftOut]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps([one._asdict() for one in entries], indent=1))
+    os.replace(unfinished, path)
+
+
+def _describe_place(place: Place) -> str:
+    return f"batch {place[1]} of epoch {place[0]}"
+
+
+# ------------------------------------------------------------------------------------------------
 # What the log says of an accumulation window.
 
 
-def _describe_loss(trainer: Trainer, micro_batches: list[_MicroBatch]) -> str:
+def _describe_loss(trainer: Trainer, micro_batches: list[_MicroBatch]) -> tuple[str, int]:
     """Return the loss over all ranks, and the rank that stands out; every rank calls it."""
     losses = [each.loss.float() for each in micro_batches if each.loss is not None]
     own = torch.stack([loss.reshape(()) for loss in losses]).sum() if losses else torch.tensor(math.nan)
     by_rank = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).reshape(-1).tolist()
     loss = f"Loss {statistics.fmean(by_rank):.4g}"
     broken = [str(rank) for rank, one in enumerate(by_rank) if not math.isfinite(one)]
+    rank = int(broken[0]) if broken else by_rank.index(max(by_rank))
     if len(by_rank) == 1:
-        return loss
+        return loss, rank
     if broken:
-        return f"{loss} (not finite on rank {', '.join(broken[:8])}{' and others' if len(broken) > 8 else ''})"
-    return f"{loss} (largest {max(by_rank):.4g} on rank {by_rank.index(max(by_rank))})"
+        more = " and others" if len(broken) > 8 else ""
+        return f"{loss} (not finite on rank {', '.join(broken[:8])}{more})", rank
+    return f"{loss} (largest {max(by_rank):.4g} on rank {rank})", rank
 
 
 def _describe_batches(micro_batches: list[_MicroBatch]) -> str:
     return "batches " + ", ".join(f"{each.batch_idx} of epoch {each.epoch}" for each in micro_batches)
+
+
+def _describe_samples(trainer: Trainer, samples: list[list[int] | None], rank: int) -> str:
+    """Return the samples of one rank, if they are known; every rank calls it."""
+    known: list[list[int] | None] = trainer.strategy.broadcast(samples, src=rank)
+    indices = list(itertools.chain.from_iterable(one or () for one in known))
+    if not indices or None in known:
+        return ""
+    more = f" and {len(indices) - _NUM_SAMPLES} more" if len(indices) > _NUM_SAMPLES else ""
+    of_rank = f" of rank {rank}" if trainer.world_size > 1 else ""
+    return f"; samples{of_rank}: {', '.join(map(str, indices[:_NUM_SAMPLES]))}{more}"

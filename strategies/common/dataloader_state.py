@@ -9,6 +9,7 @@ epoch. Each of these leaves samples out of training, or repeats them.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import random
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ..upstream.lightning import (
     DistributedSamplerWrapper,
@@ -227,6 +228,27 @@ def seed_workers(loader: object, rank: int, patches: Patches) -> None:
     """
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         patches.put(loader, "worker_init_fn", partial(pl_worker_init_function, rank=rank))
+
+
+def dataset_indices(loader: object, batch_idx: int, epoch: int) -> list[int] | None:
+    """Return the dataset's indices in one batch of this process, None where its sampler does not tell them.
+
+    Samplers that draw from a generator do not: its state has changed since.
+
+    Args:
+        loader: As the Trainer iterates it, from the beginning of the epoch.
+        batch_idx: The batch, counted from 0.
+        epoch: That the sampler had when it drew its order.
+    """
+    if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = copy.copy(loader.batch_sampler.sampler)
+    if type(sampler) is DistributedSampler:
+        sampler.set_epoch(epoch)
+    elif type(sampler) is not SequentialSampler:
+        return None
+    size = loader.batch_sampler.batch_size
+    return list(itertools.islice(sampler, batch_idx * size, (batch_idx + 1) * size))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
+import shutil
 import statistics
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from accelight.callbacks import GradNormMonitor, ShardedEMA, StepGuard
 from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
@@ -144,9 +148,13 @@ def train(
 
 
 def train_plain(
-    case: Case, world_size: int, poison: dict[tuple[int, int], float] = POISON, max_norm: float = math.inf
+    case: Case,
+    world_size: int,
+    poison: dict[tuple[int, int], float] = POISON,
+    max_norm: float = math.inf,
+    left_out: Collection[int] = (),
 ) -> Trained:
-    """Train in a plain loop that leaves out the optimizer, and its schedule, for the same reasons."""
+    """Train in a plain loop that leaves out the optimizer, and its schedule, for the same reasons, and ``left_out``."""
     model, found = build_model(), Trained()
     norms: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -171,7 +179,7 @@ def train_plain(
             spread = 1.4826 * statistics.median([abs(one - middle) for one in last])
             threshold = min(threshold, middle + FACTOR * max(spread, middle / 10))
         found.global_step += 1
-        if math.isfinite(norm) and norm <= threshold:
+        if math.isfinite(norm) and norm <= threshold and found.global_step not in left_out:
             norms.append(norm)
             if case.clip_norm:
                 nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
@@ -349,6 +357,152 @@ def test_a_batch_that_cannot_be_saved_does_not_end_the_run(tmp_path: Path) -> No
     assert run_on_ranks(2, fail_to_save, str(tmp_path)) == [1, 1]
 
 
+# ---------------------------------------------------------------------- going back, without the batches
+BAD = {(0, 4): math.nan, **{(1, batch): math.nan for batch in (2, 3, 4)}}
+
+
+class SavesEpoch(Callback):
+    """Saves at the end of an epoch, and after one batch."""
+
+    def __init__(self, path: str, epoch: int = 0, place: tuple[int, int] | None = None) -> None:
+        self.path, self.epoch, self.place = path, epoch, place
+
+    def on_train_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        if self.place is None and trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.place == (trainer.current_epoch, batch_idx):
+            trainer.save_checkpoint(self.path)
+
+
+def go_back(
+    name: str, case: Case, folder: str, before: int, poison: dict[tuple[int, int], float] = BAD
+) -> tuple[Trained, str]:
+    """Fail, and fit again with the same guard from the checkpoint before."""
+    path = f"{folder}/saved.ckpt"
+    step_guard = guard(
+        max_consecutive_skips=1,
+        leave_out_file=f"{folder}/run/left_out.json",
+        leave_out_before=before,
+    )
+    module = Poisoned(case, poison)
+    with pytest.raises(RuntimeError, match="optimizer steps in a row") as raised:
+        train(name, case, callbacks=[step_guard, SavesEpoch(path)], module=module)
+    before_it = module.found.rates[: math.ceil(NUM_MICRO_BATCHES / case.accumulate)]
+    num_before = sum(epoch == 0 for epoch, _ in poison)
+    after = train(name, case, poison, callbacks=[step_guard], skipped_before=num_before, ckpt_path=path)
+    after.rates = [*before_it, *after.rates]
+    return after, str(raised.value)
+
+
+@pytest.mark.core("plain-1-fsdp2]", "plain-0-ddp")
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "ddp", "zero2", "zero3", "fsdp2_offload"])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("key", ["plain", "clip_norm"])
+def test_a_run_goes_back_and_leaves_the_batches_out(key: str, before: int, name: str, tmp_path: Path) -> None:
+    steps = [10, 11] if before == 0 else [9, 10, 11]  # 12 is skipped for its norm
+    expected = train_plain(CASES[key], 2, BAD, left_out=steps)
+    assert expected.skipped == [5, *steps, 12]
+    for found, message in run_on_ranks(2, go_back, name, CASES[key], str(tmp_path), before, timeout_s=100):
+        found.skipped = [5, *found.skipped]
+        assert_same(found, expected)
+        assert f"left_out.json lists their batches now, from batch {2 - before} of epoch 1 to batch 3 of" in message
+    [entry] = json.loads((tmp_path / "run/left_out.json").read_text())
+    assert entry == {"first": [1, 2 - before], "last": [1, 3], "num_processes": 2, "num_batches": NUM_MICRO_BATCHES}
+
+
+def test_a_window_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    poison = {(1, 2): math.nan, (1, 4): math.nan}
+    expected = train_plain(CASES["accumulate"], 2, poison, left_out=[4, 5])
+    for found, _ in run_on_ranks(2, go_back, "fsdp2", CASES["accumulate"], str(tmp_path), 0, poison):
+        assert_same(found, expected)
+    [entry] = json.loads((tmp_path / "run/left_out.json").read_text())
+    assert (entry["first"], entry["last"]) == ([1, 0], [1, 5])
+
+
+def test_a_single_device_goes_back(tmp_path: Path) -> None:
+    [(found, _)] = run_on_ranks(1, go_back, "auto", CASES["plain"], str(tmp_path), 0)
+    found.skipped = [5, *found.skipped]
+    assert_same(found, train_plain(CASES["plain"], 1, BAD, left_out=[10, 11]))
+
+
+def leave_out(case: Case, file: str, options: dict[str, Any], stops: bool = False) -> tuple[Trained, list[str]]:
+    """Train with a file, from a checkpoint in the middle of an epoch if it ``stops``."""
+    path = str(Path(file).with_name("saved.ckpt"))
+    before = train("fsdp2", case, {}, callbacks=[guard(), SavesEpoch(path, place=(1, 2))]) if stops else Trained()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(
+            "fsdp2", case, {}, callbacks=[guard(leave_out_file=file, **options)], ckpt_path=path if stops else None
+        )
+    found.rates = [*before.rates[: len(before.rates) - len(found.rates)], *found.rates]
+    return found, [
+        str(each.message) for each in caught if "left out" in str(each.message) or "leave" in str(each.message)
+    ]
+
+
+ENTRY = {"first": [1, 1], "last": [1, 3], "num_processes": 2, "num_batches": NUM_MICRO_BATCHES}
+
+
+def test_a_list_written_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    entries = [ENTRY, {**ENTRY, "first": [1, 6], "last": [2, 0]}]
+    file.write_text(json.dumps(entries))
+    steps = [9, 10, 11, 14, 15]
+    (found, warned), (_, silent) = run_on_ranks(2, leave_out, CASES["plain"], str(file), {})
+    assert_same(found, train_plain(CASES["plain"], 2, {}, left_out=steps))
+    assert warned[0] == f"StepGuard left out optimizer step 9: {file} lists batches 1 of epoch 1."
+    assert (len(warned), silent) == (5, [])
+
+
+@pytest.mark.parametrize("other", [{"num_processes": 4}, {"num_batches": None}])
+def test_batches_of_other_sizes_are_not_left_out(other: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    file.write_text(json.dumps([{**ENTRY, **other}]))
+    (found, warned), _ = run_on_ranks(2, leave_out, CASES["plain"], str(file), {})
+    assert_same(found, train_plain(CASES["plain"], 2, {}))
+    numbers = tuple({**ENTRY, **other}.values())[2:]
+    [warning] = warned
+    assert warning.startswith(
+        f"StepGuard does not leave out what {file} lists for num_processes, num_batches of {numbers}"
+    )
+    assert "this run has (2, 7), and other samples in its batches. Resume with those numbers" in warning
+
+
+def test_a_checkpoint_between_the_steps_to_leave_out_is_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    file.write_text(json.dumps([ENTRY]))
+    (_, warned), _ = run_on_ranks(2, leave_out, CASES["plain"], str(file), {"leave_out_before": 1}, True)
+    assert warned[0].startswith(f"This run resumes at batch 3 of epoch 1, and {file} lists the batches from batch 1 of")
+    assert "Resume from an earlier one." in warned[0]
+    (_, warned), _ = run_on_ranks(2, leave_out, CASES["plain"], str(file), {}, True)  # skipped steps changed nothing
+    assert [each for each in warned if "resumes at" in each] == []
+
+
+def read_damaged(file: str) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)left_out.json failed on rank 0: .*Mend it, or remove it"):
+        train("fsdp2", Case(epochs=1), {}, callbacks=[guard(leave_out_file=file)])
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}x", '[{"first": [0, 1]}]', '[{"first": 1, "last": [0, 1], "num": 2}]'])
+def test_a_damaged_list_ends_the_run_on_all_ranks(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "left_out.json"
+    file.write_text(text)
+    run_on_ranks(2, read_damaged, str(file))
+
+
+def fail_to_write(file: str) -> None:
+    step_guard = guard(leave_out_file=file, max_consecutive_skips=0)
+    with pytest.raises(RuntimeError, match=r"in a row, .* Adding their batches to .* failed on rank 0"):
+        train("fsdp2", Case(epochs=1), callbacks=[step_guard])
+
+
+def test_a_list_that_cannot_be_written_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_on_ranks(2, fail_to_write, f"{tmp_path}/file/left_out.json")
+
+
 class EndsEarly(Poisoned):
     """Ends the first epoch in the middle of a window, which Lightning drops."""
 
@@ -372,13 +526,80 @@ def test_each_skip_is_one_warning_on_rank_zero() -> None:
     assert first[0].startswith(
         "StepGuard skipped optimizer step 2: the gradient norm nan. Loss nan (not finite on rank 1)"
     )
-    assert first[0].endswith("; batches 3 of epoch 0, 4 of epoch 0, 5 of epoch 0.")
+    assert first[0].endswith(
+        "; batches 3 of epoch 0, 4 of epoch 0, 5 of epoch 0; samples of rank 1: 13, 15, 17, 19, 21, 23."
+    )
     assert re.search(r"step 4: the gradient norm \S+ is above .* \(largest \S+ on rank 1\)", first[1])
 
 
 def test_batches_of_a_window_that_lightning_dropped_are_not_in_it() -> None:
     [warning] = run_on_ranks(2, warnings_of, "fsdp2", True)[0]
-    assert warning.endswith("; batches 0 of epoch 1, 1 of epoch 1, 2 of epoch 1.")
+    assert warning.endswith("; batches 0 of epoch 1, 1 of epoch 1, 2 of epoch 1; samples of rank 1: 1, 3, 5, 7, 9, 11.")
+
+
+# ---------------------------------------------------------------------- the samples of a skipped step
+SHUFFLED, IN_ORDER, OWN_SAMPLER, DRAWN = "shuffled", "in order", "own sampler", "drawn by a generator"
+
+
+def numbered_loader(kind: str, num_workers: int) -> DataLoader[Any]:
+    """Batches whose third part are the samples' indices."""
+    inputs, targets = dataset(2).tensors
+    data = TensorDataset(inputs, targets, torch.arange(len(inputs)))
+    options: dict[str, Any] = {"shuffle": kind == SHUFFLED}
+    if kind == OWN_SAMPLER:
+        options = {"sampler": DistributedSampler(data, shuffle=True)}
+    if kind == DRAWN:
+        options = {"sampler": WeightedRandomSampler([1.0] * len(data), len(data))}
+    if num_workers:
+        options |= {"num_workers": num_workers, "multiprocessing_context": "fork"}  # the fastest
+    return DataLoader(data, BATCH_SIZE, **options)
+
+
+def skip_all(name: str, loader: Any, folder: str, epochs: int, **more: Any) -> int:
+    """Skip each step, whose batches the guard saves with their indices; return how many names were right."""
+    folder, size = f"{folder}{dist.get_rank()}", dist.get_world_size()
+    shutil.rmtree(folder, ignore_errors=True)
+    step_guard = guard(max_norm=1e-9, max_consecutive_skips=100, save_batches_to=folder)
+    callbacks = [step_guard, *more.pop("callbacks", [])]
+    trainer = quiet_trainer(
+        strategy_called(name), size, max_epochs=epochs, accumulate_grad_batches=2, callbacks=callbacks
+    )
+    trainer.fit(Poisoned(Case(), {}), loader, **more)
+    num_right = 0
+    for path in Path(folder).iterdir():
+        saved = torch.load(path, weights_only=False)
+        for indices, batch in zip(saved["dataset_indices"], saved["batches"], strict=True):
+            if indices is not None:
+                assert indices == batch[2].tolist()
+                num_right += 1
+    reset_state()
+    return num_right
+
+
+def name_samples(name: str, kind: str, num_workers: int, folder: str) -> list[int]:
+    path = f"{folder}/saved.ckpt"
+    loader = numbered_loader(kind, num_workers)
+    found = [skip_all(name, loader, f"{folder}/skipped", 2, callbacks=[SavesEpoch(path, 1)])]
+    found.append(skip_all(name, loader, f"{folder}/skipped", 1))  # its own sampler has the epoch of the fit before
+    found.append(skip_all(name, loader, f"{folder}/skipped", 4, ckpt_path=path, weights_only=False))
+    within = SavesEpoch(path, place=(0, 3))
+    skip_all(name, loader, f"{folder}/skipped", 1, callbacks=[within])
+    found.append(skip_all(name, loader, f"{folder}/skipped", 2, ckpt_path=path, weights_only=False))
+    return found
+
+
+@pytest.mark.core("0-shuffled-fsdp2", "2-own sampler-ddp")
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "zero2", "auto"])
+@pytest.mark.parametrize("kind", [SHUFFLED, IN_ORDER, OWN_SAMPLER, DRAWN])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_are_those_of_the_dataset(num_workers: int, kind: str, name: str, tmp_path: Path) -> None:
+    size = 1 if name == "auto" else 2
+    num_batches = NUM_MICRO_BATCHES * 2 // size
+    expected = [2 * num_batches, num_batches, 2 * num_batches, num_batches]
+    if kind == DRAWN or (kind == SHUFFLED and size == 1):
+        expected = [0, 0, 0, 0]
+    for found in run_on_ranks(size, name_samples, name, kind, num_workers, str(tmp_path), timeout_s=200):
+        assert found == expected
 
 
 def stop_between(path: str) -> tuple[dict[str, Any], str]:
@@ -617,6 +838,8 @@ def test_another_fit_after_the_error(name: str) -> None:
         ({"window": 1}, "window must be an int >= 2, got 1"),
         ({"max_consecutive_skips": True}, "max_consecutive_skips must be an int >= 0"),
         ({"save_batches_to": "s3://bucket/batches"}, "save_batches_to must be on a file system"),
+        ({"leave_out_file": "s3://bucket/left_out.json"}, "leave_out_file must be on a file system"),
+        ({"leave_out_before": -1}, "leave_out_before must be an int >= 0, got -1"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], match: str) -> None:
