@@ -72,6 +72,8 @@ class LoaderPlaces:
         self._check_number(loop)
         if self._states:
             _go_to(loop, self._states)
+        else:
+            _draw_again(loop)
         self._states, self._before_fetch = [], []
         if any(isinstance(one, Stateful) for one in loop._combined_loader.flattened):
             self._patches.put(loop.epoch_loop, "_on_before_fetch", partial(self._note, loop))
@@ -156,6 +158,36 @@ def _go_to(loop: Any, states: list[Any]) -> None:
                 iter(loader)  # its data knows its place then; the epoch itself begins with another iterator
     ends_first = at_end and loop.restarted_mid_epoch and not loop.epoch_loop.restarted_on_train_batch_end
     if not ends_first:  # else Lightning ends that epoch, and iterates over the loaders for the next one
+        iter(loop._data_fetcher)
+
+
+def set_epoch(loader: object, trainer: Trainer) -> None:
+    """Tell a training loader's sampler which epoch comes first, before its workers draw the order.
+
+    Lightning 2.6 does so when they have begun to read.
+
+    Args:
+        loader: As the Trainer is about to iterate it.
+        trainer: Its loops are restored, but have not begun.
+    """
+    loop: Any = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    _set_sampler_epoch(loader, epochs.started if _is_at_end(loop) else epochs.processed)
+
+
+def _draw_again(loop: Any) -> None:
+    """Let workers begin again that have drawn the order of another epoch, as before the checkpoint was read."""
+    epoch = loop.epoch_progress.current.processed
+    late = [
+        loader
+        for loader in loop._combined_loader.flattened
+        if getattr(loader, "num_workers", 0)
+        and isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler)
+        and sampler.epoch != epoch
+    ]
+    for loader in late:
+        _set_sampler_epoch(loader, epoch)
+    if late:
         iter(loop._data_fetcher)
 
 

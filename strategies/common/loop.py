@@ -20,7 +20,7 @@ from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, ra
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from ..upstream.patches import Patches
 from .broadcast import BufferSync
-from .dataloader_state import LoaderPlaces, with_shared_order
+from .dataloader_state import LoaderPlaces, set_epoch, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
 from .modules import check_callbacks
@@ -159,6 +159,7 @@ class LoopFollowing(ParallelStrategy):
         if trainer is not None and trainer.training:
             self._loader_places.take(trainer)
             dataloader = with_shared_order(dataloader, self.distributed_sampler_kwargs)
+            set_epoch(dataloader, trainer)
         return super().process_dataloader(dataloader)
 
     @override

@@ -79,9 +79,20 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+class SetUpEarly(Seeing):
+    """Has its loaders set up before the checkpoint is read."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
 def loader_named(kind: str) -> Any:
     if kind == "own":
         return OwnStream()
+    if kind.startswith("workers"):  # torch's own, which knows no place
+        workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+        return torch.utils.data.DataLoader(Numbers(), batch_size=2, shuffle=True, **workers)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader(Numbers(), batch_size=2, shuffle=kind == "shuffled")
@@ -95,7 +106,7 @@ def strategy_for(name: str) -> Any:
 
 def seen(strategy: str, kind: str, path: str, save_at: int | None, hook: str = "on_train_batch_end") -> list[float]:
     torch.manual_seed(3 + dist.get_rank())
-    module = Seeing()
+    module = SetUpEarly() if kind == "workers_early" else Seeing()
     callbacks = [] if save_at is None else [SaveAt(path, save_at, hook)]
     world_size = dist.get_world_size()
     trainer = quiet_trainer(strategy_for(strategy), world_size, max_epochs=3, callbacks=callbacks)

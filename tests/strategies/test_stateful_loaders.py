@@ -49,6 +49,20 @@ def test_each_process_goes_on_at_its_own_place(strategy: str, kind: str, moment:
         assert sorted(whole[0][:12] + whole[1][:12]) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.core("fsdp2-workers-epoch_end", "fsdp2-workers_early-epoch_end")
+@pytest.mark.parametrize("moment", ["6", "validated", "epoch_end"])
+@pytest.mark.parametrize("kind", ["workers", "workers_early"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_workers_begin_with_the_order_of_the_epoch_that_is_resumed(
+    strategy: str, kind: str, moment: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    hook = {"6": "on_train_batch_end", "validated": "on_validation_end"}.get(moment, f"on_train_{moment}")
+    whole = run_on_ranks(2, seen, strategy, kind, path, 6, hook)
+    resumed = run_on_ranks(2, seen, strategy, kind, path, None)
+    assert resumed == [samples[12:] for samples in whole]
+
+
 def refused(strategy: str, kind: str, path: str) -> str:
     with pytest.raises(ValueError, match="loader") as error:
         seen(strategy, kind, path, None)
