@@ -15,7 +15,9 @@ PLAN_HELP = "show how much memory training uses, before it is launched"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `accelight.checkpoint.cli.main`."""
     words = sys.argv[1:] if argv is None else argv
-    return run_command(words, more=(_add_plan if words[:1] == ["plan"] else _name_plan, _add_timings))
+    return run_command(
+        words, more=(_add_plan if words[:1] == ["plan"] else _name_plan, _add_timings, _add_convert_config)
+    )
 
 
 def _add_plan(add_parser: Callable[..., ArgumentParser]) -> None:
@@ -54,4 +56,22 @@ def _show_timings(arguments: Namespace) -> int:
         path = found[0]
     timings = Timings.from_json(path.read_text())
     print(timings.to_json() if arguments.json else timings)
+    return 0
+
+
+def _add_convert_config(add_parser: Callable[..., ArgumentParser]) -> None:
+    summary = "show the Trainer that an Accelerate config file asks for"
+    parser = add_parser(
+        "convert-config", help=summary, description=f"{summary.capitalize()}, as Python code.", allow_abbrev=False
+    )
+    default = "default: the one that accelerate config writes"
+    parser.add_argument("path", type=Path, metavar="PATH", nargs="?", help=f"the file, YAML or JSON; {default}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=_convert_config)
+
+
+def _convert_config(arguments: Namespace) -> int:
+    from .strategies.convert_config import DEFAULT_PATH, convert, read_config
+
+    print(convert(read_config((arguments.path or DEFAULT_PATH).expanduser())))
     return 0
