@@ -5,7 +5,7 @@ What a Trainer costs whatever the strategy is what Lightning's plainest one, DDP
 alive at once and take turns of 24 steps (`turns`); differences are those within a round, with intervals of 95 % by
 bootstrap (`paired`)::
 
-    python -m benchmarks overhead                              # a quarter of an hour on two idle cores
+    python -m benchmarks overhead                              # five minutes on two idle cores
     ACCELIGHT_BENCH_REPEATS=1000 python -m benchmarks overhead # narrower intervals
 
 ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"). With more of them than cores, waiting is measured.
@@ -43,7 +43,7 @@ _FEW, _MORE = (Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=number) f
 
 def run() -> None:
     """Print added time and collectives a step; the targets stand beside them."""
-    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "250")))
+    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "110")))
     measured = {}
     for world_size in map(int, os.environ.get("ACCELIGHT_BENCH_PROCESSES", "1,2").split(",")):
         calls = {kind: _collectives_a_step(world_size, kind) for kind in KINDS}

@@ -66,6 +66,7 @@ PLOTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Bars]]] = {
     "merge-background": _panels,
     "merge-small": _panels,
     "merge-zero": _panels,
+    "optimizer": _panels,
     "overhead": _overhead,
     "save": _save,
     "trigger": _trigger,

@@ -1,15 +1,16 @@
 """``trigger``: what checking a trigger adds to each step, against Accelerate's blocking ``check_trigger``.
 
 Two gloo processes run the same loop without a check, with ours (``blocking=False``) at each step and at every eighth,
-and with Accelerate's, in turn: around an empty step, a step that computes for 2.7 ms, and a training step of a small
-model that FSDP2 shards::
+and with Accelerate's, in turn: around an empty step, a step that computes for 2.7 ms, and a training step of a tiny
+model that FSDP2 shards, whose time varies by less than a check adds::
 
-    python -m benchmarks trigger                               # two or three minutes on two idle cores
-    ACCELIGHT_BENCH_REPEATS=200 python -m benchmarks trigger   # narrower intervals
+    python -m benchmarks trigger                               # four minutes on two idle cores
+    ACCELIGHT_BENCH_REPEATS=1000 python -m benchmarks trigger  # narrower intervals
 
 What a check adds is the difference to the run without one in the same round, with intervals of 95 % by bootstrap
-(`paired`); slow steps are measured eight at a time. Should it hang, it shows the stacks of both processes and fails.
-The processes need a core each: with fewer, waiting for each other is all that is measured.
+(`paired`). Turns are short, eight steps, and many: within a long one the machine changes by more than a check adds.
+Should it hang, it shows the stacks of both processes and fails. The processes need a core each: with fewer, waiting for
+each other is all that is measured.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from functools import partial
 from benchmarks import paired, results
 from benchmarks.turns import in_rounds
 
-_NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "90"))
+_NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "300"))
 _NUM_PROCESSES = 2
-_LONGEST_S = 0.3  # of one measurement
+_NUM_STEPS = 8
 _HANGS_AFTER_S = 600.0
 _NONE, _EACH, _EIGHTH, _BLOCKING = "no check", "accelight", "accelight, every 8 steps", "accelight, blocking"
 _ACCELERATE = "accelerate"
@@ -59,8 +60,7 @@ def measure() -> None:
     faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
     measured = {}
     for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
-        num_steps = _affordable_steps(work)
-        turns = {check: partial(_time, work, function, num_steps) for check, function in checks.items()}
+        turns = {check: partial(_time, work, function) for check, function in checks.items()}
         measured[name] = seconds = in_rounds(turns, _NUM_ROUNDS)
         if state.is_main_process:
             _report(name, seconds)
@@ -69,27 +69,17 @@ def measure() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _time(work: Callable[[], object], check: Callable[[int], object], num_steps: int) -> float:
+def _time(work: Callable[[], object], check: Callable[[int], object]) -> float:
     """Return seconds for each step, of the slower process."""
     import torch.distributed as dist
 
     dist.barrier()
     start = time.perf_counter()
-    for step in range(num_steps):
+    for step in range(_NUM_STEPS):
         work()
         check(step)
     dist.barrier()
-    return (time.perf_counter() - start) / num_steps
-
-
-def _affordable_steps(work: Callable[[], object]) -> int:
-    """Return the same multiple of 8 on both processes, and at most 80."""
-    import torch
-    import torch.distributed as dist
-
-    seconds = torch.tensor(_time(work, lambda step: dist.barrier(), 8))
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return max(8, min(80, int(_LONGEST_S / seconds.item())) // 8 * 8)
+    return (time.perf_counter() - start) / _NUM_STEPS
 
 
 def _compute() -> None:
@@ -104,13 +94,10 @@ def _fsdp2_step() -> Callable[[], object]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    mesh = init_device_mesh("cpu", (_NUM_PROCESSES,))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (_NUM_PROCESSES,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    batch = torch.randn(16, 256)
+    batch = torch.randn(16, 64)
 
     def step() -> None:
         model(batch).square().mean().backward()

@@ -63,14 +63,23 @@ def _kept(name: str) -> dict[str, Any]:
 def test_times_are_those_that_the_benchmarks_have_kept() -> None:
     one, two = (dict(bars) for bars in PLOTS["overhead"](_kept("overhead")).values())
     found = {name: f"{one[name].median * 1000:.2f}; {two[name].median * 1000:.1f} ms" for name in one}
-    [row] = [cells for name, cells in ROWS.items() if name.startswith("added to a step")]
+    [row] = [cells for name, cells in ROWS.items() if name.startswith("time added to a step")]
     sides = ["accelight FSDP2", "Lightning ModelParallelStrategy", "Accelerate's loop, FSDP2"]
     assert [found[side] for side in sides] == [row[1], row[3], row[5]]
     [(_, bars)] = [each for each in PLOTS["save"](_kept("save")).items() if "fsdp1" in each[0]]
     found = {name: f"{interval.median:.2f} s" for name, interval in bars}
-    [row] = [cells for name, cells in ROWS.items() if name.startswith("training stands still")]
+    [row] = [cells for name, cells in ROWS.items() if name.startswith("a sharded save")]
     assert row[1] == f"{found['sharded']}, in the background {found['async_save']}"
     assert row[2] == found["Lightning's FSDPStrategy"]
+
+
+def test_times_of_optimizer_steps_are_those_that_the_benchmark_has_kept() -> None:
+    [bars] = [
+        dict(each) for title, each in PLOTS["optimizer"](_kept("optimizer")).items() if "AdamW.step(), 1000" in title
+    ]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    ours, torchs = (f"{bars[side].median * 1000:.0f}" for side in ("accelight", "DTensors"))
+    assert f"`AdamW` over 1000 sharded parameters steps in {ours} ms, on torch's DTensors in {torchs} ms" in text
 
 
 def test_times_of_merges_are_those_that_the_benchmarks_have_kept() -> None:

@@ -1,4 +1,4 @@
-"""What a run tells at its start, on rank 0: three lines, a fourth with FSDP1 by default, none but Lightning's own else."""
+"""What a run tells at its start, on rank 0: three lines, a fourth with FSDP1 by default, and no other of ours."""
 
 from __future__ import annotations
 
