@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from operator import is_
 from typing import Any
 
@@ -25,6 +25,7 @@ from .steps import Step, unhooked_step
 _FUSED_ON_CPU = (Adam, AdamW)
 """Not SGD: torch 2.13's is wrong in half precision, and fails where some parameters have no momentum yet."""
 _FUSED_DTYPES = (torch.float32, torch.float64)
+_NOTHING = object()
 _WITH_PARAMETERS = frozenset({"param_groups", "state", "step"})
 """Attributes of an optimizer whose parameters `LocalShardStep` replaces."""
 
@@ -47,27 +48,6 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor | Optimizer | nn.Module)
 
 
-class _Snapshot:
-    """What an optimizer's ``state`` held at one moment.
-
-    Args:
-        states: By parameter, or by whatever else the class has put in.
-    """
-
-    def __init__(self, states: Mapping[Any, Any]) -> None:
-        self._of, self._parts = states, _parts_of(states)
-
-    def is_current(self, states: Mapping[Any, Any]) -> bool:
-        """Return whether these are the states, unchanged but for the elements of tensors."""
-        return states is self._of and all(map(_are_same, _parts_of(states), self._parts))
-
-
-def _parts_of(states: Mapping[Any, Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    by_key = list(states.values())
-    dicts = [one for one in by_key if isinstance(one, dict)]
-    return list(states), by_key, list(chain.from_iterable(dicts)), [value for one in dicts for value in one.values()]
-
-
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two lists have the same objects."""
     return len(one) == len(other) and all(map(is_, one, other))
@@ -75,8 +55,6 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 class LocalShardStep(Step):
     """Lets an element-wise optimizer step on the local tensors of DTensors.
-
-    What a step finds as the last one has left it, it takes over without a look at each parameter.
 
     Args:
         optimizer: Over sharded parameters, and maybe others.
@@ -93,13 +71,9 @@ class LocalShardStep(Step):
         """What the step sees in their places, in the memory of the shards; parameters that are not sharded."""
         self._is_fusible = False
         self._states: Any = None
-        """The optimizer's own, while another one replaces it."""
+        """The optimizer's own, while ``_plain`` replaces it."""
         self._plain: defaultdict[Any, Any] = defaultdict(dict)
-        """What the step sees as ``optimizer.state``."""
-        self._known, self._plain_known = _Snapshot({}), _Snapshot({})
-        """What was in the two when they were last alike."""
-        self._sharded: dict[int, tuple[Tensor, DTensor]] = {}
-        """States with the DTensors that stand for them outside of the step, by the ids of the former."""
+        """What the step sees as ``optimizer.state``; empty outside of steps, so that users can free their memory."""
         self._options: list[dict[str, Any]] = []
         """Of each group, while others replace them."""
 
@@ -135,16 +109,20 @@ class LocalShardStep(Step):
         gradients = [_local_gradient(one, one.grad) for one in self._parameters]
         for local, gradient in zip(self._locals, gradients, strict=True):
             local.grad = gradient
-        self._states = optimizer.state
-        if not self._known.is_current(self._states):
-            self._take_states()
+        self._states, locals_of = optimizer.state, dict(zip(self._parameters, self._locals, strict=True))
+        for key, state in self._states.items():
+            if isinstance(key, DTensor):
+                state = {
+                    name: value._local_tensor if type(value) is DTensor else value for name, value in state.items()
+                }
+            self._plain[locals_of.get(key, key)] = state
         optimizer.state = self._plain
         is_fusible = self._is_fusible and all(one is None or one.is_contiguous() for one in gradients)
-        self._options, locals_ = [], iter(self._locals)
+        self._options, locals_left = [], iter(self._locals)
         for group in optimizer.param_groups:
             faster = {"fused": True} if is_fusible and _may_fuse(group) else {}
             self._options.append({name: group[name] for name in ("params", *faster)})
-            group.update(faster, params=list(islice(locals_, len(group["params"]))))
+            group.update(faster, params=list(islice(locals_left, len(group["params"]))))
 
     def _find_parameters(self) -> None:
         parameters: list[Any] = [one for group in self._optimizer.param_groups for one in group["params"]]
@@ -156,25 +134,6 @@ class LocalShardStep(Step):
         self._is_fusible = type(self._optimizer) in _FUSED_ON_CPU and all(
             one.device.type == "cpu" and one.dtype in _FUSED_DTYPES and one.is_contiguous() for one in shards
         )
-        self._known = _Snapshot({})
-
-    def _take_states(self) -> None:
-        """Let the step see the states that are there."""
-        locals_ = dict(zip(self._parameters, self._locals, strict=True))
-        self._plain.clear()
-        self._sharded = {}
-        for key, state in self._states.items():
-            if key in locals_:
-                state = {name: self._as_plain(value) for name, value in state.items()}
-            self._plain[locals_.get(key, key)] = state
-        self._known, self._plain_known = _Snapshot(self._states), _Snapshot(self._plain)
-
-    def _as_plain(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        plain = value.to_local()
-        self._sharded[id(plain)] = plain, value
-        return plain
 
     # ------------------------------------------------------------------ after it
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -190,46 +149,37 @@ class LocalShardStep(Step):
         for local, parameter in zip(self._locals, self._parameters, strict=True):
             if local is not parameter:
                 local.grad = None
-        if not self._plain_known.is_current(self._plain):
-            self._give_states(states)
+        self._give_states(states)
+        self._plain.clear()
 
     def _give_states(self, states: dict[Any, Any]) -> None:
         """Let the optimizer have the states that the step has left."""
         parameters = dict(zip(self._locals, self._parameters, strict=True))
-        left = {parameters.get(key, key): state for key, state in self._plain.items()}
-        for key in [key for key in states if key not in left]:
-            del states[key]
-        before, self._sharded = self._sharded, {}
-        for parameter, plain in left.items():
+        for local, plain in self._plain.items():
+            parameter = parameters.get(local, local)
             if not isinstance(parameter, DTensor):
                 states[parameter] = plain
                 continue
             state = states.setdefault(parameter, {})
-            values = {name: self._as_sharded(name, value, parameter, before) for name, value in plain.items()}
-            state.clear()
-            state.update(values)
-        self._known, self._plain_known = _Snapshot(states), _Snapshot(self._plain)
+            for name, value in plain.items():
+                before = state.get(name, _NOTHING)
+                if before is not value and getattr(before, "_local_tensor", _NOTHING) is not value:
+                    state[name] = self._as_sharded(name, value, parameter)
+            if len(state) > len(plain):
+                for name in [name for name in state if name not in plain]:
+                    del state[name]
+        if len(states) > len(self._plain):
+            left = {parameters.get(local, local) for local in self._plain}
+            for key in [key for key in states if key not in left]:
+                del states[key]
 
-    def _as_sharded(
-        self, name: Any, value: Any, parameter: DTensor, known: Mapping[int, tuple[Tensor, DTensor]]
-    ) -> Any:
-        if not isinstance(value, Tensor):
+    def _as_sharded(self, name: Any, value: Any, parameter: DTensor) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim or name in self._other_shapes:
             return value
-        plain, sharded = known.get(id(value), (None, None))
-        if plain is not value:
-            if not value.ndim or name in self._other_shapes or value.shape != parameter.to_local().shape:
-                return value
-            sharded = DTensor.from_local(
-                value,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        assert sharded is not None
-        self._sharded[id(value)] = value, sharded
-        return sharded
+        if value.shape != parameter.to_local().shape:
+            return value
+        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+        return DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
 
 
 def _local_parameter(parameter: Any, shard: Tensor) -> Tensor:
