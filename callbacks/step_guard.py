@@ -512,8 +512,9 @@ def _place(of: Sequence[int]) -> Place:
 
 def _write_left_out(path: Path, entries: list[_LeftOut]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    names = ("first", "last", "num_processes", "num_batches")
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps([one._asdict() for one in entries], indent=1))
+    unfinished.write_text(json.dumps([dict(zip(names, one, strict=True)) for one in entries], indent=1))
     os.replace(unfinished, path)
 
 

@@ -64,6 +64,10 @@ ATTRIBUTES = {
     "_foreach_mul_": ("torch", "gradients are scaled in one call"),
     "_foreach_norm": ("torch", "norms of many gradients in one call"),
     "_get_total_norm": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
+    "_local_tensor": (
+        "torch.distributed.tensor.DTensor",
+        "optimizers step on shards; to_local() of a parameter makes a new view each time",
+    ),
     "_load_state_dict_post_hooks": (
         "torch.nn.Module",
         "users' state dicts have shards, which FSDP's hooks would gather",

@@ -99,7 +99,7 @@ def test_the_example_trains_merges_and_uses_its_weights(tmp_path: Path) -> None:
 
 
 def test_the_readmes_example_runs_as_printed(tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     output = run_script(code, cwd=tmp_path).output
     assert "4 tensors in" in output
     assert (tmp_path / "merged" / "model.safetensors").is_file()
