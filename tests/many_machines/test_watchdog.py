@@ -41,6 +41,14 @@ def test_a_fault_is_named_and_ends_the_run(strategy: str, fault: str, victim: in
         assert list(tmp_path.glob(f"rank{1 - victim}-step*.txt"))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3", "ddp"])
+def test_a_hook_that_does_not_end_is_named(strategy: str, tmp_path: Path) -> None:
+    done = run_script(SCRIPT, strategy, "hook", "1", str(tmp_path), launcher="torchrun", check=False)
+    assert done.returncodes != [0]
+    assert re.search(r"Watchdog: process 1 \(\S+\) stands still in .*on_train_batch_end", done.output), done.output
+    assert "exitcode  : 75" in done.output
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
     with two_hosts(tmp_path) as made:

@@ -44,6 +44,10 @@ class Module(LightningModule):
             self.fail()
         return self.model(batch).square().mean()
 
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        while arguments.fault == "hook" and is_victim and batch_idx == BATCH:
+            pass
+
     def fail(self) -> None:
         if arguments.fault in ("stop", "kill"):
             os.kill(os.getpid(), signal.SIGSTOP if arguments.fault == "stop" else signal.SIGKILL)
@@ -58,7 +62,7 @@ class Module(LightningModule):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("strategy")
-parser.add_argument("fault", choices=("none", "stop", "kill", "loop", "branch", "worker", "cut"))
+parser.add_argument("fault", choices=("none", "stop", "kill", "loop", "branch", "worker", "cut", "hook"))
 parser.add_argument("victim", type=int)
 parser.add_argument("folder")
 parser.add_argument("--on-hang", default="abort")
