@@ -112,6 +112,8 @@ class _WholeSummary(Summary):
         return {name: counts.get(f"{type(self._model).__name__}.{name}", {}) for name in self.layer_names}
 
 
+_SMALL, _MATTERS = 2**16, 10**6
+"""Parameters of a unit whose all-gather takes as long as any, and of a model that is there for its speed."""
 _BY_DEFAULT = "FSDP1 is Accelerate's default; prefer fsdp_version=2 for new code (docs: Choosing a strategy)"
 
 
@@ -135,7 +137,8 @@ def summarise_run(
         version_is_default: Whether the user has not chosen the version of FSDP.
     """
     settings, root = engine.settings, form.root
-    whole = sum(one.numel for one in WholeParameters(root).of(unwrap_root(root)))
+    parameters = WholeParameters(root)
+    whole = sum(one.numel for one in parameters.of(unwrap_root(root)))
     return RunSummary(
         strategy=strategy,
         engine=f"FSDP{engine.version}",
@@ -147,6 +150,7 @@ def summarise_run(
         checkpoints=f"{settings.state_dict_type}{saved_by}",
         tables=[
             *([_BY_DEFAULT] if version_is_default else []),
+            *_small_units(root, parameters, whole),
             *([] if engine.tensor_parallel is None else engine.tensor_parallel.table()),
         ],
     )
@@ -191,6 +195,20 @@ def _unit_classes(root: nn.Module) -> list[type[nn.Module]]:
     """Return the class of each unit as the user wrote it, children before parents."""
     units = [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
     return [own_class(_unwrapped(unit)) for unit in reversed(units)]
+
+
+def _small_units(root: nn.Module, parameters: WholeParameters, whole: int) -> list[str]:
+    """Name units that cost an all-gather each for next to nothing, in a model whose size matters."""
+    if whole < _MATTERS:
+        return []
+    units = [one for one in root.modules() if isinstance(one, (FSDPModule, FullyShardedDataParallel))]
+    small = [one for one in units if sum(each.numel for each in parameters.of(one)) < _SMALL]
+    if not small:
+        return []
+    what = f"{counted([own_class(_unwrapped(one)) for one in small])}: units of fewer than {_SMALL:,} parameters"
+    return [
+        f"{what} cost an all-gather each; without these classes in auto_wrap_policy, the units around them hold them"
+    ]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 import accelight
@@ -208,6 +209,35 @@ trainer.validate(module, loader)
 def _printed(strategy: str, folder: str) -> list[str]:
     found = run_script(_SCRIPT, strategy, folder, launcher="torchrun", timeout_s=200).output.replace("\r", "\n")
     return sorted(line.rstrip() for line in found.splitlines() if line.strip() and "it/s" not in line)
+
+
+class Wide(TinyModule):
+    def __init__(self) -> None:
+        super().__init__(Case(), Outcome())
+        self.wide = torch.nn.Sequential(torch.nn.Linear(5, 1), torch.nn.Linear(2**10, 2**10), torch.nn.LayerNorm(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0 * self.wide[0](batch[0]).sum()
+
+
+def _lines(version: int, policy: set[type]) -> list[str]:
+    strategy = AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy=policy)
+    listener, log = Listener(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    log.addHandler(listener)
+    try:
+        quiet_trainer(strategy, 1, max_steps=1).fit(Wide(), rank_loader(1))
+    finally:
+        log.removeHandler(listener)
+    return [line.strip() for said in listener.said if said.startswith("accelight ") for line in said.split("\n")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_small_units_of_a_large_model_are_named(version: int) -> None:
+    [lines] = run_on_ranks(1, _lines, version, {torch.nn.LayerNorm, Wide}, init_group=False)
+    norms = sum(isinstance(one, torch.nn.LayerNorm) for one in Wide().modules())
+    assert lines[-1].startswith(f"{norms} LayerNorm: units of fewer than 65,536 parameters cost")
+    [lines] = run_on_ranks(1, _lines, version, {Wide}, init_group=False)
+    assert "units of fewer" not in lines[-1]
 
 
 @pytest.mark.machines
