@@ -432,6 +432,14 @@ class _Exchange:
                 if self._rank == 0 and self._window is None and self._read(range(self._num_ranks)):
                     self._save(self._compare())
 
+    def _write(self, write: Callable[[], Any]) -> None:
+        """Call ``write``, which puts files into the folder: neither a verdict nor training depends on them."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write()
+        except OSError as error:
+            _log.warning("Watchdog cannot write to %s: %s", self._folder, error)
+
     def _run(self) -> None:
         with self._lock:
             while not self._ends.is_set():
@@ -442,8 +450,6 @@ class _Exchange:
                     self._reached = time.monotonic()
                 except RuntimeError as error:  # the store is gone: see `_check_reachable`
                     _log.debug("Watchdog: the store of the process group failed: %s", error)
-                except OSError as error:
-                    _log.warning("Watchdog cannot write to %s: %s", self._folder, error)
                 self._ends.wait(self._options.every_s)
 
     # ------------------------------------------------------------------ messages
@@ -541,9 +547,9 @@ class _Exchange:
             return
         text = self._table(guilty)
         _log.error("%s", text)
-        self._folder.mkdir(parents=True, exist_ok=True)
         number = self._store.add("verdicts", 0) + 1
-        (self._folder / f"hang{number}-step{self._heard[self._rank].content['step']}.txt").write_text(text + "\n")
+        path = self._folder / f"hang{number}-step{self._heard[self._rank].content['step']}.txt"
+        self._write(lambda: path.write_text(text + "\n"))
         self._store.set(f"verdict/{number}", json.dumps([min(guilty), self._options.on_hang == "abort"]))
         self._store.add("verdicts", 1)
         self._follow_verdicts(present=[rank for rank in self._heard if not self._is_gone(rank)])
@@ -578,7 +584,7 @@ class _Exchange:
             return
         self._num_verdicts = number
         rank, ends = json.loads(bytes(self._store.get(f"verdict/{number}")))
-        self._write_stacks()
+        self._write(self._write_stacks)
         if not ends:
             return
         self._store.add(f"followed/{number}", 1)
@@ -606,7 +612,6 @@ class _Exchange:
         os._exit(EXIT_STATUS)  # the thread that trains cannot be interrupted
 
     def _write_stacks(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         one = self._observer.describe()
         path = self._folder / f"rank{self._rank}-step{one['step']}.txt"
         with open(path, "a") as file:
@@ -641,8 +646,7 @@ class _Exchange:
             silence_s,
             self._describe_silence(0, [0]) if 0 in self._heard else "does not respond, or is cut off",
         )
-        with suppress(OSError):
-            self._write_stacks()
+        self._write(self._write_stacks)
         if self._options.on_hang == "abort":
             self._kill([rank for rank in (0,) if rank in self._heard])
             if self._rank == 1:
@@ -719,10 +723,13 @@ class _Exchange:
                 _log.warning("Watchdog: %s", _describe_slow(timings, rank, slow))
 
     def _save(self, timings: Timings) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / "timings.json"
-        path.with_suffix(".tmp").write_text(timings.to_json())
-        os.replace(path.with_suffix(".tmp"), path)
+        path, unfinished = self._folder / "timings.json", self._folder / "timings.tmp"
+
+        def write() -> None:
+            unfinished.write_text(timings.to_json())
+            os.replace(unfinished, path)
+
+        self._write(write)
 
 
 _CAUSES = {

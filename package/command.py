@@ -54,7 +54,10 @@ def _show_timings(arguments: Namespace) -> int:
         if not found:
             raise FileNotFoundError(f"{path} has no timings.json: Watchdog writes it every report_every_s seconds.")
         path = found[0]
-    timings = Timings.from_json(path.read_text())
+    try:
+        timings = Timings.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     print(timings.to_json() if arguments.json else timings)
     return 0
 

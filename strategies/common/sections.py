@@ -222,8 +222,8 @@ class Timings:
             ValueError: If the text is something else.
         """
         try:
-            return cls(**json.loads(text))
-        except TypeError as error:
+            return cls(**dict(json.loads(text)))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"These are no timings of a Watchdog: {error}") from None
 
     def __str__(self) -> str:
