@@ -122,6 +122,7 @@ def _against_dtensors(name: str, options: dict[str, Any], mesh: tuple[int, ...],
     return differences(found, tolerance)
 
 
+@pytest.mark.core("[SGD]", "[AdamW]", "[Renewing]")
 @pytest.mark.parametrize("name", [*TORCHS, "Renewing"])
 def test_weights_and_states_are_those_of_steps_on_dtensors(name: str) -> None:
     """Bit for bit where torch takes the same way."""
@@ -129,12 +130,14 @@ def test_weights_and_states_are_those_of_steps_on_dtensors(name: str) -> None:
     assert run_on_ranks(2, _against_dtensors, name, options, (2,), 0.0) == [[], []]
 
 
+@pytest.mark.core("default")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["default", "foreach", "fused"])
 def test_fused_and_foreach_steps(options: dict[str, Any]) -> None:
     """By default the step is a fused one, whose rounding differs."""
     assert run_on_ranks(2, _against_dtensors, "AdamW", options, (2,), 1e-6) == [[], []]
 
 
+@pytest.mark.exhaustive
 def test_model_copies_and_uneven_shards() -> None:
     assert run_on_ranks(4, _against_dtensors, "AdamW", {"foreach": False}, (2, 2), 0.0) == [[]] * 4
 
@@ -224,6 +227,7 @@ def _after_change(number: int) -> list[str]:
     return differences(found, 1e-5)
 
 
+@pytest.mark.core("replace_state", "load_state", "convert")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
 def test_changes_between_steps_are_those_of_one_process(change: Callable[..., None]) -> None:
     assert run_on_ranks(2, _after_change, CHANGES.index(change)) == [[], []]
