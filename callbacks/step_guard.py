@@ -179,11 +179,11 @@ class StepGuard(Callback):
         self._detach()
         self._micro_batches, self._decided, self._has_ended = [], None, False
         self._windows, self._began = deque(), None
-        # Workers of a loader have drawn its order, by this epoch; without workers it is drawn with the first batch.
+        # Under Lightning's strategies, workers of a loader have drawn its order by this epoch.
+        has_workers = getattr(trainer.train_dataloader, "num_workers", 0) > 0
+        is_lightnings = not isinstance(trainer.strategy, LoopFollowing)
         sampler = getattr(trainer.train_dataloader, "sampler", None)
-        self._drawn_epoch = (
-            getattr(sampler, "epoch", None) if getattr(trainer.train_dataloader, "num_workers", 0) else None
-        )
+        self._drawn_epoch = getattr(sampler, "epoch", None) if has_workers and is_lightnings else None
         self._left_out = self._entries(trainer)
         plugin: Any = trainer.precision_plugin
         # Lightning has no hook between clipping, which knows the norm, and the step.
