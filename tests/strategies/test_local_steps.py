@@ -122,7 +122,7 @@ def _against_dtensors(name: str, options: dict[str, Any], mesh: tuple[int, ...],
     return differences(found, tolerance)
 
 
-@pytest.mark.core("[SGD]", "[AdamW]", "[Renewing]")
+@pytest.mark.core("SGD", "AdamW", "Renewing")
 @pytest.mark.parametrize("name", [*TORCHS, "Renewing"])
 def test_weights_and_states_are_those_of_steps_on_dtensors(name: str) -> None:
     """Bit for bit where torch takes the same way."""

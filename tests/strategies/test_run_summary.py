@@ -231,7 +231,7 @@ def _lines(version: int, policy: set[type]) -> list[str]:
     return [line.strip() for said in listener.said if said.startswith("accelight ") for line in said.split("\n")]
 
 
-@pytest.mark.core("[2]")
+@pytest.mark.core("2]")
 @pytest.mark.parametrize("version", [1, 2])
 def test_small_units_of_a_large_model_are_named(version: int) -> None:
     [lines] = run_on_ranks(1, _lines, version, {torch.nn.LayerNorm, Wide}, init_group=False)
