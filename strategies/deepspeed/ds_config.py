@@ -445,6 +445,7 @@ def resolve(config: HfDeepSpeedConfig, facts: TrainingFacts) -> DeepSpeedSetting
     that nobody asks for is off; a schedule's steps are not divided by the number of ranks.
     """
     filling = _Filling(HfDeepSpeedConfig(config), facts)
+    check_features(filling.config)  # which may have been changed since the plugin was made
     filling.fill_window()
     filling.fill_batch_sizes()
     filling.fill_clipping()
@@ -555,8 +556,6 @@ class _Filling:
                 self.mismatches.append(f"- {key}: {value!r} in the DeepSpeed config, Trainer(precision) is {wanted!r}")
         # The config may have one of them on and the other open.
         fill_precision(self.config, precision_of(self.config) if wanted == "no" else wanted)
-        self.fill("amp.enabled", False)
-        self.fill("amp.opt_level", "O1")
 
     def fill_optimizer(self) -> None:
         optimizer = self.facts.optimizer
@@ -772,26 +771,281 @@ def _get(source: Any, name: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
-# Top-level keys of a DeepSpeed config that were not meant: DeepSpeed takes any, and ignores those it lacks.
+# Which keys of a DeepSpeed config a Trainer can train with. DeepSpeed takes any key at the top, ignores those that it
+# lacks, and leaves others to its own data loader, launcher or pipeline, which a Trainer does not use.
 
 
+Answer = Literal["tested", "untested", "refused"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Keys of a DeepSpeed config, such as ``"zero_optimization.stage"``, that have one answer."""
+
+    keys: tuple[str, ...]
+    """A section stands for everything in it that has no row of its own."""
+    answer: Answer
+    """Whether the tests train with it, it is passed to DeepSpeed as it is, or it is an error."""
+    note: str
+    """The effect of a tested or untested key; for a refused one, what to do instead."""
+    off: object = False
+    """The value that asks for nothing; so do None and a section in which nothing is on."""
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    """Of ZeRO, for which it is the answer."""
+
+    def is_asked_for(self, value: object) -> bool:
+        """Whether a key with this value asks for the feature."""
+        if isinstance(value, dict):
+            inside = [value["enabled"]] if "enabled" in value else value.values()
+            return any(map(self.is_asked_for, inside))
+        return value is not None and not is_auto_value(value) and value != self.off
+
+
+def _zero(*names: str) -> tuple[str, ...]:
+    return tuple(f"zero_optimization.{name}" for name in names)
+
+
+_REMOVED = "DeepSpeed 0.19 has removed it: "
+_SCALES = "DeepSpeed scales gradients before it reduces them at stages 0 and 1 alone; remove it"
+_SEQUENCES = (
+    "the Trainer gives each rank sequences of its own under DeepSpeed; use "
+    "AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(sp_size=...))"
+)
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        (
+            *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+            *("optimizer", "scheduler", "fp16", "bf16", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+            *_zero("stage", "offload_optimizer", "offload_param", "reduce_bucket_size", "stage3_prefetch_bucket_size"),
+            *_zero("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save"),
+        ),
+        "tested",
+        "see the other sections of this page",
+    ),
+    Feature(("managed_gradient_accumulation",), "tested", "the Trainer ends accumulation windows, whatever it says"),
+    Feature(
+        _zero(
+            *(
+                "allgather_bucket_size",
+                "allgather_partitions",
+                "contiguous_gradients",
+                "reduce_scatter",
+                "overlap_comm",
+            ),
+            *("use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_alignment", "sub_group_size"),
+            *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
+            *("stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "leaf_module"),
+            *("memory_efficient_linear", "override_module_apply", "enable_sanity_checks", "log_trace_cache_warnings"),
+            *("ignore_unused_parameters",),
+        ),
+        "tested",
+        "weights equal a plain loop's",
+    ),
+    Feature(
+        _zero("compute_grad_norm"),
+        "tested",
+        "false, at stages 1 and 2 without clipping, saves the norm: `strategy.last_grad_norm` is None",
+    ),
+    Feature(
+        ("prescale_gradients", "gradient_predivide_factor"),
+        "tested",
+        "weights equal a plain loop's at stages 0 and 1",
+    ),
+    Feature(
+        ("communication_data_type",),
+        "tested",
+        "changes numbers: gradients are rounded to it where ranks add them up",
+    ),
+    Feature(
+        ("torch_autocast",),
+        "tested",
+        "changes numbers: forward and backward run in its dtype; `Trainer(precision=...)` stays '32-true'",
+    ),
+    Feature(
+        ("activation_checkpointing",),
+        "tested",
+        "sets up `deepspeed.checkpointing.checkpoint()`, for models that call it; by itself it checkpoints nothing",
+    ),
+    Feature(
+        ("csv_monitor", "flops_profiler", "comms_logger", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
+        "tested",
+        "DeepSpeed's own logs, files and printed lines; weights equal a plain loop's",
+    ),
+    Feature(("timers", "steps_per_print", "disable_python_gc"), "tested", "weights equal a plain loop's"),
+    Feature(
+        _zero("zero_hpz_partition_size"),
+        "untested",
+        "ZeRO++ (hpZ): a second copy of the weights within each node",
+        off=1,
+    ),
+    Feature(
+        _zero("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
+        "untested",
+        "ZeRO++: changes numbers, weights and gradients travel in 8 or 4 bits; CUDA only",
+    ),
+    Feature(_zero("zenflow"), "untested", "ZenFlow: changes numbers, most gradients reach the weights later"),
+    Feature(_zero("offload_optimizer.super_offload"), "untested", "SuperOffload: steps on the CPU during backward"),
+    Feature(_zero("offload_optimizer.cpuadam_cores_perc"), "untested", "the cores that SuperOffload steps on", off=0.8),
+    Feature(
+        _zero("offload_optimizer.ratio"), "untested", "Twin-Flow: a part of the steps on the device, stage 3", off=1.0
+    ),
+    Feature(_zero("elastic_checkpoint", "pipeline_loading_checkpoint"), "untested", "how DeepSpeed reads checkpoints"),
+    Feature(_zero("load_from_fp32_weights"), "untested", "false: a resume rounds the master weights", off=True),
+    Feature(_zero("save_muon_momentum_buffer_in_memory"), "untested", "of DeepSpeed's Muon, which is refused"),
+    Feature(("expert_parallel",), "untested", "AutoEP: experts of known MoE layers over the processes"),
+    Feature(("use_data_before_expert_parallelism",), "untested", "order of the groups of DeepSpeed's MoE layers"),
+    Feature(("hybrid_engine",), "untested", "generates in inference mode between steps, for RLHF"),
+    Feature(("data_types",), "untested", "dtypes of parameters, buffers and accumulated gradients"),
+    Feature(("weight_quantization",), "untested", "quantizes weights while stage 3 builds them, for inference"),
+    Feature(("checkpoint.tag_validation",), "untested", "compares the names of checkpoints over ranks", off="Warn"),
+    Feature(
+        ("checkpoint.use_node_local_storage", "checkpoint.parallel_write", "checkpoint.checkpoint_serialization"),
+        "untested",
+        "how DeepSpeed writes checkpoints",
+    ),
+    Feature(("aio",), "untested", "asynchronous reads and writes of NVMe"),
+    Feature(("tensorboard", "wandb", "comet"), "untested", "DeepSpeed's own monitors, whose packages rank 0 needs"),
+    Feature(("log_level",), "untested", "DeepSpeed's logger"),
+    Feature(
+        ("disable_allgather", "vocabulary_size"), "untested", "DeepSpeed 0.19.8 reads it, and does nothing with it"
+    ),
+    Feature(("msamp",), "untested", "MS-AMP (`enable_msamp=True`), which has to be installed"),
+    Feature(
+        ("gradient_allreduce_op",),
+        "refused",
+        "adding up gradients over ranks multiplies them by the number of ranks; multiply the loss in training_step()",
+        off="mean",
+    ),
+    Feature(
+        _zero("overlap_comm"),
+        "refused",
+        "DeepSpeed overlaps at stage 1 only where it ends windows itself; remove it, or use stage 2",
+        stages=(1,),
+    ),
+    Feature(("prescale_gradients",), "refused", _SCALES, stages=(2, 3)),
+    Feature(("gradient_predivide_factor",), "refused", _SCALES, off=1.0, stages=(2, 3)),
+    Feature(
+        _zero("stage3_module_granularity_threshold"),
+        "refused",
+        "the first backward fails with it; name the layers in zero_optimization.leaf_module",
+    ),
+    Feature(
+        ("compile",),
+        "refused",
+        "DeepCompile ends accumulation windows itself, as the Trainer does; call torch.compile on layers of the model",
+    ),
+    Feature(
+        ("tensor_parallel",),
+        "refused",
+        "ranks that share layers need the same batches, which the Trainer does not give them under DeepSpeed; use "
+        "AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=...))",
+    ),
+    Feature(("sequence_parallel_size", "data_parallel_size"), "refused", _SEQUENCES, off=1),
+    Feature(("seq_parallel_communication_data_type",), "refused", _SEQUENCES, off="fp32"),
+    Feature(
+        ("data_efficiency",),
+        "refused",
+        "sampling and curriculum are of DeepSpeed's own data loader; use a sampler in train_dataloader(), and change "
+        "layers or sequence lengths in training_step() in place of random-LTD",
+    ),
+    Feature(
+        ("dataloader_drop_last",), "refused", "DeepSpeed's own data loader reads it; use DataLoader(drop_last=True)"
+    ),
+    Feature(
+        ("autotuning",), "refused", "DeepSpeed's launcher reads it; run `deepspeed --autotuning` on a script alone"
+    ),
+    Feature(
+        ("pipeline",),
+        "refused",
+        "deepspeed.PipelineModule reads it, which the Trainer cannot step; use stage 3 instead",
+    ),
+    Feature(
+        ("checkpoint.writer", "datastates_ckpt"),
+        "refused",
+        "accelight writes DeepSpeed's files itself with torch.save; use async_save=True for saves in the background",
+    ),
+    Feature(("checkpoint.load_universal",), "refused", "use AccelDeepSpeedStrategy(load_universal=True)"),
+    Feature(("bfloat16",), "refused", "renamed; write bf16"),
+    Feature(_zero("cpu_offload"), "refused", 'renamed; write offload_optimizer={"device": "cpu"}'),
+    Feature(_zero("cpu_offload_param"), "refused", 'renamed; write offload_param={"device": "cpu"}'),
+    Feature(
+        _zero("cpu_offload_use_pin_memory"),
+        "refused",
+        "renamed; write pin_memory in offload_optimizer and offload_param",
+    ),
+    Feature(
+        _zero("stage3_gather_fp16_weights_on_model_save"),
+        "refused",
+        "renamed; write stage3_gather_16bit_weights_on_model_save",
+    ),
+    Feature(_zero("legacy_stage1"), "refused", f"{_REMOVED}remove it, for the stage 1 of today"),
+    Feature(("amp",), "refused", f"{_REMOVED}use Trainer(precision='bf16-mixed') or '16-mixed'"),
+    Feature(
+        ("sparse_gradients",),
+        "refused",
+        f"{_REMOVED}an embedding made with sparse=True needs no key, and check whether its optimizer takes it",
+    ),
+    Feature(("curriculum_learning",), "refused", f"{_REMOVED}choose samples in train_dataloader()"),
+    Feature(("elasticity",), "refused", f"{_REMOVED}resume with load_universal=True on another number of processes"),
+    Feature(
+        (
+            *("compression_training", "quantize_training", "eigenvalue", "sparse_attention", "graph_harvesting"),
+            *("progressive_layer_drop", "nebula"),
+            *_zero("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"),
+        ),
+        "refused",
+        f"{_REMOVED}remove it",
+    ),
+)
+"""Every key that DeepSpeed 0.19.8 reads at the top of a config and in ``zero_optimization``."""
+_KNOWN = {key.partition(".")[0] for feature in FEATURES for key in feature.keys}
 _DECIDE = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "amp", "activation_checkpointing"),
+    *("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "activation_checkpointing"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "communication_data_type", "steps_per_print"),
-    *("prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "wall_clock_breakdown"),
+    *("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown"),
 )
 """Keys that most configs have, and keys that change numbers."""
 _CLOSE = 0.8
 
 
-def check_top_level(config: Mapping[str, Any]) -> None:
-    """Check that no key is nearly one that counts.
+def check_features(config: HfDeepSpeedConfig) -> None:
+    """Check that a config asks for nothing that would be dropped, and has no key that is nearly one that counts.
+
+    A refused key that asks for nothing is deleted: DeepSpeed rejects some that it has removed although they are off.
 
     Raises:
-        ValueError: If one is; the message names both.
+        ValueError: With all such keys, and what to do instead.
     """
-    near = {key: difflib.get_close_matches(key, _DECIDE, n=1, cutoff=_CLOSE) for key in config if key not in _DECIDE}
+    top = [key for key in config.config if key not in _KNOWN]
+    near = {key: difflib.get_close_matches(key, _DECIDE, n=1, cutoff=_CLOSE) for key in top}
     lines = [f"- {key}: there is no such key. Did you mean {found[0]!r}?" for key, found in near.items() if found]
     if lines:
         raise ValueError("\n".join(["DeepSpeed would ignore a part of this config:", *lines]))
+    for feature, key, value in _present(config, "refused"):
+        if feature.is_asked_for(value):
+            lines.append(f"- {key}={value!r}: {feature.note}.")
+        else:
+            config.del_config_sub_tree(key)
+    if lines:
+        raise ValueError("\n".join(["The DeepSpeed config asks for what a Trainer cannot train with:", *lines]))
+
+
+def untested_line(config: HfDeepSpeedConfig) -> str | None:
+    """Return the line of the log that names what DeepSpeed gets without a test here, or ignores; None for nothing."""
+    untested = [key for feature, key, value in _present(config, "untested") if feature.is_asked_for(value)]
+    unknown = [key for key in config.config if key not in _KNOWN]
+    said = [f"{', '.join(untested)}: passed to DeepSpeed; accelight has no test of it"] if untested else []
+    said += [f"{', '.join(unknown)}: DeepSpeed has no such key and ignores it"] if unknown else []
+    return f"DeepSpeed config: {'; '.join(said)}." if said else None
+
+
+def _present(config: HfDeepSpeedConfig, answer: Answer) -> Iterator[tuple[Feature, str, object]]:
+    """Yield the keys of a config that have this answer."""
+    stage = config.get_value("zero_optimization.stage", 0)
+    for feature in FEATURES:
+        for key in feature.keys if feature.answer == answer and stage in feature.stages else ():
+            node, name = config.find_config_node(key)
+            if node is not None and name in node:
+                yield feature, key, node[name]

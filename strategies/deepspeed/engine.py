@@ -21,9 +21,10 @@ from torch.optim import Adagrad, Optimizer
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.launch import RunSummary
+from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_gradients, window_of
-from .ds_config import DeepSpeedSettings
+from .ds_config import DeepSpeedSettings, HfDeepSpeedConfig, untested_line
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
 from .zero_optimizer import (
     MasterWeights,
@@ -64,6 +65,8 @@ def start_engine(
     # The engine compares the rank of its device with 0, where Lightning has None for the CPU.
     arguments = argparse.Namespace(device_rank=0 if device.index is None else device.index)
     check_build_locks(*ops_of_optimizer(settings))
+    if line := untested_line(HfDeepSpeedConfig(settings.config)):
+        rank_zero_info(line)
     outputs = OpaqueOutputs(module) if settings.zero_stage == 3 else None
     with ninja_on_path(), readable_config_errors(), keeping_adagrad(optimizer):
         engine, *_ = deepspeed_library().initialize(

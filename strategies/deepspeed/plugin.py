@@ -37,7 +37,7 @@ from .ds_config import (
     Precision,
     PrecisionSections,
     TrainingFacts,
-    check_top_level,
+    check_features,
     differ,
     is_auto_value,
     mismatch_error,
@@ -351,7 +351,7 @@ class DeepSpeedPlugin:
     def _merge_config(self, explicit: set[str]) -> None:
         """Let the config and the fields complete each other."""
         self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)  # type: ignore[arg-type]
-        check_top_level(self.hf_ds_config.config)
+        check_features(self.hf_ds_config)
         if "zero_optimization" not in self.deepspeed_config and self.zero_stage is None:
             raise ValueError(
                 "The DeepSpeed config has no 'zero_optimization', and zero_stage is not given. Add "

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 import accelight
 from tests.docs.pages import PAGES, ROOT, page_name, table_rows
 from tests.docs.peers import LIGHTNING
-from tools.docs import arguments, optimizers, user_code
+from tools.docs import arguments, deepspeed_features, optimizers, user_code
 from tools.docs.public_names import PACKAGES, public_names
 
 DOCS = ROOT / "docs"
@@ -69,6 +69,11 @@ def test_the_tables_of_arguments_are_those_of_the_code() -> None:
 def test_the_table_of_optimizers_is_the_one_that_is_trained() -> None:
     page = optimizers.PAGE.read_text(encoding="utf-8")
     assert optimizers.with_table(page) == page, "python -m tools.docs.optimizers writes it anew"
+
+
+def test_the_table_of_deepspeeds_features_is_the_one_that_configs_are_checked_by() -> None:
+    page = deepspeed_features.PAGE.read_text(encoding="utf-8")
+    assert deepspeed_features.with_table(page) == page, "python -m tools.docs.deepspeed_features writes it anew"
 
 
 @pytest.mark.parametrize("page", user_code.PAGES, ids=page_name)

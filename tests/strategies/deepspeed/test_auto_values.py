@@ -249,7 +249,7 @@ def test_precisions_that_contradict(config: dict[str, Any], wanted: str, message
 
 
 def test_apex_is_off() -> None:
-    assert filled({"amp": {"enabled": "auto", "opt_level": "auto"}})["amp"] == {"enabled": False, "opt_level": "O1"}
+    assert "amp" not in filled({"amp": {"enabled": "auto", "opt_level": "auto"}})  # DeepSpeed 0.19 has removed it
 
 
 def optimizer_section(kind: str = "AdamW", **params: Any) -> dict[str, Any]:
