@@ -842,6 +842,7 @@ FEATURES: tuple[Feature, ...] = (
         "tested",
         "weights equal a plain loop's",
     ),
+    Feature(_zero("zero_hpz_partition_size"), "tested", "ZeRO++ (hpZ): second copies of the weights; 4 processes"),
     Feature(
         _zero("compute_grad_norm"),
         "tested",
@@ -873,12 +874,6 @@ FEATURES: tuple[Feature, ...] = (
         "DeepSpeed's own logs, files and printed lines; weights equal a plain loop's",
     ),
     Feature(("timers", "steps_per_print", "disable_python_gc"), "tested", "weights equal a plain loop's"),
-    Feature(
-        _zero("zero_hpz_partition_size"),
-        "untested",
-        "ZeRO++ (hpZ): a second copy of the weights within each node",
-        off=1,
-    ),
     Feature(
         _zero("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"),
         "untested",

@@ -91,6 +91,8 @@ ELSEWHERE = {
     *("zero_optimization.offload_param", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
 }
 """Keys that other files of this folder train with."""
+SECOND_COPIES = {number: ds_config(3, zero_hpz_partition_size=number) for number in (2, 4)}
+"""By the ranks of a node."""
 CASES = [Case(accumulate=3, epochs=1), Case(accumulate=3, epochs=1, clip_norm=0.1)]
 
 
@@ -125,7 +127,10 @@ def test_every_key_of_deepspeed_is_in_the_table() -> None:
 
 
 def test_every_tested_key_is_trained_with() -> None:
-    configs = [HfDeepSpeedConfig(each) for each in (*CELLS.values(), *ROUNDED.values(), *WITHOUT_NORM.values())]
+    configs = [
+        HfDeepSpeedConfig(each)
+        for each in (*CELLS.values(), *ROUNDED.values(), *WITHOUT_NORM.values(), SECOND_COPIES[2])
+    ]
     for key in keys_answered("tested"):
         if key in ELSEWHERE:
             files = Path(__file__).parent.glob("*.py")
@@ -176,6 +181,16 @@ def test_norms_may_be_left_out(config: dict[str, Any], tmp_path: Path) -> None:
         assert found.grad_norms == []
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks_of_a_node", SECOND_COPIES)
+def test_second_copies_within_nodes(ranks_of_a_node: int, tmp_path: Path) -> None:
+    for outcomes in run_on_ranks(4, train_all, SECOND_COPIES[ranks_of_a_node], CASES, str(tmp_path), timeout_s=120):
+        for case, found in zip(CASES, outcomes, strict=True):
+            if case.clip_norm is None:
+                found.grad_norms.clear()
+            assert_same(found, train_plain(case, 4))
+
+
 ASKING = "something"
 
 
@@ -222,13 +237,13 @@ def test_a_stage_that_overlaps_and_one_that_does_not() -> None:
 
 def test_untested_keys_are_named_in_one_line() -> None:
     config = {
-        **ds_config(3, zero_hpz_partition_size=2, zero_quantized_weights=False, load_from_fp32_weights=True),
+        **ds_config(3, zenflow={"topk_ratio": 0.1}, zero_quantized_weights=False, load_from_fp32_weights=True),
         "hybrid_engine": {"enabled": True, "max_out_tokens": 64},
         "tensorboard": {"enabled": False, "job_name": "none"},
         "my_own_notes": "kept",
     }
     assert untested_line(HfDeepSpeedConfig(config)) == (
-        "DeepSpeed config: zero_optimization.zero_hpz_partition_size, hybrid_engine: passed to DeepSpeed; accelight "
+        "DeepSpeed config: zero_optimization.zenflow, hybrid_engine: passed to DeepSpeed; accelight "
         "has no test of it; my_own_notes: DeepSpeed has no such key and ignores it."
     )
     assert untested_line(HfDeepSpeedConfig(CELLS["leaf_module-3"])) is None
