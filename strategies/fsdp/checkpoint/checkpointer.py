@@ -390,12 +390,13 @@ class Checkpointer(AsyncCheckpointer):
         ``on_load_checkpoint`` to look at and rename.
 
         Raises:
-            RuntimeError: Without a module connected to the Trainer.
+            RuntimeError: Without a module connected to the Trainer; on every rank, if a save in the background failed.
         """
         module = self._strategy.lightning_module
         if module is None:
             raise RuntimeError("load_checkpoint() must be called by the Trainer, with a module connected.")
         check_no_password(path)
+        self.wait()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._path = store_messages().broadcast_from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)

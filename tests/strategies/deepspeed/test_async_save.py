@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,20 @@ from accelight.strategies.common.checkpoint_files import NewFolder
 from accelight.strategies.deepspeed.files import LocalFiles
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import CONFIGS, ds_config, whole_weights
-from tests.strategies.fsdp.steps import AtStep
 from tests.strategies.full_disk import content
 from tests.strategies.kill_while_saving import kill_once
 from tests.strategies.late_saves import late_saves
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
+from tests.strategies.saves_in_background import (
+    NUM_STEPS,
+    assert_fails_alike,
+    crash_while_saving,
+    fail_second_save,
+    replace_while_saving,
+)
 
-NUM_STEPS = 7
+BEGINS = ((NewFolder, "begin"),)
+WRITES = (LocalFiles, "save")
 CASE = Case(optimizer="adamw")
 
 
@@ -86,10 +91,6 @@ def _fit(
     trainer.fit(_Module(torch.nn.Linear(2, 2), **(module or {})), rank_loader(dist.get_world_size()))
 
 
-def saving(path: str) -> Callable[[Trainer], None]:
-    return lambda trainer: trainer.save_checkpoint(path)
-
-
 class _Saves(Callback):
     """Saves after some batches."""
 
@@ -132,42 +133,13 @@ def test_a_checkpoint_is_of_its_step(kind: str, tmp_path: Path) -> None:
     assert [name for name in now if now[name] != later[name]] == []
 
 
-@contextmanager
-def held_back() -> Iterator[threading.Event]:
-    """Let saves begin to write when the event is set, and not before."""
-    go_on, begin = threading.Event(), NewFolder.begin
-
-    def held(self: NewFolder) -> str:
-        assert go_on.wait(100)
-        return begin(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NewFolder, "begin", held)
-        yield go_on
+def _in_background(config: dict[str, Any], callback: Callback) -> None:
+    _fit(config, [callback], in_background=True)
 
 
 def _replace_while_saving(folder: str) -> None:
-    old, new = Path(folder, "old"), Path(folder, "new")
-    with held_back() as go_on:
-
-        def replace(trainer: Trainer) -> None:
-            strategy: Any = trainer.strategy
-            go_on.set()
-            strategy.wait_for_saves()
-            go_on.clear()
-            trainer.save_checkpoint(str(new))
-            strategy.remove_checkpoint(str(old))  # as ModelCheckpoint does
-            assert old.exists()
-            assert not new.exists()
-            dist.barrier()  # nobody writes before all have looked
-            go_on.set()
-            assert strategy.load_checkpoint(str(new), weights_only=False)["global_step"] == 2  # waits for it
-            dist.barrier()
-            assert not old.exists()
-
-        actions = AtStep({1: saving(str(old)), 2: replace, NUM_STEPS: saving(f"{folder}/last")})
-        _fit(CONFIGS["stage2"], [actions], in_background=True)
-    assert Path(folder, "last/latest").exists()  # fit() waits for the last
+    replace_while_saving(partial(_in_background, CONFIGS["stage2"]), BEGINS, folder)
+    assert Path(folder, "last/latest").exists()
 
 
 def test_an_older_checkpoint_is_removed_when_the_newer_one_is_complete(tmp_path: Path) -> None:
@@ -175,24 +147,7 @@ def test_an_older_checkpoint_is_removed_when_the_newer_one_is_complete(tmp_path:
 
 
 def _fail(stage: int, folder: str, fails_at: int) -> tuple[str, int]:
-    """Let the writing of the second checkpoint fail on the last rank; return what is raised, and after which step."""
-
-    def fail(trainer: Trainer) -> None:
-        strategy: Any = trainer.strategy
-        strategy.wait_for_saves()
-        if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(LocalFiles, "save", _no_disk)
-        trainer.save_checkpoint(f"{folder}/second")
-        strategy.remove_checkpoint(f"{folder}/first")
-
-    callback = AtStep({1: saving(f"{folder}/first"), fails_at: fail})
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
-        _fit(CONFIGS[f"stage{stage}"], [callback], in_background=True)
-    return str(caught.value), callback.steps[-1]
-
-
-def _no_disk(*_: Any) -> None:
-    raise OSError("this disk is gone")
+    return fail_second_save(partial(_in_background, CONFIGS[f"stage{stage}"]), WRITES, folder, fails_at)
 
 
 @pytest.mark.core("2-2-2", "7-2-3")
@@ -201,34 +156,12 @@ def _no_disk(*_: Any) -> None:
 def test_an_error_surfaces_at_one_step_on_all_processes(
     world_size: int, stage: int, fails_at: int, tmp_path: Path
 ) -> None:
-    outcomes = run_on_ranks(world_size, _fail, stage, str(tmp_path), fails_at)
-    assert outcomes == [outcomes[0]] * world_size
-    message, last_step = outcomes[0]
-    assert message.startswith(f"Saving {tmp_path}/second in the background failed")
-    assert f"process {world_size - 1}: OSError: this disk is gone" in message
-    assert fails_at <= last_step <= NUM_STEPS
-    assert (tmp_path / "first").is_dir()
+    assert_fails_alike(run_on_ranks(world_size, _fail, stage, str(tmp_path), fails_at), tmp_path, fails_at)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first"]
 
 
-class _CrashError(RuntimeError):
-    pass
-
-
 def _crash(folder: str, fails_too: bool) -> None:
-    with held_back() as go_on, pytest.MonkeyPatch.context() as patch:
-        if fails_too:
-            patch.setattr(LocalFiles, "save", _no_disk)
-
-        def crash(trainer: Trainer) -> None:
-            threading.Timer(0.2, go_on.set).start()
-            raise _CrashError
-
-        with pytest.raises(_CrashError):
-            _fit(CONFIGS["stage3"], [AtStep({2: saving(f"{folder}/{fails_too}"), 3: crash})], in_background=True)
-        dist.barrier()
-        assert Path(folder, f"{fails_too}").exists() is not fails_too
-    assert not [one for one in threading.enumerate() if one.name == "accelight-save"]
+    crash_while_saving(partial(_in_background, CONFIGS["stage3"]), BEGINS, WRITES, folder, fails_too=fails_too)
 
 
 def test_a_crash_of_training_leaves_the_checkpoint_complete(tmp_path: Path) -> None:
