@@ -383,8 +383,8 @@ def way_of_stepping(
     """Return how an optimizer steps on shards as one process steps on full parameters; every rank calls it.
 
     A class that treats each element alone steps on the pieces that FSDP1 shows, and on the local tensors of FSDP2's
-    DTensors. Others step on whole tensors where
-    users allow it. Over DTensors norms and means are right, too, in classes whose operations DTensors have.
+    DTensors. Others step on whole tensors where users allow it. Over DTensors norms and means are right, too, in
+    classes whose operations DTensors have.
 
     Args:
         optimizer: That will train.

@@ -59,7 +59,7 @@ class Verdict:
     needs_closure: bool = False
     """Whether its ``step`` works with a closure alone."""
     has_plain_states: bool = True
-    """Whether no state holds tensors inside of something else."""
+    """Whether each state is a plain tensor, a number or a string."""
     unlike_parameters: frozenset[Any] = frozenset()
     """Keys of states that have not their parameter's shape."""
 
@@ -181,9 +181,7 @@ def _compare_pieces(optimizer: Optimizer, full: list[list[torch.Tensor]], first:
     values = [(key, value, one) for state, one in first.states for key, value in state.items()]
     return Verdict(
         needs_closure=first.needs_closure,
-        has_plain_states=all(
-            isinstance(value, torch.Tensor | bool | int | float | str | None) for _, value, _ in values
-        ),
+        has_plain_states=_unsharded_state(first) is None,
         unlike_parameters=frozenset(
             key for key, value, one in values if isinstance(value, torch.Tensor) and value.shape != one.shape
         ),
@@ -294,7 +292,7 @@ def _run_on_owners(
 
 
 def _unsharded_state(run: _Run) -> str | None:
-    """Return why whole-tensor steps cannot shard a state; subclasses of tensors hold more than one."""
+    """Return why a state cannot be sharded; subclasses of tensors hold more than one."""
     for state, _ in run.states:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

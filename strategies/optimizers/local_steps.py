@@ -71,9 +71,9 @@ class LocalShardStep(Step):
         """What the step sees in their places, in the memory of the shards; parameters that are not sharded."""
         self._is_fusible = False
         self._states: Any = None
-        """The optimizer's own, while ``_plain`` replaces it."""
+        """The optimizer's own ``state``, while ``_plain`` replaces it."""
         self._plain: defaultdict[Any, Any] = defaultdict(dict)
-        """What the step sees as ``optimizer.state``; empty outside of steps, so that users can free their memory."""
+        """What the step sees instead; empty outside of steps, so that users can free the states' memory."""
         self._options: list[dict[str, Any]] = []
         """Of each group, while others replace them."""
 
@@ -109,14 +109,15 @@ class LocalShardStep(Step):
         gradients = [_local_gradient(one, one.grad) for one in self._parameters]
         for local, gradient in zip(self._locals, gradients, strict=True):
             local.grad = gradient
-        self._states, locals_of = optimizer.state, dict(zip(self._parameters, self._locals, strict=True))
-        for key, state in self._states.items():
+        locals_of = dict(zip(self._parameters, self._locals, strict=True))
+        plain: defaultdict[Any, Any] = defaultdict(dict)
+        for key, state in optimizer.state.items():
             if isinstance(key, DTensor):
                 state = {
                     name: value._local_tensor if type(value) is DTensor else value for name, value in state.items()
                 }
-            self._plain[locals_of.get(key, key)] = state
-        optimizer.state = self._plain
+            plain[locals_of.get(key, key)] = state
+        self._states, self._plain, optimizer.state = optimizer.state, plain, plain
         is_fusible = self._is_fusible and all(one is None or one.is_contiguous() for one in gradients)
         self._options, locals_left = [], iter(self._locals)
         for group in optimizer.param_groups:
@@ -150,7 +151,7 @@ class LocalShardStep(Step):
             if local is not parameter:
                 local.grad = None
         self._give_states(states)
-        self._plain.clear()
+        self._plain = defaultdict(dict)
 
     def _give_states(self, states: dict[Any, Any]) -> None:
         """Let the optimizer have the states that the step has left."""

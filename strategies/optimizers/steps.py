@@ -125,39 +125,6 @@ class Step(ABC):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """Step as the optimizer's class does."""
 
-    @contextmanager
-    def _replaced(
-        self,
-        substitutes: Mapping[nn.Parameter, nn.Parameter],
-        plain: Iterable[nn.Parameter],
-        states: defaultdict[Tensor, Any],
-    ) -> Iterator[None]:
-        """Let the optimizer have other parameters in the place of shards.
-
-        Args:
-            substitutes: By the shards; the optimizer does not see shards that have none.
-            plain: Parameters that it sees as they are.
-            states: Of the substitutes; the context adds those of ``plain``.
-        """
-        optimizer, held, plain = self._optimizer, self._optimizer.state, set(plain)
-        names = ("params", "param_names")
-        lists: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (group, {name: group[name] for name in names if name in group}) for group in optimizer.param_groups
-        ]
-        states.update({parameter: held[parameter] for parameter in plain if parameter in held})
-        try:
-            for group, before in lists:
-                kept = [at for at, one in enumerate(before["params"]) if one in substitutes or one in plain]
-                group.update({name: [values[at] for at in kept] for name, values in before.items()})
-                group["params"] = [substitutes.get(one, one) for one in group["params"]]
-            optimizer.state = states
-            yield
-        finally:
-            optimizer.state = held
-            for group, before in lists:
-                group.update(before)
-            held.update({parameter: states[parameter] for parameter in plain if parameter in states})
-
 
 class WholeTensorStep(Step):
     """Lets an optimizer step on whole tensors.
@@ -219,6 +186,39 @@ class WholeTensorStep(Step):
         new_forms, new_numbers = self._agree(stepped, known, forms, numbers, error)
         self._scatter(stepped, new_forms, new_numbers, wholes, states)
         return loss
+
+    @contextmanager
+    def _replaced(
+        self,
+        substitutes: Mapping[nn.Parameter, nn.Parameter],
+        plain: Iterable[nn.Parameter],
+        states: defaultdict[Tensor, Any],
+    ) -> Iterator[None]:
+        """Let the optimizer have other parameters in the place of shards.
+
+        Args:
+            substitutes: By the shards; the optimizer does not see shards that have none.
+            plain: Parameters that it sees as they are.
+            states: Of the substitutes; the context adds those of ``plain``.
+        """
+        optimizer, held, plain = self._optimizer, self._optimizer.state, set(plain)
+        names = ("params", "param_names")
+        lists: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (group, {name: group[name] for name in names if name in group}) for group in optimizer.param_groups
+        ]
+        states.update({parameter: held[parameter] for parameter in plain if parameter in held})
+        try:
+            for group, before in lists:
+                kept = [at for at, one in enumerate(before["params"]) if one in substitutes or one in plain]
+                group.update({name: [values[at] for at in kept] for name, values in before.items()})
+                group["params"] = [substitutes.get(one, one) for one in group["params"]]
+            optimizer.state = states
+            yield
+        finally:
+            optimizer.state = held
+            for group, before in lists:
+                group.update(before)
+            held.update({parameter: states[parameter] for parameter in plain if parameter in states})
 
     # ------------------------------------------------------------------ which parameters, on which ranks
     def _stepped(self) -> list[_Sharded]:

@@ -336,6 +336,23 @@ def test_optimizers_with_tensors_elsewhere_and_steps_of_users_stay_as_they_are()
     assert not can_step_locally(optimizer)
 
 
+def test_a_state_that_the_step_cannot_see_stays_and_so_do_the_others() -> None:
+    assert run_on_ranks(2, _with_a_list_as_state) == [True, True]
+
+
+def _with_a_list_as_state() -> bool:
+    module = sharded(2)
+    optimizer = attached(make("SGD", module.parameters()))
+    train(module, optimizer, range(2), freezes=False)
+    first, *others = list(optimizer.state)
+    optimizer.state[others[0]] = [1]
+    before = dict(optimizer.state)
+    with pytest.raises(AttributeError, match="items"):
+        train(module, optimizer, range(1))
+    held = optimizer.param_groups[0]["params"]
+    return optimizer.state == before and all(isinstance(one, DTensor) for one in (first, *held))
+
+
 def _compiled() -> list[str]:
     found = []
     for is_compiled in (False, True):
