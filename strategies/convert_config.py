@@ -42,7 +42,14 @@ _OF_LAUNCHERS = (
     *("deepspeed_multinode_launcher", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
 )
 """What a Trainer's launcher, torchrun or SLURM says instead."""
-_WITHOUT_EFFECT: tuple[Any, ...] = (False, None, "no", "No", "NO", "all", 0, {}, [], "")
+_OFF: tuple[Any, ...] = (False, None, "no", "No", "NO", 0, {}, [], "")  # False is also 0
+_DEFAULTS = {
+    "compute_environment": "LOCAL_MACHINE",
+    "main_training_function": "main",
+    "rdzv_backend": "static",
+    "same_network": True,
+}
+"""What ``accelerate config`` writes where it is not asked."""
 
 
 @dataclass
@@ -118,6 +125,8 @@ def convert(config: Mapping[str, Any]) -> Converted:
     found.trainer.update(_processes(left), precision=_precision(left))
     for name, fields in (("fsdp_config", _FSDP_FIELDS), ("deepspeed_config", _DEEPSPEED_FIELDS)):
         section = left.pop(name, None) or {}
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{name} must be a section of keys, got {section!r}.")
         if name.startswith(kind.lower()):
             _take_section(found, name, section, fields)
         elif section:
@@ -131,8 +140,7 @@ def convert(config: Mapping[str, Any]) -> Converted:
 
 
 def _processes(left: dict[str, Any]) -> dict[str, Any]:
-    num_machines = int(left.pop("num_machines", 1) or 1)
-    num_processes = int(left.pop("num_processes", 1) or 1)
+    num_machines, num_processes = _count(left, "num_machines"), _count(left, "num_processes")
     gpu_ids = left.pop("gpu_ids", None)
     if num_processes % num_machines:
         raise ValueError(
@@ -140,10 +148,29 @@ def _processes(left: dict[str, Any]) -> dict[str, Any]:
             "many on each."
         )
     devices: Any = num_processes // num_machines
-    if gpu_ids not in _WITHOUT_EFFECT:
-        devices = [int(one) for one in str(gpu_ids).split(",")]
+    if gpu_ids not in (None, "", "all"):
+        devices = _chosen(str(gpu_ids), devices)
     accelerator = "cpu" if left.pop("use_cpu", False) else "auto"
     return {"accelerator": accelerator, "devices": devices, "num_nodes": num_machines}
+
+
+def _chosen(gpu_ids: str, count: int) -> list[int]:
+    """Return the GPUs that the processes of a machine use: the first ``count`` of those listed."""
+    listed = [one.strip() for one in gpu_ids.split(",")]
+    if len(listed) < count or not all(one.isdigit() for one in listed):
+        raise ValueError(
+            f"gpu_ids must be 'all' or the numbers of at least {count} GPUs, such as '0,1', got {gpu_ids!r}."
+        )
+    return [int(one) for one in listed[:count]]
+
+
+def _count(left: dict[str, Any], name: str) -> int:
+    value = left.pop(name, None)
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    return value
 
 
 def _precision(left: dict[str, Any]) -> str:
@@ -169,7 +196,7 @@ def _take_section(found: Converted, name: str, section: Mapping[str, Any], field
 
 def _check_fsdp(found: Converted) -> None:
     fields = found.fields
-    if int(fields.get("fsdp_version", 1)) == 2:
+    if str(fields.get("fsdp_version")) == "2":
         for name in [name for name in fields if name in OBSOLETE_IN_FSDP2]:
             found.notes.append(f"FSDP2 has no use for {name}={fields.pop(name)!r}: {OBSOLETE_IN_FSDP2[name]}.")
     if fields.get("auto_wrap_policy") != "SIZE_BASED_WRAP":  # the file always names it
@@ -179,7 +206,7 @@ def _check_fsdp(found: Converted) -> None:
 
 def _notes(left: Mapping[str, Any]) -> Iterator[str]:
     for key, value in left.items():
-        if value in _WITHOUT_EFFECT or key == "compute_environment" or value in ("static", "main", True):
+        if value in _OFF or _DEFAULTS.get(key) == value:
             continue
         if key in _OF_LAUNCHERS:
             yield f"{key}={value!r} is for the launcher: torchrun or SLURM, see 'Many machines' in the documentation."

@@ -142,7 +142,12 @@ def test_processes_and_notes(tmp_path: Path) -> None:
     for part in ("main_process_ip='10.0.0.1'", "use_orig_params=True", "deepspeed_config has no effect"):
         assert part in " ".join(text.replace("# ", "").split())
     assert convert({**MACHINE, "distributed_type": "MULTI_GPU", "gpu_ids": "1,3"}).trainer["devices"] == [1, 3]
+    assert convert({**MACHINE, "distributed_type": "MULTI_GPU", "gpu_ids": "1,3,5"}).trainer["devices"] == [1, 3]
+    assert convert({**MACHINE, "distributed_type": "NO", "gpu_ids": 0, "num_processes": 1}).trainer["devices"] == [0]
     assert convert({**MACHINE, "distributed_type": "MULTI_GPU"}).strategy == "ddp"
+    assert convert({**MACHINE, "machine_rank": 1}).notes == [
+        "machine_rank=1 is for the launcher: torchrun or SLURM, see 'Many machines' in the documentation."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,14 @@ def test_processes_and_notes(tmp_path: Path) -> None:
         ({"num_processes": 3, "num_machines": 2}, "must be a multiple of num_machines=2"),
         ({"fsdp_config": {"fsdp_shards": 2}}, "has the key 'fsdp_shards', which is not Accelerate's"),
         ({"fsdp_config": {"fsdp_version": 3}}, "fsdp_version"),
-        ({"ipex": True, "tricks": "many"}, "tricks='many' has no counterpart in a Trainer"),
+        ({"fsdp_config": {"fsdp_version": "two"}}, "fsdp_version"),
+        ({"fsdp_config": "fsdp.yaml"}, "fsdp_config must be a section of keys, got 'fsdp.yaml'"),
+        ({"num_processes": "two"}, "num_processes must be a whole number of at least 1, got 'two'"),
+        ({"gpu_ids": "a,b"}, "gpu_ids must be 'all' or the numbers of at least 2 GPUs"),
+        ({"gpu_ids": 0}, "gpu_ids must be 'all' or the numbers of at least 2 GPUs, such as '0,1', got '0'"),
+        ({"tpu_use_cluster": True}, "tpu_use_cluster=True has no counterpart in a Trainer"),
+        ({"ipex": True}, "ipex=True has no counterpart in a Trainer"),
+        ({"tricks": "many"}, "tricks='many' has no counterpart in a Trainer"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(changed: dict[str, Any], message: str) -> None:
