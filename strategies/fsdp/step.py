@@ -325,10 +325,10 @@ def checksum(tensor: Tensor) -> Tensor:
     if flat.storage_offset() * size % 8:
         flat = flat.clone()
     count = flat.numel() - flat.numel() % max(8 // size, 1)
-    rest = flat[count:].view(torch.uint8).to(torch.int64)
-    weights = torch.arange(1, _PIECE + 1, device=flat.device)
+    words, rest = flat[:count].view(torch.int64), flat[count:].view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, min(_PIECE, max(words.numel(), rest.numel())) + 1, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in (*torch.split(flat[:count].view(torch.int64), _PIECE), rest):  # products need memory of their own
+    for piece in (*torch.split(words, _PIECE), rest):  # products need memory of their own
         total = total * 31 + (piece * weights[: piece.numel()]).sum()
     return total
 

@@ -149,7 +149,7 @@ def summarise_run(
         precision=", ".join([precision, *_dtypes(settings)]),
         checkpoints=f"{settings.state_dict_type}{saved_by}",
         tables=[
-            *([_BY_DEFAULT] if version_is_default else []),
+            *([_BY_DEFAULT] if version_is_default and engine.version == 1 else []),
             *_small_units(root, parameters, whole),
             *([] if engine.tensor_parallel is None else engine.tensor_parallel.table()),
         ],
@@ -193,16 +193,18 @@ def _details(settings: EngineSettings) -> list[str]:
 
 def _unit_classes(root: nn.Module) -> list[type[nn.Module]]:
     """Return the class of each unit as the user wrote it, children before parents."""
-    units = [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
-    return [own_class(_unwrapped(unit)) for unit in reversed(units)]
+    return [own_class(_unwrapped(unit)) for unit in reversed(_units(root))]
+
+
+def _units(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
 
 
 def _small_units(root: nn.Module, parameters: WholeParameters, whole: int) -> list[str]:
     """Name units that cost an all-gather each for next to nothing, in a model whose size matters."""
     if whole < _MATTERS:
         return []
-    units = [one for one in root.modules() if isinstance(one, (FSDPModule, FullyShardedDataParallel))]
-    small = [one for one in units if sum(each.numel for each in parameters.of(one)) < _SMALL]
+    small = [one for one in _units(root) if sum(each.numel for each in parameters.of(one)) < _SMALL]
     if not small:
         return []
     what = f"{counted([own_class(_unwrapped(one)) for one in small])}: units of fewer than {_SMALL:,} parameters"

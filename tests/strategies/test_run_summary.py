@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 
 import accelight
-from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.oracle import Block, Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -220,8 +220,8 @@ class Wide(TinyModule):
         return super().training_step(batch, batch_idx) + 0 * self.wide[0](batch[0]).sum()
 
 
-def _lines(version: int, policy: set[type]) -> list[str]:
-    strategy = AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy=policy)
+def _lines(**options: Any) -> list[str]:
+    strategy = AccelFSDPStrategy(**options)
     listener, log = Listener(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addHandler(listener)
     try:
@@ -231,13 +231,30 @@ def _lines(version: int, policy: set[type]) -> list[str]:
     return [line.strip() for said in listener.said if said.startswith("accelight ") for line in said.split("\n")]
 
 
+def _with_units(version: int, policy: set[type]) -> list[str]:
+    return _lines(fsdp_version=version, auto_wrap_policy=policy)
+
+
+def _with_a_version_set_later() -> list[str]:
+    plugin = FullyShardedDataParallelPlugin()
+    plugin.fsdp_version, plugin.reshard_after_forward = 2, True
+    return _lines(fsdp_plugin=plugin)
+
+
+@pytest.mark.exhaustive
+def test_a_plugin_that_gets_its_version_later_says_nothing_of_fsdp1() -> None:
+    [lines] = run_on_ranks(1, _with_a_version_set_later, init_group=False)
+    assert "FSDP2" in lines[0]
+    assert not [line for line in lines if "FSDP1 is Accelerate's default" in line]
+
+
 @pytest.mark.core("2]")
 @pytest.mark.parametrize("version", [1, 2])
 def test_small_units_of_a_large_model_are_named(version: int) -> None:
-    [lines] = run_on_ranks(1, _lines, version, {torch.nn.LayerNorm, Wide}, init_group=False)
+    [lines] = run_on_ranks(1, _with_units, version, {torch.nn.LayerNorm, Wide}, init_group=False)
     norms = sum(isinstance(one, torch.nn.LayerNorm) for one in Wide().modules())
     assert lines[-1].startswith(f"{norms} LayerNorm: units of fewer than 65,536 parameters cost")
-    [lines] = run_on_ranks(1, _lines, version, {Wide}, init_group=False)
+    [lines] = run_on_ranks(1, _with_units, version, {Wide}, init_group=False)
     assert "units of fewer" not in lines[-1]
 
 

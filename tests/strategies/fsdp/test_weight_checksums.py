@@ -27,3 +27,4 @@ def test_each_element_and_each_place_counts(dtype: torch.dtype, count: int) -> N
 def test_tensors_without_elements_or_dimensions() -> None:
     assert checksum(torch.empty(0)) == 0
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
+    assert checksum(torch.ones(3, dtype=torch.bfloat16)) != checksum(torch.zeros(3, dtype=torch.bfloat16))
