@@ -10,13 +10,12 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -40,8 +39,6 @@ from ..strategies.upstream.lightning import (
 )
 from ..strategies.upstream.patches import Patches
 from .grad_norm_monitor import named_gradients, norms_by_label, will_clip_by_norm
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _GAUSSIAN = 1.4826
@@ -313,7 +310,7 @@ class StepGuard(Callback):
         )
         if (path := self.leave_out_file) is not None:
             entry = _LeftOut(self._windows[0][1], last, *_numbers(trainer))
-            _on_rank_zero(
+            run_on_rank_zero(
                 lambda: _write_left_out(path, [*_read_left_out(path), entry]), f"{what} Adding their batches to {path}"
             )
             raise RuntimeError(
@@ -329,7 +326,7 @@ class StepGuard(Callback):
         )
 
     def _samples(self, trainer: Trainer, micro_batch: _MicroBatch) -> list[int] | None:
-        """Return the dataset's indices in a micro-batch of this process, where its sampler tells them."""
+        """Return the dataset's indices in this process's micro-batch, or None where its sampler does not give them."""
         epoch, began = micro_batch.epoch, self._began
         if began is not None and epoch == began[0]:
             if began[1] > 0:  # Lightning counts on, but not every loader continues there
@@ -369,7 +366,7 @@ class StepGuard(Callback):
         path = self.leave_out_file
         if path is None:
             return []
-        entries, numbers = _on_rank_zero(partial(_read_left_out, path), f"Reading {path}"), _numbers(trainer)
+        entries, numbers = run_on_rank_zero(partial(_read_left_out, path), f"Reading {path}"), _numbers(trainer)
         for other in sorted({one[2:] for one in entries} - {numbers}, key=str):
             rank_zero_warn(
                 f"StepGuard does not leave out what {path} lists for num_processes, num_batches of {other}: this run "
@@ -486,10 +483,6 @@ def _numbers(trainer: Trainer) -> tuple[int, int | None]:
     """Return what has to be the same for a place to have the same samples."""
     num_batches = trainer.num_training_batches
     return trainer.world_size, None if math.isinf(num_batches) else int(num_batches)
-
-
-def _on_rank_zero(action: Callable[[], T], what: str) -> T:
-    return run_on_rank_zero(action, what) if dist.is_available() and dist.is_initialized() else action()
 
 
 def _read_left_out(path: Path) -> list[_LeftOut]:

@@ -103,11 +103,15 @@ def format_errors_by_rank(problems: Sequence[Sequence[str]]) -> list[str]:
 def run_on_rank_zero(action: Callable[[], T], what: str, group: dist.ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 while the others wait, and return its result on every rank.
 
+    Without a process group this process is the only one.
+
     Raises:
         RuntimeError: On every rank, if it failed, naming ``what`` and the error.
     """
-    outcome, error = _attempt(action) if dist.get_rank() == 0 else ([None, None], None)
-    dist.broadcast_object_list(outcome, src=0, group=group)
+    is_alone = num_ranks() == 1
+    outcome, error = _attempt(action) if is_alone or dist.get_rank() == 0 else ([None, None], None)
+    if not is_alone:
+        dist.broadcast_object_list(outcome, src=0, group=group)
     return _result_of(outcome, what, error)
 
 

@@ -263,9 +263,9 @@ def seed_workers(loader: object, rank: int, patches: Patches) -> None:
 
 
 def dataset_indices(loader: object, batch_idx: int, epoch: int) -> list[int] | None:
-    """Return the dataset's indices in one batch of this process, None where its sampler does not tell them.
+    """Return the dataset's indices in one batch of this process, or None where its sampler does not give them.
 
-    Samplers that draw from a generator do not: its state has changed since.
+    Samplers that draw from a generator do not: the generator's state has changed since.
 
     Args:
         loader: As the Trainer iterates it, from the beginning of the epoch.

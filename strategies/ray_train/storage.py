@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together, run_on_rank_zero
+from ...state.rendezvous import raise_on_all_ranks, raise_together, run_on_rank_zero
 from ..common.config import require_installed
 
 CHECKPOINT_NAME = "checkpoint.ckpt"
@@ -136,7 +136,7 @@ def _download(checkpoint: Any, context: Any) -> Path:
     def place() -> Path:
         return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{uuid.uuid4().hex}")
 
-    folder = place() if num_ranks() == 1 else run_on_rank_zero(place, what)
+    folder = run_on_rank_zero(place, what)
     with raise_on_all_ranks(what):
         if context.get_local_rank() == 0:
             _downloaded.add(folder)
