@@ -19,7 +19,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -67,23 +68,36 @@ _SIDES = {
 
 def run() -> None:
     """Print medians and ratios; the targets stand beside them."""
-    num_bytes = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "0.2")) * 10**9)
-    with tempfile.TemporaryDirectory(prefix="bench_save_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
-        free = shutil.disk_usage(scratch).free
-        if free < 10 * num_bytes:
-            raise OSError(f"{scratch} has {free} bytes free, {10 * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
-        with alive(list(_SIDES), _NUM_RANKS, _Saves(scratch, num_bytes)) as live:
-            rounds = in_rounds(
-                {name: partial(turn, live, side, way) for side, ways in _SIDES.items() for name, way in ways.items()},
-                _NUM_ROUNDS,
-                num_unmeasured=2,
-            )
+    with (
+        scratch_folder() as (scratch, num_bytes),
+        alive(list(_SIDES), _NUM_RANKS, _Saves(scratch, num_bytes)) as live,
+    ):
+        rounds = in_rounds(
+            {name: partial(turn, live, side, way) for side, ways in _SIDES.items() for name, way in ways.items()},
+            _NUM_ROUNDS,
+            num_unmeasured=2,
+        )
     for name in rounds:
         print(f"  {name:34} {paired.median_of(rounds, name).in_ms()}")
     for ours, peer, target in _ROWS:
         found = paired.ratio(rounds, ours, peer)
         print(f"  {ours:24} / {peer:34} {found}" + (f"   target <= {target}" if target else ""))
     results.keep("save", {"bytes_of_weights": num_bytes, "processes": _NUM_RANKS, "seconds": rounds})
+
+
+@contextmanager
+def scratch_folder() -> Iterator[tuple[str, int]]:
+    """Make a folder with room for ten times the weights; yield it and the number of bytes of the weights.
+
+    Raises:
+        OSError: If the disk has less.
+    """
+    num_bytes = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "0.2")) * 10**9)
+    with tempfile.TemporaryDirectory(prefix="bench_save_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
+        free = shutil.disk_usage(scratch).free
+        if free < 10 * num_bytes:
+            raise OSError(f"{scratch} has {free} bytes free, {10 * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
+        yield scratch, num_bytes
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ with intervals of 95 % by bootstrap (`paired`).
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import paired, results
-from benchmarks.save import fit, in_background, synchronous
+from benchmarks.save import fit, in_background, scratch_folder, synchronous
 from benchmarks.turns import alive, in_rounds, turn
 
 _NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "9"))
@@ -38,11 +36,7 @@ _SIZE = "num_bytes"
 
 def run() -> None:
     """Print medians and ratios; the target stands beside them."""
-    num_bytes = int(float(os.environ.get("ACCELIGHT_BENCH_GB", "0.2")) * 10**9)
-    with tempfile.TemporaryDirectory(prefix="bench_save_", dir=os.environ.get("ACCELIGHT_BENCH_DIR")) as scratch:
-        free = shutil.disk_usage(scratch).free
-        if free < 10 * num_bytes:
-            raise OSError(f"{scratch} has {free} bytes free, {10 * num_bytes} are needed. Set ACCELIGHT_BENCH_DIR.")
+    with scratch_folder() as (scratch, num_bytes):
         with alive(list(_STAGES), _NUM_RANKS, _Saves(scratch, num_bytes)) as live:
             rounds = in_rounds(
                 {f"{stage} {way}": partial(turn, live, stage, way) for stage in _STAGES for way in _ways()},

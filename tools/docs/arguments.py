@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.docs.generated import with_lines
+
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
-_BETWEEN = re.compile(r"(?<=<!-- arguments: begin -->\n).*(?=<!-- arguments: end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -26,10 +27,7 @@ def main() -> None:
 
 def with_tables(page: str) -> str:
     """Return the page with new tables in the place of those that it has."""
-    if not _BETWEEN.search(page):
-        raise ValueError(f"{PAGE} lacks the lines between which the tables stand: <!-- arguments: begin --> and end.")
-    tables = "\n".join(_tables())
-    return _BETWEEN.sub(lambda found: tables + "\n", page)
+    return with_lines(page, PAGE, "arguments", _tables())
 
 
 def _tables() -> Iterator[str]:

@@ -6,15 +6,14 @@ makes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from accelight.strategies.deepspeed.ds_config import FEATURES, Feature
+from tools.docs.generated import with_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 _ZERO = "zero_optimization."
-_BETWEEN = re.compile(r"(?<=<!-- features: begin -->\n).*(?=<!-- features: end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -24,10 +23,7 @@ def main() -> None:
 
 def with_table(page: str) -> str:
     """Return the page with a new table in the place of the one that it has."""
-    if not _BETWEEN.search(page):
-        raise ValueError(f"{PAGE} lacks the lines between which the table stands: <!-- features: begin --> and end.")
-    table = "\n".join(_rows()) + "\n"
-    return _BETWEEN.sub(lambda _: table, page)
+    return with_lines(page, PAGE, "features", _rows())
 
 
 def _rows() -> Iterator[str]:

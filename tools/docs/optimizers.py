@@ -6,16 +6,15 @@ compares the page with what this makes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.strategies.trained_optimizers import OPTIMIZERS
+from tools.docs.generated import with_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 _COLUMNS = {"FSDP1": "fsdp1", "FSDP2": "fsdp2", "ZeRO-1, ZeRO-2, ZeRO-3": "zero2"}
 _WORDS = {"right": "right", "whole": "with `whole_tensor_optimizers=True`", "refused": "refused"}
-_BETWEEN = re.compile(r"(?<=<!-- optimizers: begin -->\n).*(?=<!-- optimizers: end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -25,10 +24,7 @@ def main() -> None:
 
 def with_table(page: str) -> str:
     """Return the page with a new table in the place of the one that it has."""
-    if not _BETWEEN.search(page):
-        raise ValueError(f"{PAGE} lacks the lines between which the table stands: <!-- optimizers: begin --> and end.")
-    table = "\n".join(_rows()) + "\n"
-    return _BETWEEN.sub(lambda _: table, page)
+    return with_lines(page, PAGE, "optimizers", _rows())
 
 
 def _rows() -> Iterator[str]:

@@ -6,11 +6,11 @@ with what this makes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.strategies.user_patterns import PATTERNS, Refused, in_table
+from tools.docs.generated import with_lines
 
 _DOCS = Path(__file__).parents[2] / "docs"
 PAGES: dict[Path, dict[str, str]] = {
@@ -18,7 +18,6 @@ PAGES: dict[Path, dict[str, str]] = {
     _DOCS / "deepspeed.md": {"ZeRO-1, ZeRO-2": "zero2", "ZeRO-3": "zero3"},
 }
 """The columns of each page's table, and the engines that they are of."""
-_BETWEEN = re.compile(r"(?<=<!-- user code: begin -->\n).*(?=<!-- user code: end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -29,11 +28,7 @@ def main() -> None:
 
 def with_table(path: Path) -> str:
     """Return the text of a page with a new table in the place of the one that it has."""
-    page = path.read_text(encoding="utf-8")
-    if not _BETWEEN.search(page):
-        raise ValueError(f"{path} lacks the lines between which the table stands: <!-- user code: begin --> and end.")
-    table = "\n".join(_rows(PAGES[path])) + "\n"
-    return _BETWEEN.sub(lambda _: table, page)
+    return with_lines(path.read_text(encoding="utf-8"), path, "user code", _rows(PAGES[path]))
 
 
 def _rows(engines: dict[str, str]) -> Iterator[str]:
