@@ -5,9 +5,11 @@ It is the page's source. Where the source names what Sphinx puts in (another fil
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,20 @@ def _replaced(found: re.Match[str], folder: Path) -> str:
     if directive == "include":
         return (folder / argument).read_text(encoding="utf-8")
     if directive == "literalinclude":
-        language = "python" if argument.endswith(".py") else "bash"
-        return f"```{language}\n{(folder / argument).read_text(encoding='utf-8')}```"
+        text = (folder / argument).read_text(encoding="utf-8")
+        if before := re.search(r"^:diff: (\S+)$", body, re.MULTILINE):
+            return f"```diff\n{''.join(_difference(folder / before[1], folder / argument))}```"
+        return f"```{'python' if argument.endswith('.py') else 'bash'}\n{text}```"
     if directive == "toctree":
         return "\n".join(f"- {line}.md" for line in body.splitlines() if re.fullmatch(r"[\w/-]+", line))
     if directive == "eval-rst":
         return "\n\n".join(map(_documented, re.findall(r"^\.\. auto\w+:: (\S+)$", body, re.MULTILINE)))
     return found[0]
+
+
+def _difference(before: Path, after: Path) -> Iterable[str]:
+    texts = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (before, after)]
+    return difflib.unified_diff(*texts, before.name, after.name)
 
 
 def _documented(path: str) -> str:

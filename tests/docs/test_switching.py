@@ -1,0 +1,109 @@
+"""The scripts of `examples/switch`: those before and those after the switch end with the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import accelerate.commands.launch
+import pytest
+import torch
+from accelerate.utils import set_seed
+from safetensors.torch import load_file
+from torch import nn
+from transformers import TrainingArguments
+
+from accelight.checkpoint import load_state_dict
+from accelight.strategies.convert_config import convert, read_config
+from tests.docs.pages import ROOT
+from tests.scripts import Launcher, run_script
+
+FOLDER = ROOT / "examples" / "switch"
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 means of 64 samples, summed in another order in each of six steps
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def _of_one_process() -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop, in which each step has all 64 samples."""
+    set_seed(0)
+    inputs = torch.randn(64, 16)
+    model = nn.Sequential(*[_Block() for _ in range(3)], nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(6):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs).squeeze(1), inputs.sum(1)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.state_dict()
+
+
+def _weights(name: str, folder: Path, launcher: Launcher = "python") -> dict[str, torch.Tensor]:
+    """Run a script in a folder and return the weights that it saves, by their names in the model."""
+    folder.mkdir()
+    script = FOLDER / name
+    if name == "accelerate_before.py":
+        arguments = ["--config_file", str(script.with_name("accelerate.yaml")), str(script)]
+        run_script(Path(accelerate.commands.launch.__file__), *arguments, cwd=folder, timeout_s=200)
+    else:
+        run_script(script, launcher=launcher, cwd=folder, timeout_s=200)
+    [saved] = (folder / "run").iterdir()
+    files = list(saved.glob("model.safetensors"))
+    weights = load_file(files[0]) if files else load_state_dict(saved)
+    return {key.removeprefix("net.").removeprefix("model."): value for key, value in weights.items()}
+
+
+def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.core("model_parallel_after")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp_before.py",
+        "fsdp_after.py",
+        "model_parallel_before.py",
+        "model_parallel_after.py",
+        "deepspeed_before.py",
+        "deepspeed_after.py",
+        "accelerate_before.py",
+        "accelerate_after.py",
+    ],
+)
+def test_a_script_ends_with_the_weights_of_one_process(name: str, tmp_path: Path) -> None:
+    if name in ("fsdp_before.py", "deepspeed_before.py") and torch.cuda.device_count() < 2:
+        pytest.skip(f"Lightning's strategy in {name} needs two GPUs")
+    _compare(_weights(name, tmp_path / name), _of_one_process())
+
+
+@pytest.mark.exhaustive
+def test_transformers_trainer_and_its_successor_end_with_the_same_weights(tmp_path: Path) -> None:
+    before = _weights("transformers_before.py", tmp_path / "before", "torchrun")
+    _compare(_weights("transformers_after.py", tmp_path / "after"), before)
+
+
+def test_the_config_file_of_accelerate_gives_the_arguments_of_the_script_after_it() -> None:
+    printed = str(convert(read_config(FOLDER / "accelerate.yaml")))
+    lines = [line.strip() for line in printed.splitlines() if line.startswith(" ")]
+    script = (FOLDER / "accelerate_after.py").read_text(encoding="utf-8")
+    assert len(lines) > 5
+    assert [line for line in lines if line.replace("'", '"') not in script.replace("'", '"')] == []
+
+
+def test_the_table_names_arguments_of_transformers() -> None:
+    page = (ROOT / "docs" / "from-transformers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page[page.index("## TrainingArguments") :], re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert len(names) > 30
+    assert names <= {field.name for field in dataclasses.fields(TrainingArguments)}
