@@ -29,6 +29,7 @@ from ..strategies.upstream.lightning import (
     LightningModule,
     ModelCheckpoint,
     Trainer,
+    TrainerFn,
     _DataLoaderIterDataFetcher,
     check_trainer,
     rank_zero_info,
@@ -59,11 +60,13 @@ class TriggerEarlyStopping(Callback):
     ``SIGTERMException``, a ``SystemExit`` with the status of a process that the signal has ended: 128 and its number,
     143 for SIGTERM. ``min_steps`` does not hold that back. The checkpoint lies in the folder of the first
     ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in ``default_root_dir``; its path is
-    `checkpoint_path`. A run that resumes from it continues with the next batch of the epoch: Lightning restores loaders
-    with a ``state_dict``, and skips the used batches of others. (The same order again comes from a sampler that draws
-    by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single device's ``shuffle=True`` draws anew.)
-    While training runs, the handlers replace Lightning's own, which communicate inside the handler
+    `checkpoint_path`. While training runs, the handlers replace Lightning's own, which communicate inside the handler
     (Lightning-AI/pytorch-lightning#20806, #21406); afterwards the previous ones are back.
+
+    **Resuming within an epoch**, from any checkpoint, continues with the next batch: Lightning restores loaders with a
+    ``state_dict``, and this callback skips the used batches of others. (The same order again comes from a sampler that
+    draws by epoch, such as the ``DistributedSampler`` that Lightning inserts; a single device's ``shuffle=True`` draws
+    anew.)
 
     Args:
         condition: ``condition(trainer, pl_module, outputs, batch, batch_idx)``, called after each batch on each process
@@ -127,7 +130,7 @@ class TriggerEarlyStopping(Callback):
         """The processes that set it."""
         self.checkpoint_path: str | None = None
         """The checkpoint that was saved for a signal."""
-        self._resume_within_epoch = False
+        self._is_resuming = False
         self._start()
 
     def _start(self) -> None:
@@ -163,8 +166,8 @@ class TriggerEarlyStopping(Callback):
         self._signals.install()
         if self._epoch_end is not None:
             self._epoch_end.start(trainer)
-        if self._resume_within_epoch:
-            self._resume_within_epoch = False
+        if self._is_resuming:
+            self._is_resuming = False
             skip_used_batches(trainer)
 
     @override
@@ -283,7 +286,6 @@ class TriggerEarlyStopping(Callback):
             last, extension = first.CHECKPOINT_NAME_LAST, first.FILE_EXTENSION
         name = f"{last}-stopped-epoch={trainer.current_epoch}-step={trainer.global_step}{extension}"
         self.checkpoint_path = os.path.join(folder, name)
-        self._resume_within_epoch = True
         trainer.save_checkpoint(self.checkpoint_path)
         wait: Callable[[], None] | None = getattr(trainer.strategy, "wait_for_saves", None)
         if wait is not None:  # with async_save=True the process would end while the checkpoint is being written
@@ -310,8 +312,11 @@ class TriggerEarlyStopping(Callback):
             "reason": self.reason,
             "triggered_by": list(self.triggered_by),
             "checkpoint_path": self.checkpoint_path,
-            "resume_within_epoch": self._resume_within_epoch,
         }
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._is_resuming = trainer.state.fn == TrainerFn.FITTING
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -319,7 +324,6 @@ class TriggerEarlyStopping(Callback):
         self.reason = state_dict["reason"]
         self.triggered_by = tuple(state_dict["triggered_by"])
         self.checkpoint_path = state_dict["checkpoint_path"]
-        self._resume_within_epoch = state_dict["resume_within_epoch"]
 
 
 # ------------------------------------------------------------------------------------------------

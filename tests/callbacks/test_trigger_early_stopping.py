@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -485,3 +486,29 @@ def test_arguments_out_of_range(arguments: Any, error: type[Exception], message:
 def test_signals_need_the_main_thread() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"needs Trainer\.fit in the main thread"):
         pool.submit(alone, [TriggerEarlyStopping(stop_on_signals=["SIGTERM"])]).result()
+
+
+class Recorder(BoringModel):
+    """Remembers the batches that it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.batches.append(batch[0, 0].item())
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        numbers: Any = torch.arange(7.0).unsqueeze(1).expand(-1, 32)
+        return DataLoader(numbers)
+
+
+@pytest.mark.parametrize("saved_step", [3, 10])
+def test_any_checkpoint_within_an_epoch_resumes_with_the_next_batch(saved_step: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=saved_step, save_top_k=-1)
+    undisturbed, resumed = Recorder(), Recorder()
+    quiet_trainer("auto", 1, max_epochs=2, callbacks=[saving], enable_checkpointing=True).fit(undisturbed)
+    trainer = quiet_trainer("auto", 1, max_epochs=2, callbacks=[TriggerEarlyStopping()])
+    trainer.fit(resumed, ckpt_path=tmp_path / f"step={saved_step}.ckpt")
+    assert resumed.batches == undisturbed.batches[saved_step:]
