@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -59,6 +60,22 @@ def test_sdist_holds_the_tests(built: tuple[Path, Path]) -> None:
         assert any(name.endswith("/" + wanted) for name in names), wanted
 
 
+@pytest.mark.exhaustive
+def test_the_sdists_tests_find_all_that_they_need(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(tmp_path)
+    [checkout] = tmp_path.iterdir()
+    package = tmp_path / "site" / "accelight"
+    package.mkdir(parents=True)
+    for source in [*(checkout / part for part in PARTS), *(checkout / "package").iterdir()]:
+        (package / source.name).symlink_to(source)
+    for chosen in (["--collect-only"], ["tests/test_workflows.py", "tests/test_examples.py"]):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive", *chosen]
+        environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_installed_wheel_imports_and_has_its_command(built: tuple[Path, Path], tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path), str(built[1])]
     subprocess.run(install, check=True)
@@ -106,6 +123,7 @@ def test_the_package_is_its_command(module: str) -> None:
     assert done.stdout == f"accelight {accelight.__version__}\n"
 
 
+@pytest.mark.skipif(not (ROOT / ".types").is_dir(), reason="an sdist has no links")
 def test_static_tools_find_every_part() -> None:
     links = {path.name: path.resolve() for path in (ROOT / ".types" / "accelight").iterdir()}
     assert links == {path.name: path for path in [*(ROOT / part for part in PARTS), *ITSELF]}
