@@ -4,11 +4,12 @@ Two gloo processes run the same loop without a check, with ours (``blocking=Fals
 and with Accelerate's, in turn: around an empty step, a step that computes for 2.7 ms, and a training step of a tiny
 model that FSDP2 shards, whose time varies by less than a check adds::
 
-    python -m benchmarks trigger                               # four minutes on two idle cores
+    python -m benchmarks trigger                               # seven minutes on two idle cores
     ACCELIGHT_BENCH_REPEATS=1000 python -m benchmarks trigger  # narrower intervals
 
 What a check adds is the difference to the run without one in the same round, with intervals of 95 % by bootstrap
-(`paired`). Turns are short, eight steps, and many: within a long one the machine changes by more than a check adds.
+(`paired`). Turns are short, eight steps, and many: within a long one the machine changes by more than a check adds. The
+collectives of a check, for which a process waits for the others, are counted.
 Should it hang, it shows the stacks of both processes and fails. The processes need a core each: with fewer, waiting for
 each other is all that is measured.
 """
@@ -58,15 +59,29 @@ def measure() -> None:
         _ACCELERATE: lambda step: accelerator.check_trigger(),
     }
     faulthandler.dump_traceback_later(_HANGS_AFTER_S, exit=True)
+    calls = {name: _collectives_a_step(check) for name, check in checks.items()}
     measured = {}
     for name, work in {"empty step": lambda: None, "2.7 ms step": _compute, "FSDP2 step": _fsdp2_step()}.items():
         turns = {check: partial(_time, work, function) for check, function in checks.items()}
-        measured[name] = seconds = in_rounds(turns, _NUM_ROUNDS)
+        num_rounds = _NUM_ROUNDS * 5 if name == "FSDP2 step" else _NUM_ROUNDS  # waits for gloo vary
+        measured[name] = seconds = in_rounds(turns, num_rounds)
         if state.is_main_process:
-            _report(name, seconds)
+            _report(name, seconds, calls)
     if state.is_main_process:
-        results.keep("trigger", {"processes": _NUM_PROCESSES, "seconds_per_step": measured})
+        results.keep(
+            "trigger",
+            {"processes": _NUM_PROCESSES, "seconds_per_step": measured, "collectives_per_step": calls},
+        )
     faulthandler.cancel_dump_traceback_later()
+
+
+def _collectives_a_step(check: Callable[[int], object]) -> float:
+    from benchmarks.sharded_training import Collectives
+
+    with Collectives() as collectives:
+        for step in range(_NUM_STEPS):
+            check(step)
+    return sum(collectives.calls.values()) / _NUM_STEPS
 
 
 def _time(work: Callable[[], object], check: Callable[[int], object]) -> float:
@@ -107,13 +122,13 @@ def _fsdp2_step() -> Callable[[], object]:
     return step
 
 
-def _report(name: str, seconds: Mapping[str, Sequence[float]]) -> None:
+def _report(name: str, seconds: Mapping[str, Sequence[float]], calls: Mapping[str, float]) -> None:
     print(f"{name}: {paired.median_of(seconds, _NONE).in_ms()} without a check")
     for check in (_EACH, _EIGHTH, _BLOCKING, _ACCELERATE):
         ratio = paired.ratio_of_added(seconds, check, _ACCELERATE, _NONE)
         print(
             f"  {check:26} adds {paired.difference(seconds, check, _NONE).in_ms()}   ratio to accelerate "
-            f"{ratio or 'unknown: more rounds would tell'}"
+            f"{ratio or 'unknown: more rounds would tell'}   {calls[check]:.2f} collectives"
             f"   {'target ' + _TARGETS[check] if check in _TARGETS else ''}".rstrip(),
             flush=True,
         )
