@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from ..common.config import lazy_names
 
 if TYPE_CHECKING:
-    from .deepspeed import RayAccelDeepSpeedStrategy
-    from .fsdp import RayAccelFSDPStrategy
     from .storage import reported_checkpoint
+    from .strategies import RayAccelDeepSpeedStrategy, RayAccelFSDPStrategy
 
 __all__ = ["RayAccelDeepSpeedStrategy", "RayAccelFSDPStrategy", "reported_checkpoint"]
 
 _HOMES = {  # the strategies are subclasses of Ray's, which is imported with them
-    "RayAccelDeepSpeedStrategy": ".deepspeed",
-    "RayAccelFSDPStrategy": ".fsdp",
+    "RayAccelDeepSpeedStrategy": ".strategies",
+    "RayAccelFSDPStrategy": ".strategies",
     "reported_checkpoint": ".storage",
 }
 
