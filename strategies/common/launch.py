@@ -218,6 +218,22 @@ class RunSummary:
         return [", ".join([kind, *self.details]), "; ".join(self.parts), "; ".join(run), *self.tables]
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A part of a sharded model whose parameters are gathered together."""
+
+    name: str
+    """The module's name in the model as it was written; empty for the root."""
+    class_name: str
+    """The module's class."""
+    numel: int
+    """Elements of its parameters, without those of units inside it."""
+    shard_bytes: int
+    """The bytes that this process holds of them at rest."""
+    gathered_bytes: int
+    """Their bytes while they are gathered, in the dtype in which they are."""
+
+
 def counted(classes: Iterable[type]) -> str:
     """Return how many there are of each class: ``"12 Block, 1 GPT"``."""
     return ", ".join(f"{number:,} {one.__name__}" for one, number in Counter(classes).items())

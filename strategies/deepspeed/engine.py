@@ -20,7 +20,7 @@ from torch.optim import Adagrad, Optimizer
 
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
-from ..common.launch import RunSummary
+from ..common.launch import RunSummary, Unit
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_gradients, window_of
@@ -598,6 +598,32 @@ def summarise_run(
         precision=precision,
         checkpoints=f"folder of DeepSpeed's{saved_by}",
     )
+
+
+def describe_units(engine: Any) -> list[Unit]:
+    """Return the modules whose parameters ZeRO-3 gathers together, with this process's shards; other stages have none.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    found = []
+    known: set[nn.Parameter] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        is_leaf = z3_leaf_module(module)
+        own = [one for one in module.parameters(recurse=is_leaf) if hasattr(one, "ds_tensor") and one not in known]
+        known.update(own)  # a tied one is counted where it is met first
+        if own:
+            numel, held = sum(map(_numel, own)), sum(one.ds_tensor.nbytes for one in own)
+            gathered = sum(_numel(one) * one.ds_tensor.element_size() for one in own)
+            found.append(Unit(name, type(module).__name__, numel, held, gathered))
+        for child_name, child in () if is_leaf else module.named_children():
+            visit(f"{name}.{child_name}".lstrip("."), child)
+
+    visit("", engine.module)
+    return found
 
 
 def _numel(parameter: nn.Parameter) -> int:

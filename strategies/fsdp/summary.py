@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
-from ..common.launch import RunSummary, counted, short_dtype
+from ..common.launch import RunSummary, Unit, counted, short_dtype
 from ..upstream.lightning import LayerSummary, LightningModule, ModelSummary, Summary, Trainer
 from ..upstream.patches import Patches
 from ..upstream.torch_core import ActivationWrapper
@@ -198,6 +198,38 @@ def _unit_classes(root: nn.Module) -> list[type[nn.Module]]:
 
 def _units(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
+
+
+def describe_units(engine: Engine[Any], form: ShardedModel) -> list[Unit]:
+    """Return the units that a model is cut into, parents before children, with this process's shards.
+
+    Args:
+        engine: What sharded the module.
+        form: The sharded module, nothing of it gathered. This is rank 0: others may have smaller shards.
+    """
+    units, whole = _units(form.root), WholeParameters(form.root)
+    names = {module: clean_name(name) for name, module in unwrap_root(form.root).named_modules()}
+    numels = {unit: {one.key: one.numel for one in whole.of(unit)} for unit in units}
+    held = {unit: {id(one): one for one in unit.parameters()} for unit in units}
+    unsharded = {id(one) for one in form.unsharded}
+    found = []
+    for unit in units:
+        inner = [each for each in _units(unit) if each is not unit]
+        others = unsharded.union(*(numels[each] for each in inner), *(held[each] for each in inner))
+        numel = sum(size for key, size in numels[unit].items() if key not in others)
+        own = [one for key, one in held[unit].items() if key not in others]
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in own]
+        sizes = [(one.numel() * engine.mesh.size(-1), one.dtype) for one in local]  # with torch's padding
+        if engine.version == 1:  # one flat parameter of one dtype; NO_SHARD leaves it whole
+            sizes = [(numel, one.dtype) for one in local[:1]]
+        cast = engine.settings.precision.param_dtype
+        gathered = [
+            size * (cast if cast is not None and dtype.is_floating_point else dtype).itemsize for size, dtype in sizes
+        ]
+        module, shard_bytes = _unwrapped(unit), sum(one.nbytes for one in local)
+        if numel:
+            found.append(Unit(names[module], own_class(module).__name__, numel, shard_bytes, sum(gathered)))
+    return found
 
 
 def _small_units(root: nn.Module, parameters: WholeParameters, whole: int) -> list[str]:

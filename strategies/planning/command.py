@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .plan_config import STRATEGIES, PlanConfig
@@ -70,6 +71,7 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
         metavar="SIZE",
         help="memory of each process, e.g. 24GB: also try variants that could fit",
     )
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the units, and the memory at the peak by part")
     add("--json", action="store_true", help="print as JSON")
     add("--debug", action="store_true", help="show tracebacks")
     parser.set_defaults(run=_run)
@@ -95,7 +97,10 @@ def _run(arguments: argparse.Namespace) -> int:
         clip=arguments.clip,
     )
     from .shape_tensors import PlanningError
+    from .svg import check_svg_path
 
+    if arguments.plot is not None:
+        check_svg_path(arguments.plot)  # before minutes of planning
     try:
         return _plan(plan_config, arguments)
     except PlanningError as error:
@@ -108,16 +113,22 @@ def _run(arguments: argparse.Namespace) -> int:
 def _plan(plan_config: PlanConfig, arguments: argparse.Namespace) -> int:
     if arguments.memory is None:
         plan = plan_of(plan_config)
+        if arguments.plot is not None:
+            plan.save_plot(arguments.plot)
         print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
         return EXIT_OK
-    return _try(plan_config, arguments.memory, as_json=arguments.json)
+    return _try(plan_config, arguments.memory, arguments.plot, as_json=arguments.json)
 
 
-def _try(plan_config: PlanConfig, memory_bytes: int, *, as_json: bool) -> int:
+def _try(plan_config: PlanConfig, memory_bytes: int, plot: Path | None, *, as_json: bool) -> int:
+    from .memory_plan import draw
     from .planner import advice, table, try_variants
 
     variants = try_variants(plan_config, memory_bytes, plan_of)
     fits = any(variant.fits(memory_bytes) for variant in variants)
+    if plot is not None:
+        pictured = [(variant.change, variant.plan or variant.refused) for variant in variants]
+        plot.write_text(draw(pictured, memory_bytes), encoding="utf-8")
     if as_json:
         output: dict[str, Any] = {
             "memory_bytes": memory_bytes,

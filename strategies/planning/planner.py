@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ..common.grads import local_tensor
+from ..common.launch import Unit
 from ..fsdp.flat_params import units_of
 from ..fsdp.fsdp2 import Units
 from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
@@ -134,6 +135,7 @@ class _Steps:
         self.peaks: list[Peak] = []
         self.num_steps = 0
         self.num_parameters = 0
+        self.units: list[Unit] = []
         self._follow("setup", before=self._count, after="building")
         self._follow("training_step", before=self._begin_step, after="backward")
         self._follow("backward", before=None, after="optimizer step")
@@ -162,6 +164,7 @@ class _Steps:
         peak = self._storages.look()
         if self.building is None:
             self.building = peak
+            self.units = _units(self._strategy)
             if self._expected is not None:
                 self._storages.expect(self._expected)
         else:
@@ -238,8 +241,19 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         steady_state_bytes=steps.steady_state_bytes,
         num_parameters=steps.num_parameters,
         world_size=order.world_size,
+        units=steps.units,
     )
     return plan, sum(parts.values()) == highest.num_bytes
+
+
+def _units(strategy: Any) -> list[Unit]:
+    from ..deepspeed import engine as deepspeed_engine
+    from ..fsdp.strategy import AccelFSDPStrategy
+    from ..fsdp.summary import describe_units
+
+    if isinstance(strategy, AccelFSDPStrategy):
+        return describe_units(strategy.engine, strategy.form)
+    return deepspeed_engine.describe_units(strategy.model)
 
 
 def _loader(batch: Any, num_batches: int) -> DataLoader[Any]:
