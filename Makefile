@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes, merge its checkpoint, use it again
+demo: $(STAMP)  ## Train a small language model on all GPUs or two CPU processes, merge its checkpoint, use it again, report
 	$(BIN)/python examples/train_gpt.py
 
 docs: $(STAMP)  ## Build the site into build/site (Python 3.11 or newer); a broken link or a missing docstring is an error

@@ -1,5 +1,7 @@
 """Train a small byte-level language model on Python's own standard library, merge its checkpoint, and use it again.
 
+It leaves a report in ``demo_output/report.html``: what ran, loss and gradient norm, the merged file, how to go on.
+
 python examples/train_gpt.py                             # two CPU processes, or every GPU
 python examples/train_gpt.py --strategy accel_fsdp1 --accumulate 4 --steps 50
 python examples/train_gpt.py --strategy accel_deepspeed_stage_3 --steps 50
@@ -9,10 +11,14 @@ torchrun --nproc-per-node 3 examples/train_gpt.py --devices 3
 from __future__ import annotations
 
 import argparse
+import html
+import logging
+import math
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +80,7 @@ class LanguageModel(LightningModule):
         self.model = GPT()
         self.started, self.num_batches = time.monotonic(), 0
         self.losses: list[Tensor] = []  # since the last line printed
+        self.curves: dict[str, list[float]] = {"loss": [], "grad_norm": []}  # of each optimizer step
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         text = batch[0].long()
@@ -81,6 +88,7 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
         self.losses.append(loss.detach())
         self.num_batches += 1
         if self.num_batches % 50 == 0:
@@ -92,6 +100,11 @@ class LanguageModel(LightningModule):
 
     def on_train_start(self) -> None:
         self.started = time.monotonic()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step > len(self.curves["loss"]):
+            for name, values in self.curves.items():
+                values.append(float(self.trainer.callback_metrics[name]))
 
     def validation_step(self, batch: list[Tensor]) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
@@ -147,7 +160,60 @@ def use_merged(weights: Path, expected: Path) -> None:
     print("---\n" + bytes(text[0].tolist()).decode(errors="replace") + "\n---")
 
 
+class RunSummary(logging.Handler):
+    """Keeps what the strategy logs of the run at its start."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("accelight "):
+            self.text = record.getMessage()
+
+
+def chart(what: str, values: Sequence[float]) -> str:
+    """A curve over the optimizer steps, as SVG."""
+    points = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]  # fp16 skips some steps
+    if not points:
+        return f"<p>No {what} was finite.</p>"
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    x, y = 640 / max(len(values) - 1, 1), 180 / ((high - low) or 1)
+    line = " ".join(f"{50 + (step - 1) * x:.1f},{190 - (value - low) * y:.1f}" for step, value in points)
+    words = f"{what}: {points[0][1]:.3g} at step {points[0][0]}, {points[-1][1]:.3g} at step {points[-1][0]}"
+    return f"""<figure><svg viewBox="0 0 700 220" role="img" aria-label="{words}" font-size="12" fill="currentColor">
+<title>{words}</title><path d="M50 10V190H690" fill="none" stroke="currentColor" opacity="0.4"/>
+<text x="44" y="14" text-anchor="end">{high:.3g}</text><text x="44" y="194" text-anchor="end">{low:.3g}</text>
+<text x="50" y="208">1</text><text x="690" y="208" text-anchor="end">step {len(values)}</text>
+<polyline points="{line}" fill="none" stroke="#1b6ca8" stroke-width="1.5"/></svg>
+<figcaption>{words}</figcaption></figure>"""
+
+
+def write_report(path: Path, model: LanguageModel, texts: dict[str, str]) -> None:
+    """One page without scripts or anything from the network."""
+    ran, result, merged, written = (html.escape(texts[name]) for name in ("ran", "result", "merged", "written"))
+    path.write_text(f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>accelight: the demo</title>
+<style>:root {{ color-scheme: light dark }} body {{ max-width: 46rem; margin: 2rem auto; padding: 0 1rem;
+font: 16px/1.5 system-ui, sans-serif }} figure {{ margin: 0 }} svg {{ width: 100%; height: auto }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere }}</style>
+<h1>A language model, sharded</h1>
+<h2>What ran</h2><pre>{ran}</pre><p>{result}</p>
+<h2>Loss</h2>{chart("loss", model.curves["loss"])}
+<h2>Gradient norm, before clipping at 1</h2>{chart("gradient norm", model.curves["grad_norm"])}
+<h2>The merged file</h2><p>{merged}</p>
+<p>A process with torch and safetensors alone loaded it, compared its logits, and wrote a few lines:</p>
+<pre>{written}</pre>
+<h2>How to go on</h2><ul>
+<li>Train the same under another strategy: <code>python examples/train_gpt.py --strategy accel_fsdp1</code></li>
+<li>Look into the sharded checkpoint: <code>accelight inspect {html.escape(str(path.parent / "checkpoint"))}</code></li>
+<li>Plan the memory of your model: <code>accelight plan train.py:Model --batch 8x2048:int64 --plot plan.svg</code></li>
+<li>Choose a strategy: <code>docs/choosing.md</code>; move your code: <code>docs/from-lightning.md</code></li>
+</ul></html>
+""", encoding="utf-8")  # fmt: skip
+
+
 def train(args: argparse.Namespace) -> None:
+    from accelight.callbacks import GradNormMonitor
     from accelight.checkpoint import merge_fsdp_weights
     from accelight.state import PartialState
     from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
@@ -164,12 +230,16 @@ def train(args: argparse.Namespace) -> None:
         max_steps=args.steps, accumulate_grad_batches=args.accumulate, gradient_clip_val=1.0,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False,
         num_sanity_val_steps=0, check_val_every_n_epoch=1_000_000,  # validated once, below
+        callbacks=[GradNormMonitor()],
     )  # fmt: skip
+    summary = RunSummary()
+    logging.getLogger("lightning.pytorch").addHandler(summary)
     model, data = LanguageModel(), StandardLibrary(batch_size=16)
     trainer.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.train.numel():,} bytes of text")
     trainer.fit(model, data)
     [metrics] = trainer.validate(model, data, verbose=False)
-    trainer.print(f"validation loss {metrics['val_loss']:.3f}, that of a unigram model {data.unigram_loss():.3f}")
+    result = f"validation loss {metrics['val_loss']:.3f}, that of a unigram model {data.unigram_loss():.3f}"
+    trainer.print(result)
 
     state, checkpoint, merged = PartialState(), args.output / "checkpoint", args.output / "merged"
     trainer.save_checkpoint(checkpoint)
@@ -179,12 +249,18 @@ def train(args: argparse.Namespace) -> None:
     prompts = DataLoader(TensorDataset(prompt.repeat(trainer.world_size, 1)))  # one for each process
     predictions: Any = trainer.predict(model, prompts)
     report = merge_fsdp_weights(checkpoint, merged, strip_prefix="model")
-    state.print(f"merged {report.num_tensors} tensors, {report.num_bytes:,} bytes, in {report.seconds:.2f} s")
+    words = f"merged {report.num_tensors} tensors, {report.num_bytes:,} bytes, in {report.seconds:.2f} s"
+    state.print(words)
+    assert metrics["val_loss"] < data.unigram_loss() - 0.3 or args.steps < 200, "the model has learnt too little"
     if state.is_main_process:
         torch.save(predictions[0].cpu(), args.output / "logits.pt")
         weights, expected = merged / "model.safetensors", args.output / "logits.pt"
-        subprocess.run([sys.executable, __file__, "--use", weights, expected], check=True)
-    assert metrics["val_loss"] < data.unigram_loss() - 0.3 or args.steps < 200, "the model has learnt too little"
+        command = [sys.executable, __file__, "--use", weights, expected]
+        written = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        print(written, end="")
+        texts = {"ran": summary.text, "result": result, "merged": f"{weights}: {words}", "written": written}
+        write_report(args.output / "report.html", model, texts)
+        print(f"report: {args.output / 'report.html'}")
 
 
 if __name__ == "__main__":

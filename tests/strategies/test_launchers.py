@@ -96,6 +96,10 @@ def test_the_example_trains_merges_and_uses_its_weights(tmp_path: Path) -> None:
     assert "validation loss" in output
     assert "logits differ by at most" in output
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert output.rstrip().endswith(f"report: {tmp_path / 'report.html'}")
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "AccelFSDPStrategy: FSDP1 on 2 processes" in report
+    assert report.count("at step 6</figcaption>") == 2  # loss and gradient norm
 
 
 def test_the_readmes_example_runs_as_printed(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ def test_the_language_model_trains_and_its_merged_weights_are_the_live_ones(tmp_
     assert len(re.findall(r"_states\.pt   [\d,]+ bytes", output)) == 4  # two processes, weights and optimizer
     assert "logits differ by at most" in output
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "AccelDeepSpeedStrategy: ZeRO-3" in report
+    assert report.count("at step 4</figcaption>") == 2  # loss and gradient norm
 
 
 @pytest.mark.machines
