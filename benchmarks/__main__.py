@@ -28,6 +28,7 @@ from benchmarks import (
     save,
     save_zero,
     scale,
+    timeline,
     trigger,
     watch,
 )
@@ -49,6 +50,7 @@ BENCHMARKS = {
     "save": save,
     "save-zero": save_zero,
     "scale": scale,
+    "timeline": timeline,
     "trigger": trigger,
     "watch": watch,
 }

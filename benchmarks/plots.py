@@ -1,6 +1,7 @@
 """Draw what benchmarks have kept: ``python -m benchmarks.plots [NAME ...]`` writes SVG files into ``docs/plots``.
 
-Bars are medians, lines their intervals of 95 %; machine and versions stand below.
+Bars are medians, lines their intervals of 95 %; a timeline has a panel for each engine. Machine and versions stand
+below.
 """
 
 from __future__ import annotations
@@ -86,13 +87,7 @@ def draw(name: str, folder: Path) -> Path:
     from matplotlib import pyplot
 
     kept = results.kept(name)
-    panels = PLOTS[name](kept)
-    heights = [0.6 + 0.28 * len(bars) for bars in panels.values()]
-    figure, axes = pyplot.subplots(
-        len(panels), figsize=(8, sum(heights) + 0.5), height_ratios=heights, squeeze=False, layout="constrained"
-    )
-    for axis, (title, bars) in zip(axes.flat, panels.items(), strict=True):
-        _draw_bars(axis, title, bars)
+    figure = _draw_timeline(kept) if name == "timeline" else _draw_panels(PLOTS[name](kept))
     versions = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
     machine = kept["machine"]
     where = f"{machine['processor']}, {machine['cores']} cores, {kept['date']}"
@@ -102,6 +97,18 @@ def draw(name: str, folder: Path) -> Path:
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
+
+
+def _draw_panels(panels: Mapping[str, Bars]) -> Any:
+    from matplotlib import pyplot
+
+    heights = [0.6 + 0.28 * len(bars) for bars in panels.values()]
+    figure, axes = pyplot.subplots(
+        len(panels), figsize=(8, sum(heights) + 0.5), height_ratios=heights, squeeze=False, layout="constrained"
+    )
+    for axis, (title, bars) in zip(axes.flat, panels.items(), strict=True):
+        _draw_bars(axis, title, bars)
+    return figure
 
 
 def _draw_bars(axis: Any, title: str, bars: Bars) -> None:
@@ -121,13 +128,55 @@ def _draw_bars(axis: Any, title: str, bars: Bars) -> None:
         axis.spines[side].set_visible(False)
 
 
+_KINDS = {  # the colour, and whether the words on it are white
+    "forward": ("#56b4e9", False),
+    "backward": ("#0072b2", True),
+    "optimizer": ("#009e73", True),
+    "all-gather": ("#f0c808", False),
+    "reduce-scatter": ("#d55e00", True),
+    "all-reduce": ("#cc79a7", False),
+    "message": ("#8a8f98", False),
+}
+
+
+def _draw_timeline(kept: Mapping[str, Any]) -> Any:
+    """Draw two lanes for each engine, with the number of a unit on each of its bars."""
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    engines = kept["engines"]
+    figure, axes = pyplot.subplots(len(engines), figsize=(10, 1.35 * len(engines) + 1.1), layout="constrained")
+    for axis, (engine, events) in zip(axes, engines.items(), strict=True):
+        for each in events:
+            computes = each["kind"] in ("forward", "backward", "optimizer")
+            color, is_dark = _KINDS[each["kind"]]
+            length = each["end_ms"] - each["start_ms"]
+            axis.barh(
+                1 if computes else 0, length, 0.8, each["start_ms"], color=color, edgecolor="white", linewidth=0.4
+            )
+            word = {"": "", "rest of the root": "r"}.get(each["unit"], each["unit"].removeprefix("block "))
+            if word and length > max(one["end_ms"] for one in events) / 120:
+                where = (each["start_ms"] + length / 2, 1 if computes else 0)
+                axis.annotate(word, where, ha="center", va="center", fontsize=7, color="white" if is_dark else "black")
+        axis.set_yticks([1, 0], ["computes", "communicates"])
+        axis.set_xlim(0, max(each["end_ms"] for each in events))
+        axis.set_title(f"{engine}, ms", loc="left", fontsize=9)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    found = {each["kind"] for events in engines.values() for each in events}
+    handles = [Patch(color=color, label=kind) for kind, (color, _) in _KINDS.items() if kind in found]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
+
+
 def main() -> None:
     """Run the command."""
+    known = [*PLOTS, "timeline"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLOTS)}; default all that are kept")
-    names = parser.parse_args().names or [name for name in PLOTS if results.is_kept(name)]
-    if unknown := [name for name in names if name not in PLOTS]:
-        parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(PLOTS)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all that are kept")
+    names = parser.parse_args().names or [name for name in known if results.is_kept(name)]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(known)}")
     for name in names:
         print(draw(name, _FOLDER))
 

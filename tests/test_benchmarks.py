@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as runner
-from benchmarks import merge_zero, paired, plots, results, scale
+from benchmarks import merge_zero, paired, plots, results, scale, timeline
 from benchmarks.turns import Turns, take_turns
 
 
@@ -75,6 +75,48 @@ def test_kept_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (results.is_kept("merge"), results.is_kept("save")) == (True, False)
     with pytest.raises(FileNotFoundError, match=r"save\.json"):
         plots.draw("save", tmp_path)
+
+
+def test_a_timeline_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    events = [("forward", "block 0"), ("all-gather", ""), ("optimizer", ""), ("message", "")]
+    results.keep(
+        "timeline",
+        {
+            "engines": {
+                engine: [
+                    {"kind": kind, "unit": unit, "start_ms": float(at), "end_ms": at + 1.0}
+                    for at, (kind, unit) in enumerate(events)
+                ]
+                for engine in timeline.ENGINES
+            }
+        },
+    )
+    drawn = plots.draw("timeline", tmp_path).read_text(encoding="utf-8")
+    assert all(f"<!-- {words} -->" in drawn for words in ("ZeRO-3, ms", "all-gather", "computes", "0"))
+    assert "<!-- reduce-scatter -->" not in drawn
+
+
+@pytest.mark.machines
+def test_a_timeline_has_the_collectives_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELIGHT_BENCH_RESULTS", str(tmp_path))
+    timeline.run()
+    engines = results.kept("timeline")["engines"]
+    blocks = ["block 0", "block 1", "block 2"]
+    for engine in ("FSDP1", "FSDP2"):
+        units = {
+            kind: [each["unit"] for each in engines[engine] if each["kind"] == kind]
+            for kind in ("all-gather", "reduce-scatter", "forward", "backward")
+        }
+        rest = "rest of the root"
+        assert units["all-gather"] == [rest, *blocks, *reversed(blocks)] * timeline.ACCUMULATE
+        assert units["reduce-scatter"] == [*reversed(blocks), rest]
+        assert units["forward"] == [rest, *blocks, rest] * timeline.ACCUMULATE
+        assert units["backward"] == [rest, *reversed(blocks), rest] * timeline.ACCUMULATE
+    kinds = [each["kind"] for each in engines["ZeRO-2"]]
+    assert kinds.count("all-gather") == 1
+    assert kinds[-1] == "all-gather"
+    assert {each["unit"] for each in engines["ZeRO-3"] if each["kind"] == "all-gather"} > set(blocks)
 
 
 @pytest.mark.exhaustive
