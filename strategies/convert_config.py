@@ -201,6 +201,10 @@ def _check_fsdp(found: Converted) -> None:
             found.notes.append(f"FSDP2 has no use for {name}={fields.pop(name)!r}: {OBSOLETE_IN_FSDP2[name]}.")
     if fields.get("auto_wrap_policy") != "SIZE_BASED_WRAP":  # the file always names it
         fields.pop("min_num_params", None)
+    for name in {"auto_wrap_policy", "state_dict_type"} & fields.keys():  # as the arguments' types spell them
+        fields[name] = str(fields[name]).lower()
+    if isinstance(classes := fields.get("transformer_cls_names_to_wrap"), str):
+        fields["transformer_cls_names_to_wrap"] = [one.strip() for one in classes.split(",")]
     FullyShardedDataParallelPlugin(**fields)
 
 

@@ -37,9 +37,9 @@ if __name__ == "__main__":
     trainer = Trainer(
         strategy=AccelFSDPStrategy(  # these lines: accelight convert-config accelerate.yaml
             fsdp_version=2,
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-            transformer_cls_names_to_wrap="Block",
-            state_dict_type="SHARDED_STATE_DICT",
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            state_dict_type="sharded_state_dict",
         ),
         accelerator="cpu",
         devices=2,

@@ -1,5 +1,7 @@
 """Before: Lightning's FSDPStrategy, which needs GPUs. ``fsdp_after.py`` is the same script with accelight."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import FSDPStrategy
@@ -26,7 +28,8 @@ class Regression(LightningModule):
         return nn.functional.mse_loss(self.net(inputs).squeeze(1), targets)
 
     def configure_gradient_clipping(self, *arguments: object) -> None:
-        self.trainer.strategy.model.clip_grad_norm_(1.0)  # FSDPStrategy refuses Trainer(gradient_clip_val=1.0)
+        wrapped: Any = self.trainer.strategy.model
+        wrapped.clip_grad_norm_(1.0)  # FSDPStrategy refuses Trainer(gradient_clip_val=1.0)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)

@@ -23,8 +23,9 @@ class Regression(LightningModule):
         self.net = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(16, 1))
 
     def configure_model(self) -> None:
+        assert self.device_mesh is not None
         mesh = self.device_mesh["data_parallel"]
-        for block in self.net[:3]:
+        for block in list(self.net)[:3]:
             fully_shard(block, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 

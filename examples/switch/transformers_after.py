@@ -2,7 +2,8 @@
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 from accelight.strategies import AccelFSDPStrategy
@@ -13,10 +14,10 @@ class LanguageModel(LightningModule):
         super().__init__()
         self.model = model
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.model(input_ids=batch, labels=batch).loss
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=steps)
@@ -39,5 +40,5 @@ if __name__ == "__main__":
         enable_checkpointing=False,
         logger=False,
     )
-    trainer.fit(LanguageModel(LlamaForCausalLM(config)), DataLoader(tokens, batch_size=4, shuffle=True))
+    trainer.fit(LanguageModel(LlamaForCausalLM(config)), DataLoader(TensorDataset(tokens), batch_size=4, shuffle=True))
     strategy.save_safetensors("run/model", strip_prefix="auto")

@@ -19,7 +19,7 @@ if __name__ == "__main__":
         lr_scheduler_type="linear",
         warmup_steps=2,
         max_grad_norm=1.0,
-        fsdp=True,
+        fsdp="full_shard",
         fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",

@@ -20,7 +20,7 @@ from tests.docs.pages import ROOT
 from tests.scripts import Launcher, run_script
 
 FOLDER = ROOT / "examples" / "switch"
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 means of 64 samples, summed in another order in each of six steps
+RTOL, ATOL = 1e-4, 1e-5  # fp32 means of 64 samples, summed in another order in each of six steps
 
 
 class _Block(nn.Module):
@@ -64,7 +64,7 @@ def _weights(name: str, folder: Path, launcher: Launcher = "python") -> dict[str
 def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found[name], value, rtol=RTOL, atol=ATOL, msg=name)
 
 
 @pytest.mark.core("model_parallel_after")

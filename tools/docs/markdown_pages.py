@@ -53,8 +53,8 @@ def _replaced(found: re.Match[str], folder: Path) -> str:
 
 
 def _difference(before: Path, after: Path) -> Iterable[str]:
-    texts = [path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (before, after)]
-    return difflib.unified_diff(*texts, before.name, after.name)
+    old, new = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (before, after))
+    return difflib.unified_diff(old, new, before.name, after.name)
 
 
 def _documented(path: str) -> str:
