@@ -66,6 +66,7 @@ html_copy_source = False  # `markdown_pages` puts the Markdown beside each page 
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "search.js")  # Sphinx opens it from where it was started
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"
 pygments_dark_style = "monokai"

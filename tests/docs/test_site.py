@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -48,6 +49,55 @@ function next() {
 }
 next();
 </script></body>"""
+
+# Asks the search one question after the other and writes down its first results.
+_ASK = """<!doctype html><body><pre id="found"></pre><script>
+const questions = %s;
+const frame = document.createElement("iframe");
+document.body.append(frame);
+async function ask() {
+  for (const question of questions) {
+    await new Promise((loaded) => { frame.onload = loaded; frame.src = "search.html?q=" + encodeURIComponent(question); });
+    const shown = frame.contentDocument;
+    while (!/finished|not match/.test(shown.querySelector(".search-summary")?.textContent ?? ""))
+      await new Promise((later) => setTimeout(later, 5));
+    const links = [...shown.querySelectorAll("#search-results li > a")].slice(0, %d);
+    document.getElementById("found").append(
+      [question, ...links.map((link) => link.getAttribute("href"))].join(" | ") + "\\n");
+  }
+  document.body.id = "done";
+}
+ask();
+</script></body>"""
+
+QUESTIONS = {
+    "clip grad norm FSDP": ("fsdp.html#clipping",),
+    "resume fewer GPUs": ("howto/resume.html",),
+    "merge sharded checkpoint": ("howto/merge-publish.html",),
+    "convert checkpoint to safetensors": ("howto/merge-publish.html", "checkpoint.html"),
+    "how much GPU memory do I need": ("howto/plan-memory.html",),
+    "CUDA out of memory": ("howto/plan-memory.html", "troubleshooting.html"),
+    "training hangs NCCL timeout": ("howto/long-runs.html#find-out-which-process-hangs",),
+    "effective batch size gradient accumulation": ("concepts/accumulation.html",),
+    "bf16 mixed precision": ("concepts/precision.html",),
+    "activation checkpointing to save memory": ("fsdp.html",),
+    "stop training on all ranks when loss is NaN": ("howto/signals.html", "callbacks.html"),
+    "skip step with NaN gradients": ("howto/long-runs.html#skip-bad-steps-find-broken-copies",),
+    "save checkpoints to S3 bucket": ("howto/object-stores.html",),
+    "LoRA with FSDP": ("howto/lora.html",),
+    "SLURM preemption requeue": ("callbacks.html#on-slurm",),
+    "two optimizers GAN manual optimization": ("howto/gan.html",),
+    "validation metrics differ on multiple GPUs": ("howto/exact-evaluation.html",),
+    "EMA of the weights": ("howto/averages-and-teachers.html",),
+    "fine-tune Hugging Face model": ("howto/finetune-hf.html",),
+    "torch.compile with FSDP": ("fsdp.html#compilation",),
+    "train model larger than GPU memory, offload to CPU": ("deepspeed.html", "fsdp.html"),
+    "which strategy should I use": ("choosing.html",),
+    "run in a Jupyter notebook": ("howto/notebook.html",),
+    "tied embeddings weights": ("checkpoint.html#tied-weights",),
+}
+"""What a user of Lightning types, without accelight's words, and the pages that answer it."""
+FIRST = 3
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +183,18 @@ def test_all_pages_fit_a_phone_without_a_word_on_the_console(site: Path, address
     assert [name for name, _, _ in found] == pages
     assert [(name, width) for name, width, _ in found if int(width) > PHONE] == []
     assert [name for name, _, headings in found if int(headings) == 0] == []
+    assert console == []
+
+
+def test_the_search_answers_questions_in_the_words_of_users(site: Path, address: str, tmp_path: Path) -> None:
+    (site / "ask.html").write_text(_ASK % (json.dumps(list(QUESTIONS)), FIRST), encoding="utf-8")
+    try:
+        dom, console = _browse(f"{address}/ask.html", tmp_path, 300_000)
+    finally:
+        (site / "ask.html").unlink()
+    assert 'id="done"' in dom
+    found = dict(line.split(" | ", 1) for line in html.unescape(dom).splitlines() if " | " in line)
+    print(*found.items(), sep="\n")
+    missed = {asked: found.get(asked) for asked, pages in QUESTIONS.items() if not any(page in found.get(asked, "") for page in pages)}
+    assert missed == {}
     assert console == []
