@@ -89,16 +89,22 @@ def start_group(info: ProcessInfo, backend: str, arguments: Mapping[str, Any]) -
             kwargs["store"] = dist.HashStore()  # alone: no port to choose, none to collide on
         else:
             kwargs["init_method"] = _rendezvous(info)
-    with explaining_interfaces():
+    with explaining_rendezvous():
         dist.init_process_group(**kwargs)
 
 
 @contextmanager
-def explaining_interfaces() -> Iterator[None]:
-    """Say what to do where gloo does not find the address under which other nodes are to reach this one."""
+def explaining_rendezvous() -> Iterator[None]:
+    """Say what to do where a port is in use, or gloo does not find the address at which other nodes reach this one."""
     try:
         yield
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise RuntimeError(
+                f"MASTER_PORT={os.environ.get('MASTER_PORT')} is in use on this machine: another run listens there, "
+                "or an earlier one has left the variable behind. Unset MASTER_PORT (in a notebook, restart the "
+                f"kernel), or choose a free port: torchrun --master-port PORT. torch says: {error}"
+            ) from error
         if "gloo" not in str(error) or "Unable to" not in str(error):
             raise
         raise RuntimeError(

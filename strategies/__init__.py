@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from .fsdp import AccelFSDPStrategy, FullyShardedDataParallelPlugin
     from .loading import load_from_checkpoint, newest_checkpoint, unwrap_model
+    from .notebook import notebook_launcher
     from .parallelism.config import ParallelismConfig
     from .ray_train import RayAccelDeepSpeedStrategy as RayAccelDeepSpeedStrategy
     from .ray_train import RayAccelFSDPStrategy as RayAccelFSDPStrategy
@@ -41,6 +42,7 @@ __all__ = [
     "get_active_deepspeed_plugin",
     "load_from_checkpoint",
     "newest_checkpoint",
+    "notebook_launcher",
     "reported_checkpoint",
     "unwrap_model",
 ]  # Ray's strategies are here, too, but `import *` must work without Ray, of whose classes they are made
@@ -61,6 +63,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
     "newest_checkpoint": ".loading",
+    "notebook_launcher": ".notebook",
     "RayAccelDeepSpeedStrategy": ".ray_train",
     "RayAccelFSDPStrategy": ".ray_train",
     "reported_checkpoint": ".ray_train",

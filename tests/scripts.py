@@ -39,6 +39,14 @@ class ScriptResult:
         return [line.strip() for line in self.output.splitlines() if line.strip()]
 
 
+def environment_without_launchers() -> dict[str, str]:
+    """Return the environment of a process that no launcher has started."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    # Without a buffer, print() writes a line and its end apart, and lines of two processes run together.
+    environment.pop("PYTHONUNBUFFERED", None)
+    return {**environment, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}
+
+
 def launch_command(launcher: Launcher, nproc: int, node_rank: int, port: int) -> list[str]:
     """Return the command line that goes before the script's name."""
     if launcher == "python":
@@ -103,10 +111,7 @@ def _run(
     folder: Path,
     while_running: Callable[[], None],
 ) -> ScriptResult:
-    surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    # Without a buffer, print() writes a line and its end apart, and lines of two processes run together.
-    surroundings.pop("PYTHONUNBUFFERED", None)
-    surroundings.update(PYTHONFAULTHANDLER="1", OMP_NUM_THREADS="1", **env)
+    surroundings = {**environment_without_launchers(), **env}
     output_path = folder / "output"
     with output_path.open("ab") as output:  # appending: two processes writing at once must not overwrite each other
         processes = [

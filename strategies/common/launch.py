@@ -23,11 +23,46 @@ from ..upstream.lightning import Trainer, _SubprocessScriptLauncher, rank_zero_i
 class SubprocessScriptLauncher(_SubprocessScriptLauncher):
     """Sets ``LOCAL_WORLD_SIZE`` as torchrun does, so that `PartialState` knows its rank before the group exists."""
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        # Lightning asks in notebooks and interactive shells alone, and recommends DDP there.
+        if self._alone:
+            return True
+        total = self.num_processes * self.num_nodes
+        raise RuntimeError(
+            f"A Trainer with {total} processes starts the others by running the script again, and a notebook (or an "
+            "interactive shell) has no script. Use devices=1, put model, Trainer and fit into a function and call "
+            f"accelight.strategies.notebook_launcher(function, num_processes={self.num_processes}), or run a script."
+        )
+
+    @property
+    def _alone(self) -> bool:
+        return self.num_processes * self.num_nodes == 1
+
     @override
     def _call_children_scripts(self) -> None:
-        if self.num_processes * self.num_nodes > 1:  # a process that is alone leaves nothing behind for later ones
+        # A process that is alone sets no variables: with LOCAL_RANK, a later Trainer of a notebook would believe that a
+        # launcher has started it and all others.
+        if not self._alone:
             os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
-        super()._call_children_scripts()
+            super()._call_children_scripts()
+
+
+def check_devices(num_devices: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that each process that torchrun has started on this machine has a device, with one result for all.
+
+    More devices than processes are right: ``devices="auto"`` counts all GPUs.
+
+    Raises:
+        ValueError: If processes have no device.
+    """
+    size = environment.get("LOCAL_WORLD_SIZE", "")
+    if "RANK" in environment and size.isdigit() and int(size) > num_devices:
+        raise ValueError(
+            f"Trainer(devices={num_devices}), but the launcher has started {size} processes on this machine "
+            f"(LOCAL_WORLD_SIZE={size}). Use devices={size}, or start {num_devices}."
+        )
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..upstream.patches import Patches
 from .broadcast import BufferSync
 from .dataloader_state import LoaderPlaces, set_epoch, with_shared_order
 from .items import ItemAverage
-from .launch import ACCUMULATION, SubprocessScriptLauncher, warn_if_overruled
+from .launch import ACCUMULATION, SubprocessScriptLauncher, check_devices, warn_if_overruled
 from .modules import check_callbacks
 from .sections import TimingCallback, Timings, describe_failure, is_out_of_memory
 from .signals import Termination, mark_terminated
@@ -74,7 +74,11 @@ class LoopFollowing(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment is None:
+            return
+        if self.cluster_environment.creates_processes_externally:
+            check_devices(self.num_processes)
+        else:
             num_nodes = getattr(self, "num_nodes", 1)
             self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, num_nodes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from ...checkpoint.manifest import Adapter
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, GradientState, PartialState
-from ...state.process_group import explaining_interfaces
+from ...state.process_group import explaining_rendezvous
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
@@ -542,7 +543,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         choose_accelerator(device)
         self._while_fitting.close()  # of a run that was not torn down
         self._while_fitting.enter_context(allow_scalars())
-        with explaining_interfaces():
+        with explaining_rendezvous():
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._termination.begin_run()
         self._held_weights.begin()
@@ -566,7 +567,11 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             _validate_device_index_selection(self.parallel_devices or [])
         super(DeepSpeedStrategy, self).setup_distributed()
         if self.cluster_environment is not None:
+            before = set(os.environ)
             self._set_node_environment_variables()
+            if self.world_size == 1:  # RANK and LOCAL_RANK would tell a later Trainer that a launcher has started it
+                for name in set(os.environ) - before:
+                    self._while_fitting.callback(os.environ.pop, name, None)
         forget_lost_groups()
         if self.root_device.type == "cpu":
             check_build_locks("deepspeed_shm_comm")

@@ -37,7 +37,7 @@ from typing_extensions import override
 from ...checkpoint.files import MergeReport
 from ...checkpoint.manifest import Adapter
 from ...state import AcceleratorState, DistributedType, GradientAccumulationPlugin, PartialState
-from ...state.process_group import explaining_interfaces
+from ...state.process_group import explaining_rendezvous
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
@@ -636,7 +636,7 @@ class AccelFSDPStrategy(TrainerHooks):
     def setup_environment(self) -> None:
         self._refuse_before_setup()
         tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
-        with explaining_interfaces():
+        with explaining_rendezvous():
             super().setup_environment()
         self._termination.begin_run()
         self._held_weights.begin()

@@ -10,8 +10,8 @@ import pytest
 from tests.docs.pages import PAGES, blocks, num_processes, page_name, run_page
 from tests.ranks import run_on_ranks
 
-_SLOW = {"README.md", "callbacks.md", "finetune-hf.md", "lora.md", "merge-publish.md", "tour.md"}
-"""They import transformers, or wait for merges in the background: for `make test-all`."""
+_SLOW = {"README.md", "callbacks.md", "finetune-hf.md", "lora.md", "merge-publish.md", "notebook.md", "tour.md"}
+"""They import transformers, or wait for merges in the background, or are run by other tests: for `make test-all`."""
 WITH_PYTHON = [
     pytest.param(page, marks=pytest.mark.exhaustive if page.name in _SLOW else (), id=page_name(page))
     for page in PAGES

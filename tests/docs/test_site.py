@@ -103,7 +103,7 @@ async function ask() {
       await new Promise((later) => setTimeout(later, 5));
     const links = [...shown.querySelectorAll("#search-results li > a")].slice(0, %d);
     document.getElementById("found").append(
-      [question, ...links.map((link) => link.getAttribute("href"))].join(" | ") + "\\n");
+      ["\\n" + question, ...links.map((link) => link.getAttribute("href"))].join(" | "));
   }
   document.body.id = "done";
 }

@@ -165,9 +165,11 @@ def test_every_example_is_in_the_index_and_in_a_test() -> None:
     page = (DOCS / "examples.md").read_text(encoding="utf-8")
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     folder = ROOT / "examples"
-    examples = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    examples = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*.*") if path.suffix in (".py", ".ipynb")
+    )
     switching = [name for name in examples if name.startswith("switch/")]
-    assert sorted(re.findall(r"^\| \[`([\w/]+\.py)`\]", page, re.MULTILINE) + switching) == examples
+    assert sorted(re.findall(r"^\| \[`([\w/]+\.(?:py|ipynb))`\]", page, re.MULTILINE) + switching) == examples
     pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     for name in examples:
         assert f"](../examples/{name})" in pages

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from accelight.state import InitProcessGroupKwargs, PartialState
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from accelight.strategies.common.grads import norm_of_parts, scale_gradients
-from accelight.strategies.common.launch import check_offload_backends
+from accelight.strategies.common.launch import SubprocessScriptLauncher, check_offload_backends
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
@@ -71,3 +72,35 @@ def _find_no_address(kind: str) -> None:
 def test_a_node_without_an_address_is_told_of_the_variable(kind: str) -> None:
     with pytest.raises(AssertionError, match=r"GLOO_SOCKET_IFNAME='nowhere0'.*set GLOO_SOCKET_IFNAME to the interface"):
         run_on_ranks(1, _find_no_address, kind, init_group=False)
+
+
+_OF_LAUNCHERS = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+def _variables_after_fits(kind: str) -> list[str]:
+    loader = rank_loader(1)
+    for name in _OF_LAUNCHERS:
+        os.environ.pop(name, None)
+
+    def trainer(devices: int) -> Trainer:
+        strategy: Any = AccelFSDPStrategy(fsdp_version=2) if kind == "fsdp" else AccelDeepSpeedStrategy(zero_stage=2)
+        return quiet_trainer(strategy, devices, max_steps=1)
+
+    for _ in range(2):
+        trainer(1).fit(TinyModule(Case(), Outcome()), loader)
+    assert isinstance(trainer(2).strategy.launcher, SubprocessScriptLauncher)
+    return [name for name in _OF_LAUNCHERS if name in os.environ]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+def test_a_fit_on_one_process_does_not_look_like_a_launcher(kind: str) -> None:
+    """A later Trainer with two devices found LOCAL_RANK, started no process, and waited for the other."""
+    assert run_on_ranks(1, _variables_after_fits, kind, init_group=False) == [[]]
