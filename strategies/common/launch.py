@@ -29,11 +29,14 @@ class SubprocessScriptLauncher(_SubprocessScriptLauncher):
         # Lightning asks in notebooks and interactive shells alone, and recommends DDP there.
         if self._alone:
             return True
-        total = self.num_processes * self.num_nodes
+        advice = (
+            "Use devices=1, put model, Trainer and fit into a function and call accelight.strategies.notebook_launcher("
+            f"function, num_processes={self.num_processes}), or run a script."
+        )
         raise RuntimeError(
-            f"A Trainer with {total} processes starts the others by running the script again, and a notebook (or an "
-            "interactive shell) has no script. Use devices=1, put model, Trainer and fit into a function and call "
-            f"accelight.strategies.notebook_launcher(function, num_processes={self.num_processes}), or run a script."
+            f"A Trainer with {self.num_processes * self.num_nodes} processes starts the others by running the script "
+            "again, and a notebook (or an interactive shell) has no script. "
+            + (advice if self.num_nodes == 1 else f"Run a script on each of the {self.num_nodes} machines.")
         )
 
     @property
