@@ -21,7 +21,7 @@ from accelight.state import PartialState
 from accelight.strategies import notebook_launcher
 from accelight.strategies.common.launch import SubprocessScriptLauncher, check_devices
 from tests.ranks import run_on_ranks
-from tests.scripts import environment_without_launchers
+from tests.scripts import environment_without_launchers, run_script
 from tests.slowness import slowness
 
 ROOT = Path(__file__).parents[2]
@@ -228,3 +228,38 @@ def test_a_process_without_a_device_is_refused_on_all(size: str, num_devices: in
 def test_more_devices_than_processes_are_right() -> None:
     check_devices(8, {"RANK": "0", "LOCAL_WORLD_SIZE": "4"})
     check_devices(1, {"LOCAL_WORLD_SIZE": "4"})  # Lightning's own launcher leaves it behind
+
+
+_EACH = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.nn.parallel import DistributedDataParallel
+from accelight.state import PartialState
+from accelight.strategies import notebook_launcher
+
+def train(strategy):
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=4, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    PartialState().print(strategy, trainer.world_size, trainer.global_step, flush=True)
+
+def loop():
+    state = PartialState(cpu=True)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(state.process_index))).sum().backward()
+    state.print("loop", state.num_processes, model.module.weight.grad.tolist(), flush=True)
+
+for strategy in ("ddp", "accel_fsdp1", "accel_deepspeed_stage_2"):
+    notebook_launcher(train, (strategy,), num_processes=2)
+notebook_launcher(loop, num_processes=2)
+"""
+
+
+@pytest.mark.exhaustive
+def test_forks_train_with_every_strategy_and_with_a_loop_of_ones_own() -> None:
+    lines = run_script(_EACH, timeout_s=200).lines
+    for expected in ("ddp 2 4", "accel_fsdp1 2 4", "accel_deepspeed_stage_2 2 4", "loop 2 [[0.5, 0.5]]"):
+        assert lines.count(expected) == 1, lines
