@@ -655,30 +655,41 @@ class _Exchange:
 
     def report_lost(self) -> None:
         """Log which processes have ended, after a collective has failed; waits for two messages of the others."""
-        self._ends.set()
-        self._thread.join(timeout=5)
-        # A thread of its own: Lightning's handler of SIGTERM, which torchrun sends next, fails in a collective.
-        reports = threading.Thread(target=self._report_lost, name="accelight-watchdog-lost")
-        reports.start()
-        reports.join()
+        # Lightning's handler of SIGTERM, which torchrun sends next, fails in a collective, and ends the process.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._ends.set()
+            self._thread.join(timeout=5)
+            # A thread of its own: where another thread takes the signal, the handler still runs in this one.
+            reports = threading.Thread(target=self._report_lost, name="accelight-watchdog-lost")
+            reports.start()
+            reports.join()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _report_lost(self) -> None:
-        deadline = time.monotonic() + 2 * self._options.every_s + 1
-        with suppress(RuntimeError):  # the store is gone, too
-            self._read(range(self._num_ranks))
-            before = {rank: one.number for rank, one in self._heard.items() if rank != self._rank}
-            lost: list[int] = []
-            while before and not lost:
-                lost = [rank for rank in before if self._has_ended(rank)] or (
-                    list(before) if time.monotonic() > deadline else []
-                )
-                time.sleep(0.05)
-                self._send()
-                self._read(range(self._num_ranks))
-                before = {rank: number for rank, number in before.items() if self._heard[rank].number == number}
-            if lost and all(rank in lost for rank in range(self._rank)):
+        try:
+            if lost := self._find_lost():
                 causes = [f"process {rank} {self._describe_silence(rank, lost)}" for rank in lost]
                 _log.error("Watchdog: a collective has failed: %s.", "; ".join(causes))
+        except RuntimeError as error:
+            _log.error("Watchdog: a collective has failed, and the process group's store does not answer: %s", error)
+
+    def _find_lost(self) -> list[int]:
+        """Return the processes that have ended, on the one of lowest rank that is left."""
+        deadline = time.monotonic() + 2 * self._options.every_s + 1
+        self._read(range(self._num_ranks))
+        before = {rank: one.number for rank, one in self._heard.items() if rank != self._rank}
+        lost: list[int] = []
+        while before and not lost:
+            lost = [rank for rank in before if self._has_ended(rank)] or (
+                list(before) if time.monotonic() > deadline else []
+            )
+            time.sleep(0.05)
+            self._send()
+            self._read(range(self._num_ranks))
+            before = {rank: number for rank, number in before.items() if self._heard[rank].number == number}
+        return lost if all(rank in lost for rank in range(self._rank)) else []
 
     def _has_ended(self, rank: int) -> bool:
         one = self._heard[rank].content

@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_another_number_of_processes(engine: str, before: int
 TENSOR_PARALLEL = [("tp2", 4, "fsdp2", 1), ("fsdp2", 2, "tp2", 4), ("tp2", 4, "tp2", 2), ("tp2", 4, "fsdp2", 4)]
 
 
-@pytest.mark.core("tp2-4-fsdp2-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("engine", "before", "other", "after"), TENSOR_PARALLEL)
 def test_a_run_goes_on_with_other_sizes_of_its_groups(
     engine: str, before: int, other: str, after: int, tmp_path: Path

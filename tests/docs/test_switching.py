@@ -67,7 +67,7 @@ def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
         torch.testing.assert_close(found[name], value, rtol=RTOL, atol=ATOL, msg=name)
 
 
-@pytest.mark.core("model_parallel_after")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -49,6 +49,13 @@ def test_a_hook_that_does_not_end_is_named(strategy: str, tmp_path: Path) -> Non
     assert "exitcode  : 75" in done.output
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_although_sigterm_comes_meanwhile(victim: int, tmp_path: Path) -> None:
+    done = run_script(SCRIPT, "ddp", "term", f"{victim}", str(tmp_path), launcher="torchrun", check=False)
+    assert done.returncodes != [0]
+    assert re.search(SAYS["kill"].replace("{0}", f"{victim}"), done.output), done.output
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
     with two_hosts(tmp_path) as made:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -49,7 +50,7 @@ class Module(LightningModule):
             pass
 
     def fail(self) -> None:
-        if arguments.fault in ("stop", "kill"):
+        if arguments.fault in ("stop", "kill", "term"):
             os.kill(os.getpid(), signal.SIGSTOP if arguments.fault == "stop" else signal.SIGKILL)
         while arguments.fault == "loop":
             pass
@@ -60,9 +61,17 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class Terminated(Callback):
+    """Gets SIGTERM while `Watchdog` finds out who has ended: as from torchrun, but at a known moment."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if arguments.fault == "term":
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
 parser = argparse.ArgumentParser()
 parser.add_argument("strategy")
-parser.add_argument("fault", choices=("none", "stop", "kill", "loop", "branch", "worker", "cut", "hook"))
+parser.add_argument("fault", choices=("none", "stop", "kill", "term", "loop", "branch", "worker", "cut", "hook"))
 parser.add_argument("victim", type=int)
 parser.add_argument("folder")
 parser.add_argument("--on-hang", default="abort")
@@ -87,7 +96,7 @@ trainer = Trainer(
     strategy=strategy,
     use_distributed_sampler=False,
     max_steps=arguments.steps,
-    callbacks=[watchdog],
+    callbacks=[Terminated(), watchdog],
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,

@@ -257,6 +257,7 @@ def tune_and_merge_into_base(folder: str) -> None:
     quiet_trainer(strategy, 2, max_epochs=1, callbacks=[merging]).fit(Tuning("lora"), data())
 
 
+@pytest.mark.exhaustive
 def test_the_merge_callback_merges_adapters(tmp_path: Path) -> None:
     run_on_ranks(2, tune_and_merge_into_base, str(tmp_path), timeout_s=120, init_group=False)
     loaded = load(tmp_path / "merged")

@@ -73,7 +73,7 @@ def test_the_package_is_followed(first: str, strategy: str, trainer: str, variab
     assert result.lines.count(f"4 steps with {trainer.split('.')[0]}") == 2
 
 
-@pytest.mark.core("callbacks")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["fsdp", "accel_fsdp2", "callbacks"])
 def test_the_wrong_trainer_says_how_to_switch(strategy: str, tmp_path: Path) -> None:
     result = run_script(SCRIPT, "lightning.pytorch", strategy, "pytorch_lightning", str(tmp_path), check=False)

@@ -78,7 +78,7 @@ def test_extra_states_are_restored(stage: int, how: str, saved: Path) -> None:
     assert run_on_ranks(2, _load, stage, f"{saved}/{stage}", how) == [CHANGED] * 2
 
 
-@pytest.mark.core("3]")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 3])
 def test_extra_states_are_restored_on_another_number_of_processes(stage: int, saved: Path) -> None:
     """It was lost without a word."""

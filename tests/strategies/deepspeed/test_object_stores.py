@@ -141,6 +141,7 @@ def test_a_download_is_resumed(store: Store, expected: dict[str, Tensor], tmp_pa
     assert_close(_on(2, epochs=2, resume_from=f"{URL}/up.ckpt")[0], expected)
 
 
+@pytest.mark.exhaustive
 def test_strategies_replace_each_other(store: Store, expected: dict[str, Tensor]) -> None:
     """Also what killed saves have left is removed, and what others keep there stays."""
     url, files, left = f"{URL}/saved.ckpt", store.files(), "0" * 32

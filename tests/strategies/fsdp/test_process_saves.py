@@ -283,6 +283,7 @@ def _no_part(**_: object) -> None:
     raise ValueError("no part")
 
 
+@pytest.mark.exhaustive
 def test_what_fails_before_a_save_returns_is_raised_there_on_all_ranks(tmp_path: Path) -> None:
     ours, theirs = run_on_ranks(2, _fail_early, str(tmp_path))
     assert ours == theirs
