@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Tests wait for processes that start and end: three workers for two cores, at most four.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(max(2, min(4, (os.cpu_count() or 1) * 3 // 2)))')
+# Tests wait for processes that start and end: two workers for each core, at most four.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) * 2))')
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .PHONY: help setup demo docs test test-all test-gpu test-machines test-slurm test-orders check lint mypy format bench clean
