@@ -609,6 +609,9 @@ class _Exchange:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
+        for child in multiprocessing.active_children():
+            if child.daemon:  # as at an ordinary exit; a loader's worker that hangs does not notice that we are gone
+                child.kill()
         os._exit(EXIT_STATUS)  # the thread that trains cannot be interrupted
 
     def _write_stacks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ SAYS = {
 }
 
 
+def _processes_of(folder: Path) -> list[str]:
+    """Return the commands that have the folder among their arguments and still run."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            commands.append(path.read_text(errors="replace").replace("\0", " "))
+    return [command for command in commands if str(folder) in command]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fault", list(SAYS))
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3", "ddp"])
@@ -39,6 +49,7 @@ def test_a_fault_is_named_and_ends_the_run(strategy: str, fault: str, victim: in
         assert f"process {victim} hangs" in done.output
         assert "exitcode  : 75" in done.output
         assert list(tmp_path.glob(f"rank{1 - victim}-step*.txt"))
+        assert _processes_of(tmp_path) == []  # no worker of a loader is left
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero2", "zero3", "ddp"])
