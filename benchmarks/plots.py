@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def draw(name: str, folder: Path) -> Path:
     from matplotlib import pyplot
 
     kept = results.kept(name)
-    figure = _draw_timeline(kept) if name == "timeline" else _draw_panels(PLOTS[name](kept))
+    figure = _FIGURES[name](kept)
     versions = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
     machine = kept["machine"]
     where = f"{machine['processor']}, {machine['cores']} cores, {kept['date']}"
@@ -99,9 +100,10 @@ def draw(name: str, folder: Path) -> Path:
     return path
 
 
-def _draw_panels(panels: Mapping[str, Bars]) -> Any:
+def _draw_panels(panels_of: Callable[[Mapping[str, Any]], dict[str, Bars]], kept: Mapping[str, Any]) -> Any:
     from matplotlib import pyplot
 
+    panels = panels_of(kept)
     heights = [0.6 + 0.28 * len(bars) for bars in panels.values()]
     figure, axes = pyplot.subplots(
         len(panels), figsize=(8, sum(heights) + 0.5), height_ratios=heights, squeeze=False, layout="constrained"
@@ -169,14 +171,20 @@ def _draw_timeline(kept: Mapping[str, Any]) -> Any:
     return figure
 
 
+_FIGURES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    **{name: partial(_draw_panels, panels_of) for name, panels_of in PLOTS.items()},
+    "timeline": _draw_timeline,
+}
+"""What `draw` knows."""
+
+
 def main() -> None:
     """Run the command."""
-    known = [*PLOTS, "timeline"]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; default all that are kept")
-    names = parser.parse_args().names or [name for name in known if results.is_kept(name)]
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(known)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(_FIGURES)}; default all that are kept")
+    names = parser.parse_args().names or [name for name in _FIGURES if results.is_kept(name)]
+    if unknown := [name for name in names if name not in _FIGURES]:
+        parser.error(f"there is no plot of {', '.join(unknown)}; there are {', '.join(_FIGURES)}")
     for name in names:
         print(draw(name, _FOLDER))
 

@@ -72,8 +72,8 @@ def run() -> None:
             turn(sides, engine)
             events = engines[engine] = json.loads(Path(folder, engine).read_text(encoding="utf-8"))
             number = {kind: sum(each["kind"] == kind for each in events) for kind in sorted(_COLLECTIVES.values())}
-            told = ", ".join(f"{count} {kind}" for kind, count in number.items() if count)
-            print(f"{engine:7} {max(each['end_ms'] for each in events):6.1f} ms: {told}")
+            counted = ", ".join(f"{count} {kind}" for kind, count in number.items() if count)
+            print(f"{engine:7} {max(each['end_ms'] for each in events):6.1f} ms: {counted}")
     sizes = {"processes": WORLD_SIZE, "micro_batches": ACCUMULATE, "elements": _elements()}
     results.keep("timeline", {**sizes, "engines": engines})
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from .common.config import as_names
 from .deepspeed.plugin import VARIABLES as DEEPSPEED_VARIABLES
 from .deepspeed.plugin import DeepSpeedPlugin
 from .fsdp.plugin import OBSOLETE_IN_FSDP2, FullyShardedDataParallelPlugin
@@ -203,8 +204,8 @@ def _check_fsdp(found: Converted) -> None:
         fields.pop("min_num_params", None)
     for name in {"auto_wrap_policy", "state_dict_type"} & fields.keys():  # as the arguments' types spell them
         fields[name] = str(fields[name]).lower()
-    if isinstance(classes := fields.get("transformer_cls_names_to_wrap"), str):
-        fields["transformer_cls_names_to_wrap"] = [one.strip() for one in classes.split(",")]
+    if (classes := fields.get(name := "transformer_cls_names_to_wrap")) is not None:
+        fields[name] = as_names(name, classes)
     FullyShardedDataParallelPlugin(**fields)
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from tests.ranks import free_port
-from tests.scripts import _LAUNCHER_VARIABLES, wait_for
+from tests.scripts import LAUNCHER_VARIABLES, wait_for
 from tests.slowness import slowness
 
 _RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -34,7 +34,7 @@ class Agents:
     def __init__(self, folder: Path, script: list[str], nnodes: str, env: dict[str, str]) -> None:
         self.folder, self.script, self.nnodes = folder, script, nnodes
         self.port = free_port()
-        surroundings = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+        surroundings = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         # torch 2.13: else an agent that comes later waits in vain for an address, and those that are there end with it.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.env = {**surroundings, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **own_store, **env}

@@ -19,11 +19,11 @@ from tests.slowness import slowness
 
 Launcher = Literal["python", "torchrun", "two_nodes", "by_hand"]
 
-# Set by a launcher that runs the tests themselves (or left by one): a started script must not inherit them.
-_LAUNCHER_VARIABLES = {
+LAUNCHER_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 }
+"""Set by a launcher that runs the tests themselves (or left by one): a started script must not inherit them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ScriptResult:
 
 def environment_without_launchers() -> dict[str, str]:
     """Return the environment of a process that no launcher has started."""
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     # Without a buffer, print() writes a line and its end apart, and lines of two processes run together.
     environment.pop("PYTHONUNBUFFERED", None)
     return {**environment, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"}

@@ -569,7 +569,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.cluster_environment is not None:
             before = set(os.environ)
             self._set_node_environment_variables()
-            if self.world_size == 1:  # RANK and LOCAL_RANK would tell a later Trainer that a launcher has started it
+            if self.world_size == 1:  # with RANK, a later Trainer believes that a launcher has started it
                 for name in set(os.environ) - before:
                     self._while_fitting.callback(os.environ.pop, name, None)
         forget_lost_groups()

@@ -162,7 +162,7 @@ def _unit_table(plan: MemoryPlan) -> list[str]:
 # The picture: the units, and the memory at the peak of each plan by part.
 
 
-_COLORS = {  # told apart also by those who do not see all colours (Okabe and Ito)
+_COLORS = {  # that readers with colour blindness distinguish, too (Okabe and Ito)
     "parameters": "#0072b2",
     "gathered": "#56b4e9",
     "gradients": "#e69f00",

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from accelight.checkpoint import load_state_dict
 from accelight.strategies.convert_config import convert, read_config
+from examples.switch.fsdp_after import Block
 from tests.docs.pages import ROOT
 from tests.scripts import Launcher, run_script
 
@@ -23,20 +24,11 @@ FOLDER = ROOT / "examples" / "switch"
 RTOL, ATOL = 1e-4, 1e-5  # fp32 means of 64 samples, summed in another order in each of six steps
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 def _of_one_process() -> dict[str, torch.Tensor]:
     """Return the weights of a plain loop, in which each step has all 64 samples."""
     set_seed(0)
     inputs = torch.randn(64, 16)
-    model = nn.Sequential(*[_Block() for _ in range(3)], nn.Linear(16, 1))
+    model = nn.Sequential(*[Block() for _ in range(3)], nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(6):
         optimizer.zero_grad()
