@@ -177,3 +177,11 @@ def test_the_yaml_of_the_strategy_is_read_by_lightnings_cli(tmp_path: Path) -> N
     )
     told = run_script(script, "--config", "config.yaml", "--trainer.accelerator", "cpu", cwd=tmp_path)
     assert told.lines[-1] == "2 ['Block'] torch.bfloat16"
+
+
+def test_the_map_for_contributors_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|txt))`", text))
+    folders = [ROOT, ROOT / "strategies", ROOT / "tests"]
+    assert named
+    assert not {name for name in named if not any((folder / name).exists() for folder in folders)}
