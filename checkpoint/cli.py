@@ -75,6 +75,8 @@ def _raising_on_sigterm() -> Iterator[None]:
 
 
 def _fail(error: object, status: int) -> int:
+    if isinstance(error, OSError) and error.strerror and error.filename and not error.filename2:
+        error = f"{os.fspath(error.filename)}: {error.strerror}."
     text = printable_message(" ".join(str(error).split())) or type(error).__name__
     print(f"accelight: error: {text}", file=sys.stderr)
     return status

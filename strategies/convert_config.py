@@ -94,9 +94,11 @@ def read_config(path: Path) -> dict[str, Any]:
         FileNotFoundError: If it is not there.
         ValueError: If it is no config file.
     """
+    if path == DEFAULT_PATH.expanduser() and not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: name a config file, or let accelerate config write this one.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is neither YAML nor JSON: {error}") from error
     if not isinstance(content, dict) or not content.keys() & {"distributed_type", "compute_environment"}:
         raise ValueError(f"{path} is no config file of Accelerate's: it has no distributed_type.")

@@ -28,7 +28,7 @@ def test_a_merge_that_the_system_stops(tmp_path: Path, options: list[str]) -> No
     command = [sys.executable, "-c", _LIMITED, "merge-weights", str(folder), str(output), *options]
     result = subprocess.run(command, check=False, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
-    assert "error: [Errno 27] File too large" in result.stderr
+    assert "File too large" in result.stderr
     assert str(output) in result.stderr
     assert not output.exists()
 

@@ -181,5 +181,16 @@ def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     other.write_text("a: 1")
     assert main(["convert-config", str(other)]) != 0
     assert "is no config file of Accelerate's" in capsys.readouterr().err
+    other.write_bytes(b"\xd3\x00")
+    assert main(["convert-config", str(other)]) != 0
+    assert "is neither YAML nor JSON" in capsys.readouterr().err
     assert main(["convert-config", str(tmp_path / "none.yaml")]) != 0
-    assert "none.yaml" in capsys.readouterr().err
+    assert "none.yaml: No such file or directory." in capsys.readouterr().err
+
+
+def test_without_a_path_and_without_accelerates_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["convert-config"]) != 0
+    assert "default_config.yaml does not exist: name a config file" in capsys.readouterr().err
