@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -76,7 +77,7 @@ def pytest_unconfigure() -> None:
 
 @cache
 def _uses_deepspeed(file: Path) -> bool:
-    return "deepspeed" in file.read_text(encoding="utf-8").lower()
+    return re.search("deepspeed|zero[0-3]", file.read_text(encoding="utf-8"), re.IGNORECASE) is not None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -138,38 +138,38 @@ def ninja_on_path() -> Iterator[None]:
 
 
 _LONGEST_BUILD_S = 600.0
+_LOOK_S = 0.2
 
 
 def check_build_locks(*ops: str) -> None:
-    """Check that nobody left the locks of these ops behind, before DeepSpeed compiles or loads them.
+    """Wait until nobody's locks of these ops are left behind, before DeepSpeed compiles or loads them.
 
-    A lock that a process on this machine holds open belongs to a running build. Any other may belong to another machine
-    with the same home folder: while it is recent, that is a warning.
+    A lock that a process on this machine holds open belongs to a running build, which torch waits for. Any other may
+    belong to another machine with the same home folder: this waits for it, with a warning, as long as a build may take.
 
     Args:
         *ops: DeepSpeed's names of the ops, as ``cpu_adam``.
 
     Raises:
-        RuntimeError: If a lock is too old for a build; nothing is deleted.
+        RuntimeError: If a lock is, or becomes, too old for a build; nothing is deleted.
 
     Source: torch 2.13 ``utils/file_baton.py``: the holder keeps the file open, and removes it in the end.
     """
     for op in set(ops) - _loaded():
-        lock = _lock_of(op)
-        age = _age_s(lock)
-        if age is None or is_open(lock) or not lock.exists():  # it may have ended meanwhile
-            continue
-        advice = f"If no other machine builds it, a killed process left it: rm '{lock}', and start again."
-        if age > _LONGEST_BUILD_S:
-            raise RuntimeError(
-                f"DeepSpeed's op {op} is locked by {lock}, {age / 60:.0f} minutes old, which no process on this "
-                f"machine has open; torch would wait for it forever. {advice}"
-            )
-        warnings.warn(
-            f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open; torch waits until "
-            f"it is removed. {advice}",
-            stacklevel=2,
-        )
+        lock, is_warned = _lock_of(op), False
+        while (age := _age_s(lock)) is not None and not is_open(lock) and lock.exists():  # it may have ended meanwhile
+            found = f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open"
+            advice = f"If no other machine builds it, a killed process left it: rm '{lock}'"
+            if age > _LONGEST_BUILD_S:
+                raise RuntimeError(
+                    f"{found}, and which is {age / 60:.0f} minutes old: torch would wait for it forever. {advice}, and "
+                    "start again."
+                )
+            if not is_warned:
+                left_s = _LONGEST_BUILD_S - age
+                warnings.warn(f"{found}: waiting for at most {left_s:.0f} s. {advice}.", stacklevel=2)
+                is_warned = True
+            time.sleep(_LOOK_S)
 
 
 def ops_of_optimizer(settings: DeepSpeedSettings) -> Iterator[str]:

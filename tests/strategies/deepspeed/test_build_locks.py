@@ -30,12 +30,36 @@ def leave_lock(root: Path, op: str, age_s: float) -> Path:
 
 def test_an_abandoned_lock_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    old, young = leave_lock(tmp_path, "cpu_adam", OLD_S), leave_lock(tmp_path, "fused_adam", 1)
+    old = leave_lock(tmp_path, "cpu_adam", OLD_S)
     with pytest.raises(RuntimeError, match=rf"cpu_adam is locked .* 60 minutes old.* rm '{re.escape(str(old))}'"):
         check_build_locks("cpu_adam")
-    with pytest.warns(UserWarning, match=re.escape(str(young))):
-        check_build_locks("fused_adam")
     assert old.is_file()
+
+
+def test_a_young_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    young, removed = leave_lock(tmp_path, "fused_adam", 1), []
+
+    def remove_at_warning(message: Warning | str, *_: object, **__: object) -> None:
+        assert f"rm '{young}'" in str(message)
+        young.unlink()
+        removed.append(message)
+
+    monkeypatch.setattr(warnings, "warn", remove_at_warning)
+    check_build_locks("fused_adam")
+    assert len(removed) == 1
+
+
+def test_a_young_lock_that_nobody_removes_is_an_error_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    young = leave_lock(tmp_path, "fused_adam", 600 - 2)
+    with (
+        pytest.warns(UserWarning, match=r"waiting for at most [012] s\."),
+        pytest.raises(RuntimeError, match="which is 10 minutes old"),
+    ):
+        check_build_locks("fused_adam")
     assert young.is_file()
 
 
