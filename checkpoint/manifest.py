@@ -290,23 +290,11 @@ class FileDigest:
         Raises:
             CheckpointError: If it is another one.
         """
-        self._check(path, len(content), zlib.crc32(content))
-
-    def _check(self, path: object, num_bytes: int, crc32: int) -> None:
-        self.check_size(path, num_bytes)
-        if self.crc32 is not None and crc32 != self.crc32:
+        self.check_size(path, len(content))
+        if self.crc32 is not None and (crc32 := zlib.crc32(content)) != self.crc32:
             raise CheckpointError(
                 f"{path} is damaged: its CRC-32 is {crc32:08x}, but accelight.json says {self.crc32:08x}. {HINT}"
             )
-
-    def check_stream(self, path: Path, stream: BinaryIO) -> None:
-        """Check the content of an open file, and go back to its beginning.
-
-        Raises:
-            CheckpointError: If it is another one.
-        """
-        found = FileDigest.of_stream(stream)
-        self._check(path, found.num_bytes, found.crc32 or 0)
 
     def check_size(self, path: object, num_bytes: int) -> None:
         """Check a file's size.
