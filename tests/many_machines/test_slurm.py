@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,47 @@ def test_a_job_that_may_not_be_requeued_ends_with_what_slurm_says(cluster: Clust
     cluster.run("scancel", "--signal=USR1", job)
     wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", 60)
     printed = (output / "printed").read_text()
-    assert f"SLURM job {job} could not be requeued: it says" in printed
+    assert f"SLURM job {job} could not be requeued: it reports" in printed
     assert "Submit with `#SBATCH --requeue`" in printed
     assert list(output.glob("last-stopped-*.ckpt"))
+
+
+def _submit_script(cluster: Cluster, folder: Path, *lines: str) -> str:
+    script = folder / "job.sbatch"
+    script.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    place = f"MASTER_ADDR=127.0.0.1,MASTER_PORT={free_port()}"
+    options = ("--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={folder}/printed")
+    return cluster.submit(*options, f"--export=ALL,PYTHON={sys.executable},{place}", str(script), cwd=ROOT)
+
+
+def test_watchdog_requeues_the_job_of_a_process_that_is_stopped(cluster: Cluster, tmp_path: Path) -> None:
+    job = _submit_script(
+        cluster,
+        tmp_path,
+        'fault=stop; [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && fault=none',
+        "export LOCAL_WORLD_SIZE=1 WORLD_SIZE=2 FAULT=$fault",
+        'srun bash -c \'RANK=$SLURM_PROCID exec "$PYTHON" -m tests.many_machines.trains_with_faults '
+        f"fsdp2 $FAULT 1 {tmp_path}/watchdog'",
+    )
+    assert _end(cluster, job, tmp_path)["Restarts"] == "1"
+    printed = (tmp_path / "printed").read_text()
+    assert "Watchdog: process 1" in printed
+    assert "is stopped by a signal" in printed
+    assert {"done 0", "done 1"} <= set(printed.splitlines())
+
+
+@pytest.mark.parametrize(("limit", "ends"), [(20, "COMPLETED"), (1, "FAILED")])
+def test_the_line_of_the_guide_requeues_a_job_that_fails(
+    cluster: Cluster, tmp_path: Path, limit: int, ends: str
+) -> None:
+    guide = (ROOT / "docs" / "howto" / "long-runs.md").read_text()
+    [line] = re.findall(r"^ *(srun python train\.py \|\| .*)$", guide, re.M)
+    assert "-lt 20" in line
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint('started', flush=True)\nsys.exit(int(os.environ.get('SLURM_RESTART_COUNT', 0)) < 2)\n"
+    )
+    line = line.replace("python train.py", f'"$PYTHON" {tmp_path}/train.py').replace("-lt 20", f"-lt {limit}")
+    job = _submit_script(cluster, tmp_path, line)
+    wait_for(lambda: cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 150)
+    ended = cluster.job(job)
+    assert (ended["JobState"], ended["Restarts"]) == (ends, f"{min(limit, 2)}"), (tmp_path / "printed").read_text()
