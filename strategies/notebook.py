@@ -41,11 +41,21 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), *,
 
     Raises:
         ValueError: If ``num_processes`` is less than 1.
+        TypeError: If ``function`` cannot be called, ``args`` is no sequence, or ``num_processes`` is no int.
         RuntimeError: If a fork of this process cannot train: a cell has used a GPU or started a process group, or a
             launcher has started another number of processes.
         torch.multiprocessing.ProcessRaisedException: If the function raises. The message holds the traceback of the
             first process that failed; the others are ended.
     """
+    if not callable(function):
+        raise TypeError(
+            f"function must be a function, got {function!r}. Pass the function itself, notebook_launcher(train, ...), "
+            "not what it returns, notebook_launcher(train(), ...)."
+        )
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise TypeError(f"args must be a tuple or list of the function's arguments, got {args!r}. Use ({args!r},).")
+    if not isinstance(num_processes, int) or isinstance(num_processes, bool):
+        raise TypeError(f"num_processes must be an int, got {num_processes!r}.")
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}.")
     launched = ProcessInfo.from_env(os.environ)

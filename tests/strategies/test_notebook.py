@@ -209,6 +209,23 @@ def test_one_process_runs_the_function_itself() -> None:
     assert called == [3]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, (), 2), TypeError, r"function must be a function, got None. Pass the function itself"),
+        ((print, 3, 2), TypeError, r"args must be a tuple or list .*, got 3. Use \(3,\)"),
+        ((print, "abc", 2), TypeError, r"Use \('abc',\)"),
+        ((print, (), "2"), TypeError, "num_processes must be an int, got '2'"),
+        ((print, (), True), TypeError, "num_processes must be an int, got True"),
+        ((print, (), 0), ValueError, "num_processes must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[Any, Any, Any], error: type[Exception], message: str) -> None:
+    function, args, num_processes = arguments
+    with pytest.raises(error, match=message):
+        notebook_launcher(function, args, num_processes=num_processes)
+
+
 def test_a_notebook_has_no_script_to_run_again() -> None:
     """Lightning asks for this property in notebooks, and would recommend DDP."""
     assert SubprocessScriptLauncher(LightningEnvironment(), 1, 1).is_interactive_compatible
