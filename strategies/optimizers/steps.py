@@ -119,7 +119,10 @@ class Step(ABC):
             optimizer._opt_called = True  # type: ignore[attr-defined] # a schedule warns of one that never steps
             return self._step(closure)
 
-        patches.put(self._optimizer, "step", types.MethodType(Optimizer.profile_hook_step(step), self._optimizer))
+        hooked: Any = Optimizer.profile_hook_step(step)
+        if hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):  # or a schedule warns that another step replaces it
+            hooked._wrapped_by_lr_sched = True
+        patches.put(self._optimizer, "step", types.MethodType(hooked, self._optimizer))
 
     @abstractmethod
     def _step(self, closure: Callable[[], Any] | None) -> Any:

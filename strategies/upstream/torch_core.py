@@ -50,6 +50,7 @@ ATTRIBUTES = {
     "_attn_implementation": ("transformers.PreTrainedConfig", "which attention a model computes; nothing public says"),
     "_C": ("torch", "whether a backward runs"),
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
+    "_wrapped_by_lr_sched": ("torch.optim.lr_scheduler", "else schedules warn that the step is another"),
     "_apply": ("torch.nn.Module", "dtypes change in place, with ties kept"),
     "_backward_hooks": ("torch.Tensor", "users' hooks on parameters run on the unsharded ones"),
     "_post_accumulate_grad_hooks": ("torch.Tensor", "hooks that would never run are refused"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -368,3 +369,26 @@ def _compiled() -> list[str]:
 @pytest.mark.exhaustive
 def test_a_step_that_is_compiled() -> None:
     assert run_on_ranks(2, _compiled) == [[], []]
+
+
+def _warned_by_schedules() -> tuple[list[str], list[str]]:
+    found = []
+    for steps_first in (True, False):
+        module = sharded(1)
+        optimizer = make("SGD", module.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        attached(optimizer)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if steps_first:
+                train(module, optimizer, range(1))
+            schedule.step()
+        found.append([str(each.message) for each in caught if "optimizer.step()" in str(each.message)])
+    return found[0], found[1]
+
+
+def test_a_schedule_warns_of_an_optimizer_that_has_not_stepped_alone() -> None:
+    [(of_stepped, of_others)] = run_on_ranks(1, _warned_by_schedules)
+    assert not of_stepped
+    [warning] = of_others
+    assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in warning
