@@ -746,7 +746,11 @@ def run(script: Script, kind: str, *, on_gpu: bool = False) -> list[Record]:
 
 
 def differences(found: list[Record], expected: list[Record], *, tolerance: float = 1e-5) -> list[str]:
-    """Return what differs, a line each. fp32 sums in another order: 1e-5 on weights of order 1."""
+    """Return what differs, a line each. fp32 sums in another order: 1e-5 on weights of order 1.
+
+    Optimizer states are sums of gradients, which differ by the curvature times as much: 8e-6 was seen where weights
+    differ by 7e-7.
+    """
     lines: list[str] = []
     for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         where = f"fit {number}"
@@ -759,7 +763,7 @@ def differences(found: list[Record], expected: list[Record], *, tolerance: float
                 lines.append(f"{where}: {name} off by {error:.2g}")
         if mine.rates != theirs.rates:
             lines.append(f"{where}: learning rates {mine.rates}, expected {theirs.rates}")
-        lines += _differing_states(where, mine, theirs, tolerance)
+        lines += _differing_states(where, mine, theirs, 4 * tolerance)
         if len(mine.seen) != len(theirs.seen) or any(
             not abs(a - b) <= 20 * tolerance for a, b in zip(mine.seen, theirs.seen, strict=True)
         ):
