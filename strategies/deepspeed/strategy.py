@@ -874,8 +874,12 @@ def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:
 
 
 def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
-    """Return the smallest or largest batch size of the loaders; None if one does not show it."""
-    sizes = [_batch_size_of(loader) for loader in (*_training_loaders(trainer), *_validation_loaders(trainer))]
+    """Return the smallest or largest batch size of the loaders; None if one does not show it.
+
+    As in Accelerate, a validation loader without the attribute does not count.
+    """
+    sizes = [_batch_size_of(loader) for loader in _training_loaders(trainer)]
+    sizes += [_batch_size_of(loader) for loader in _validation_loaders(trainer) if hasattr(loader, "batch_size")]
     known = [size for size in sizes if size is not None]
     if not sizes or len(known) < len(sizes):
         return None

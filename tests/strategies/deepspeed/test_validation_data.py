@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.ranks import run_on_ranks
@@ -31,6 +33,20 @@ class LargeValidationData(NoValidationData):
     def val_dataloader(self) -> DataLoader[Any]:
         self.asked += 1
         return rank_loader(2, batch_size=1)
+
+
+class Batches:
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(rank_loader(2, batch_size=1))
+
+    def __len__(self) -> int:
+        return len(rank_loader(2, batch_size=1))
+
+
+class OwnValidationData(NoValidationData):
+    def val_dataloader(self) -> Batches:
+        self.asked += 1
+        return Batches()
 
 
 def fit(kind: type[NoValidationData], strategy: str, options: dict[str, Any]) -> tuple[int, int]:
@@ -67,6 +83,11 @@ def test_a_fit_without_a_validation_asks_for_no_data(options: dict[str, Any]) ->
 def test_a_fit_that_validates_takes_the_smaller_batch(options: dict[str, Any]) -> None:
     for asked, size in run_on_ranks(2, fit, LargeValidationData, "zero2", options):
         assert (asked, size) == (1, 1)
+
+
+def test_a_validation_loader_of_ones_own_need_not_know_its_batch_size() -> None:
+    for asked, size in run_on_ranks(2, fit, OwnValidationData, "zero2", {"max_epochs": 1}):
+        assert (asked, size) == (1, 2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
