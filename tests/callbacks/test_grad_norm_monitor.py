@@ -15,6 +15,7 @@ from accelight.callbacks import GradNormMonitor
 from accelight.state import PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import fp16_on_cpu
 from tests.strategies.oracle import (
     BATCH_SIZE,
     NUM_MICRO_BATCHES,
@@ -204,17 +205,14 @@ class Half(TinyModule):
 
 
 def monitor_groups_in_fp16(stage: int) -> list[dict[str, float]]:
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks for mkldnn's fp16, which torch does without
     fp16 = {"enabled": True, "loss_scale": 128}
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 64}, "fp16": fp16}
     case = Case(epochs=1, accumulate=3, precision="16-mixed")
     strategy = AccelDeepSpeedStrategy(hf_ds_config=config)
     try:
-        return monitored(strategy, case, GradNormMonitor(GROUPS), Half(case, Outcome()))
+        with fp16_on_cpu():
+            return monitored(strategy, case, GradNormMonitor(GROUPS), Half(case, Outcome()))
     finally:
-        del get_accelerator().is_fp16_supported
         reset_state()
 
 

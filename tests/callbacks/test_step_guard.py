@@ -13,7 +13,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from accelight.callbacks import GradNormMonitor, ShardedEMA, StepGuard
 from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import fp16_on_cpu
 from tests.strategies.fsdp import cut_model
 from tests.strategies.oracle import (
     BATCH_SIZE,
@@ -289,9 +289,7 @@ def train_in_fp16(name: str) -> tuple[Trained, float, int]:
         plugins = None if name.startswith("fsdp") else [MixedPrecision("16-mixed", "cpu")]
         found = train(name, case, callbacks=[step_guard, scale], module=module, plugins=plugins)
         return found, scale.scaler.get_scale(), step_guard.num_skipped
-    from deepspeed.accelerator import get_accelerator
-
-    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+    with fp16_on_cpu():
         found = train(name, case, callbacks=[step_guard], module=module)
     strategy: Any = module.trainer.strategy
     return found, strategy.deepspeed_engine.optimizer.loss_scale, step_guard.num_skipped

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.strategies.deepspeed.training import fp16_on_cpu
 
 ENV = {"DS_ACCELERATOR": "cpu"}
 EXPECTED, LIVE, SCRIPT_OUTPUT, SHARDED_OUTPUT = "expected.pt", "live.pt", "script", "sharded"
@@ -118,7 +119,7 @@ class Tiny(nn.Module):
 def save_variants(folder: str, variants: Mapping[str, Variant]) -> dict[str, str]:
     """Save each variant in a folder of its name; returns what DeepSpeed's own conversion failed with, if it did."""
     failures = {}
-    with deepspeed_quiet(), _fp16_on_cpu():
+    with deepspeed_quiet(), fp16_on_cpu():
         for name, variant in variants.items():
             error = save_variant(Path(folder, name), variant)
             if error is not None:
@@ -142,13 +143,6 @@ def deepspeed_quiet() -> Iterator[None]:
         vars(groups).update(before)
         deepspeed.comm.comm.cdb = None
         logging.disable(logging.NOTSET)
-
-
-def _fp16_on_cpu() -> Any:
-    """DeepSpeed refuses fp16 on processors without instructions for it; torch computes in it on all."""
-    from deepspeed.accelerator import get_accelerator
-
-    return mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True)
 
 
 def train(variant: Variant) -> Any:

@@ -18,7 +18,7 @@ from accelight.strategies import AccelDeepSpeedStrategy
 from accelight.strategies.common.checkpoint_files import NewFolder
 from accelight.strategies.deepspeed.files import LocalFiles
 from tests.ranks import run_on_ranks
-from tests.strategies.deepspeed.training import CONFIGS, ds_config, whole_weights
+from tests.strategies.deepspeed.training import CONFIGS, ds_config, fp16_on_cpu, whole_weights
 from tests.strategies.full_disk import content
 from tests.strategies.kill_while_saving import kill_once
 from tests.strategies.late_saves import late_saves
@@ -111,9 +111,10 @@ def _save_late(kind: str, folder: str) -> list[str]:
         torch.manual_seed(0)
         _fit(config, callbacks, in_background=in_background, module=module, **options)
 
-    fit("now", in_background=False)
-    with late_saves() as saved:
-        fit("later", in_background=True)
+    with fp16_on_cpu():
+        fit("now", in_background=False)
+        with late_saves() as saved:
+            fit("later", in_background=True)
     return saved
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -33,6 +34,13 @@ CONFIGS = {
     "stage3_offload": ds_config(3, **EVERYTHING_OFFLOADED),
 }
 """Every kind of sharding and offloading, by name."""
+
+
+def fp16_on_cpu() -> Any:
+    """DeepSpeed refuses fp16 on processors without instructions for it; torch computes in it on all."""
+    from deepspeed.accelerator import get_accelerator  # in the processes alone
+
+    return mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True)
 
 
 def whole_weights(module: LightningModule) -> dict[str, Tensor]:
