@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..upstream.lightning import LightningModule, LRSchedulerConfig
 from ..upstream.patches import Patches
+from .user_code import write_back_views
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -225,7 +225,13 @@ class TotalNorms:
     def _replace(self, function: Any, replacement: Callable[..., Any]) -> None:
         # Importers hold the function that torch's `_no_grad` made, which keeps the real one in a cell.
         cell = function.__closure__[function.__code__.co_freevars.index("func")]
-        self._patches.put(cell, "cell_contents", partial(replacement, cell.cell_contents))
+        torchs = cell.cell_contents
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            write_back_views()
+            return replacement(torchs, *args, **kwargs)
+
+        self._patches.put(cell, "cell_contents", replaced)
 
     def _total_norm(
         self,

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, overload
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self
 
 from ...state.rendezvous import CollectiveOrderChecker
@@ -364,6 +366,8 @@ _OF_THE_SHARD = frozenset(
 _OF_THE_SHAPE = frozenset(
     ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
 )
+_UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
+"""Operations whose results share memory, and whose writes raise no version counter."""
 _REDUCTIONS = frozenset(
     ["norm", "sum", "mean", "max", "min", "amax", "amin", "any", "all", "vector_norm", "linalg_vector_norm"]
 )
@@ -469,16 +473,18 @@ class _Open:
     """A full tensor that was gathered, and the shard that it is of."""
 
     tensor: Tensor
-    """The user's object: the shard itself, or its parameter."""
+    """The user's object: the shard itself, or its parameter; not one of its aliases."""
     shard: Sharded
     full: Tensor
     version: int
     shard_version: int
+    is_shown_uncounted: bool = False
+    """Whether users have a view of the full tensor whose writes no version counts: NumPy's."""
 
     @property
     def is_changed(self) -> bool:
-        """Whether the full tensor has values that the shard lacks."""
-        return self.full._version != self.version
+        """Whether the full tensor has, or may have, values that the shard lacks."""
+        return self.is_shown_uncounted or self.full._version != self.version
 
     def write_back(self) -> None:
         """Let the shard have what was written to the full tensor since."""
@@ -487,20 +493,74 @@ class _Open:
             self.version, self.shard_version = self.full._version, local_part(self.shard)._version
 
 
+class Aliases:
+    """Tensors that share memory with parameters: what ``p.data`` and ``p.detach()`` have returned.
+
+    All ranks create the same aliases. Addresses do not identify them, because a rank's part may be empty.
+    """
+
+    def __init__(self) -> None:
+        self._originals: Any = WeakIdKeyDictionary()
+        self._found: dict[int, list[ref[Tensor]]] = {}
+        """By the identity of an original, its aliases. Nothing refers to originals weakly, which stops
+        `nn.Module._apply`; an alias keeps its original alive, so that no identity stands for two."""
+
+    def original(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of which another is an alias; itself if it is none."""
+        original: Tensor = self._originals.get(tensor, tensor)
+        return original
+
+    def add(self, tensor: Tensor, alias: Tensor) -> Tensor:
+        """Return ``alias``, and take note that it shares memory with ``tensor``."""
+        original = self.original(tensor)
+        if alias is not tensor and alias is not original:
+            self._originals[alias] = original
+            self._found.setdefault(id(original), []).append(ref(alias, partial(self._drop, id(original))))
+        return alias
+
+    def _drop(self, original: int, alias: ref[Tensor]) -> None:
+        found = self._found.get(original, [])
+        if alias in found:
+            found.remove(alias)
+        if not found:
+            self._found.pop(original, None)
+
+    def separate(self, tensor: Tensor) -> Tensor:
+        """Give aliases memory of their own before ``tensor`` is assigned to, as that gives it; return the original."""
+        original = self.original(tensor)
+        for each in self._found.pop(id(original), ()):
+            alias = each()
+            if alias is None:
+                continue
+            self._originals.pop(alias, None)
+            if isinstance(alias, FlatShard):
+                alias.held = alias.held.detach().clone()
+            elif isinstance(alias, DTensor):
+                alias._local_tensor = alias._local_tensor.detach().clone()
+            else:
+                alias.data = alias.detach().clone()
+        return original
+
+
 class GlobalTensors(TorchFunctionMode):
     """The mode; enter it while users' code runs.
 
     Args:
         access: The engine's.
         in_step: Whether it is for training steps, whose backward the engine runs; else it is for hooks.
+        aliases: Those of another mode of the same parameters.
     """
 
-    def __init__(self, access: ShardAccess, *, in_step: bool = False) -> None:
+    def __init__(self, access: ShardAccess, *, in_step: bool = False, aliases: Aliases | None = None) -> None:
         super().__init__()
         self._access, self._in_step = access, in_step
         self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which the ranks gather; None compares nothing."""
         self._open: dict[int, _Open] = {}
+        """By the identity of what `Aliases.original` returns."""
+        self._aliases = Aliases() if aliases is None else aliases
+        self._gradients: dict[int, Tensor] = {}
+        """Of parameters whose gradient is made for each use: the first one since the hook began."""
         self._is_entered = self._is_paused = False
         self.has_met_shards = False
         """Whether an operation has had a sharded tensor."""
@@ -535,6 +595,7 @@ class GlobalTensors(TorchFunctionMode):
             self._write_back(one)
         if forget:
             self._open = {}
+            self._gradients = {}
         wait_for_streams(self._written_on)
         self._written_on = "cpu"
 
@@ -564,6 +625,11 @@ class GlobalTensors(TorchFunctionMode):
             )
         if name.startswith("_foreach_") and (base := _foreach_base(name)) is not None:
             return self._foreach(base, args, kwargs)
+        if name == "detach":
+            detached: Tensor = func(self._shard(args[0]))
+            return self._aliases.add(args[0], detached)
+        if any(self._is_open(one) for one in _tensors(args, kwargs)):  # there are views of it, which see this
+            return self._on_full(func, args, kwargs)
         if is_element_by_element(name) and "out" not in kwargs and not self._needs_link(name, args, kwargs):
             result = self._element_by_element(func, args, kwargs)
             if result is not NotImplemented:
@@ -594,7 +660,17 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
-        assigns = name == "__set__" and func.__self__.__name__ == "data"
+        reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
+        if self._open and args and (reads_data or name in _UNCOUNTED):
+            opened = next((one for one in self._open.values() if _share_memory(one.full, args[0])), None)
+            if opened is not None and reads_data:
+                return args[0].detach()  # whose writes are counted, as those of `.data` are not
+            if opened is not None:
+                opened.is_shown_uncounted = True
+        if args and (reads_data or name == "detach"):
+            result: Any = func(*args, **kwargs)
+            is_alias = isinstance(result, Tensor) and self._access.writable(args[0], assigns=True) is args[0]
+            return self._aliases.add(args[0], result) if is_alias else result
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
         if not (assigns or _is_in_place(name)) or not args:
@@ -613,8 +689,10 @@ class GlobalTensors(TorchFunctionMode):
                     f"p.data = value: the parameter has shape {tuple(target.shape)}, but the value has "
                     f"{tuple(args[1].shape)}."
                 )
-            with torch.no_grad():
-                target.copy_(args[1])
+            if self._aliases.original(args[1]) is not self._aliases.original(args[0]):
+                self._aliases.separate(args[0])
+                with torch.no_grad():
+                    target.copy_(args[1])
         else:
             func(target, *args[1:], **kwargs)
         return args[0]
@@ -673,12 +751,17 @@ class GlobalTensors(TorchFunctionMode):
 
     def _data(self, tensor: Tensor) -> Tensor:
         shard = self._shard(tensor)
-        return shard.data if isinstance(shard, DTensor) else shard
+        return self._aliases.add(tensor, shard.data if isinstance(shard, DTensor) else shard)
+
+    def _is_open(self, tensor: Tensor) -> bool:
+        return bool(self._open) and id(self._aliases.original(tensor)) in self._open
 
     @torch.no_grad()
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
         """Take over ``tensor.data = value``: the memory of the shard stays where the engine knows it."""
         self._check_assignable()
+        if self._aliases.original(value) is self._aliases.original(tensor):
+            return
         shard = self._shard(tensor)
         if value.shape != shard.shape or value.dtype != shard.dtype:
             raise RuntimeError(
@@ -687,6 +770,7 @@ class GlobalTensors(TorchFunctionMode):
                 "create a parameter of another shape before the model is sharded (in configure_model())."
             )
         part = local_part(self._like(value, shard))
+        self._open.pop(id(self._aliases.separate(tensor)), None)
         self._before_write(shard)
         local_part(shard).copy_(part)
 
@@ -721,7 +805,12 @@ class GlobalTensors(TorchFunctionMode):
     def _own_gradient(self, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
         self._check_reduced(tensor)
         if action == "__get__":
-            return self._access.gradient_of(tensor)
+            gradient = self._access.gradient_of(tensor)
+            if gradient is not None:
+                self._aliases.add(self._gradients.setdefault(id(tensor), gradient), gradient)
+            return gradient
+        if (first := self._gradients.pop(id(tensor), None)) is not None:
+            self._open.pop(id(first), None)
         if action == "__delete__" or values[0] is None:
             return self._access.set_gradient(tensor, None)
         present = self._access.gradient_of(tensor)
@@ -807,6 +896,8 @@ class GlobalTensors(TorchFunctionMode):
     # ------------------------------------------------------------------ on full tensors
     def _on_full(self, func: Any, args: Any, kwargs: Any) -> Any:
         used: dict[int, _Open] = {}
+        users: dict[int, Tensor] = {}
+        linked: dict[int, Tensor] = {}
         known = set(self._open)
 
         def full_of(tensor: Tensor) -> Tensor:
@@ -814,13 +905,14 @@ class GlobalTensors(TorchFunctionMode):
                 return tensor
             opened = self._opened(tensor)
             used[id(opened.full)] = opened
-            return opened.full
+            users.setdefault(id(opened.full), tensor)
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return opened.full
+            if id(tensor) not in linked:
+                linked[id(tensor)] = self._linked(opened, tensor)
+            return linked[id(tensor)]
 
         full_args, full_kwargs = self._map(args, full_of), self._map(kwargs, full_of)
-        if torch.is_grad_enabled():
-            linked = {key: self._linked(one) for key, one in used.items()}
-            full_args = self._map(full_args, lambda one: linked.get(id(one), one))
-            full_kwargs = self._map(full_kwargs, lambda one: linked.get(id(one), one))
         if _is_in_place(func.__name__):
             self._note_write(next(_tensors(full_args, full_kwargs)))
         result = func(*full_args, **full_kwargs)
@@ -829,9 +921,11 @@ class GlobalTensors(TorchFunctionMode):
                 self._write_back(one)
         returned = {_storage(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():
-            if id(one.tensor) not in known and _storage(one.full) not in returned:
+            if func.__name__ in _UNCOUNTED:
+                one.is_shown_uncounted = True
+            elif id(one.tensor) not in known and _storage(one.full) not in returned:
                 del self._open[id(one.tensor)]
-        return self._map(result, lambda one: used[id(one)].tensor if id(one) in used else one)
+        return self._map(result, lambda one: users.get(id(one), one))
 
     @torch.no_grad()
     def _opened(self, tensor: Tensor) -> _Open:
@@ -841,24 +935,23 @@ class GlobalTensors(TorchFunctionMode):
                 "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."
             )
         shard = self._shard(tensor)
-        opened = self._open.get(id(tensor))
+        original = self._aliases.original(tensor)
+        opened = self._open.get(id(original))
         if opened is None:
             full = gathered(shard)
-            opened = self._open[id(tensor)] = _Open(tensor, shard, full, full._version, local_part(shard)._version)
+            opened = self._open[id(original)] = _Open(original, shard, full, full._version, local_part(shard)._version)
             return opened
         self._write_back(opened)
-        if local_part(shard)._version != opened.shard_version:
-            opened.full.copy_(gathered(shard))
-            opened.version, opened.shard_version = opened.full._version, local_part(shard)._version
+        if local_part(opened.shard)._version != opened.shard_version:  # an alias may be empty, and new, on some ranks
+            opened.full.copy_(gathered(opened.shard))
+            opened.version, opened.shard_version = opened.full._version, local_part(opened.shard)._version
         return opened
 
-    def _linked(self, opened: _Open) -> Tensor:
-        if not opened.tensor.requires_grad:
-            return opened.full
-        if isinstance(opened.tensor, DTensor) or (self._access.shows_shards and not self._in_step):
-            linked: Tensor = _Link.apply(opened.full, opened.tensor, opened.shard)  # type: ignore[no-untyped-call]
+    def _linked(self, opened: _Open, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor) or (self._access.shows_shards and not self._in_step):
+            linked: Tensor = _Link.apply(opened.full, tensor, opened.shard)  # type: ignore[no-untyped-call]
             return linked
-        return self._access.linked(opened.full, opened.tensor) if self._in_step else opened.full
+        return self._access.linked(opened.full, tensor) if self._in_step else opened.full
 
     def _full(self, tensor: Tensor) -> Tensor:
         return gathered(self._shard(tensor)) if self._is_sharded(tensor) else tensor
@@ -899,6 +992,10 @@ def _engines_device(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         return tensor.device_mesh.device_type
     return (tensor.place.device if isinstance(tensor, FlatShard) else tensor.device).type
+
+
+def _share_memory(full: Tensor, tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and full.device == tensor.device and _storage(full) == _storage(tensor)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
-from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
-from .sharded_tensors import FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
+from .sharded_tensors import Aliases, FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
 _NOT_ABOUT_TENSORS = frozenset(
@@ -78,7 +78,9 @@ class UserCode:
 
     def __init__(self, access: ShardAccess, called: Iterable[nn.Module], *, always_in_steps: bool = False) -> None:
         self.access = access
-        self._in_hooks, self._in_steps = GlobalTensors(access), GlobalTensors(access, in_step=True)
+        aliases = Aliases()
+        self._in_hooks = GlobalTensors(access, aliases=aliases)
+        self._in_steps = GlobalTensors(access, in_step=True, aliases=aliases)
         self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
@@ -243,6 +245,15 @@ def library_code() -> AbstractContextManager[None]:
     return running(None)
 
 
+def write_back_views() -> None:
+    """Let shards have what users' code has written to full tensors, before a function that looks at the shards."""
+    modes = [each for each in _running if each is not None]
+    if modes:
+        with library_code():
+            for each in modes:
+                each.write_back()
+
+
 def running_as_library(*methods: str) -> Callable[[_T], _T]:
     """Let these methods of a class run as `library_code`, whoever calls them."""
 
@@ -275,7 +286,7 @@ def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]
         if _is_hook(LightningModule, hook) and is_overridden(hook, module)
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if not type(callback).__module__.startswith(_LIBRARIES):
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES):
             hooks = [hook for hook in dir(Callback) if _is_hook(Callback, hook)]
             found |= {f"[Callback]{callback.state_key}.{hook}" for hook in hooks if is_overridden(hook, callback)}
     return frozenset(found)

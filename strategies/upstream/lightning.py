@@ -17,7 +17,13 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
+    from lightning.pytorch.callbacks import (
+        Checkpoint,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        ModelCheckpoint,
+        ModelSummary,
+    )
     from lightning.pytorch.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -71,7 +77,13 @@ else:
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
     from lightning_fabric.utilities.seed import pl_worker_init_function
     from pytorch_lightning import Callback, LightningModule, Trainer
-    from pytorch_lightning.callbacks import Checkpoint, GradientAccumulationScheduler, ModelCheckpoint, ModelSummary
+    from pytorch_lightning.callbacks import (
+        Checkpoint,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        ModelCheckpoint,
+        ModelSummary,
+    )
     from pytorch_lightning.core.optimizer import (
         LightningOptimizer,
         _configure_optimizers,
@@ -134,6 +146,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LRSchedulerConfig",
     "LayerSummary",
+    "LambdaCallback",
     "LightningModule",
     "LightningOptimizer",
     "ModelCheckpoint",

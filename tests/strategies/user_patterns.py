@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -311,6 +312,29 @@ ROWS = "edits of rows, columns and slices in hooks"
 
 
 @pattern(ROWS, core=True)
+class RowsAndElementsInTurn(Pattern):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.first.weight
+        row, flat = weight[1], weight.data.view(-1)
+        weight[2].zero_()
+        weight.mul_(0.9)
+        row.add_(0.1)
+        weight.data.clamp_(-0.5, 0.5)
+        weight[0].data.mul_(0.5)
+        flat[3:5] = 0.2
+        self.see("sum", weight.data.abs().sum())
+
+
+@pattern(ROWS)
+class ValuesWrittenThroughNumPy(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        values = self.first.weight.detach().numpy()
+        values *= 0.9
+        self.see("sum", self.first.weight.abs().sum())
+
+
+@pattern(ROWS, core=True)
 class ZeroRows(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
@@ -343,6 +367,17 @@ class LowerTriangle(Pattern):
 
 # ------------------------------------------------------------------ assignment
 ASSIGNMENT = "`p.data = other`, `vector_to_parameters`"
+
+
+@pattern(ASSIGNMENT, core=True)
+class WeightsOfLayersSwapped(Pattern):
+    def on_train_epoch_start(self) -> None:
+        blocks: Any = self.model.blocks
+        first, second = blocks[0].up.weight, blocks[1].up.weight
+        before = first.detach()
+        first.data, second.data = second.data, first.data
+        self.see("before", before.norm())
+        self.see("after", first.norm())
 
 
 @pattern(ASSIGNMENT, core=True)
@@ -521,6 +556,32 @@ class SpectrumOfAWeight(Pattern):
 
 # ------------------------------------------------------------------ gradients
 GRADIENTS = "gradients changed in `on_after_backward`, `on_before_optimizer_step`: scaled, masked, zeroed, noise"
+
+
+@pattern(GRADIENTS, core=True)
+class RowsAndElementsOfGradients(Pattern):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradient = self.first.weight.grad
+        row = gradient[1]
+        gradient[2].zero_()
+        gradient.mul_(0.5)
+        row.mul_(3.0)
+        self.see("norm", self.first.weight.grad.norm())
+
+
+class _HalvesGradients(LambdaCallback):
+    def __init__(self) -> None:
+        super().__init__(on_before_optimizer_step=self.halve)
+
+    def halve(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad.div_(1 + parameter.grad.norm())
+
+
+@pattern(GRADIENTS)
+class GradientsChangedByALambdaCallback(Pattern):
+    def callbacks(self) -> list[Callback]:
+        return [_HalvesGradients()]
 
 
 @pattern(GRADIENTS, core=True)
@@ -892,6 +953,27 @@ class EditStateDict(Pattern):
 
 # ------------------------------------------------------------------ averages and teachers
 AVERAGES = "averages (EMA, SWA, Lookahead) made in hooks or in `__init__`, swapped for validation"
+
+
+@pattern(AVERAGES, core=True)
+class AveragesAssignedAndWeightsPutBack(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages: dict[str, Tensor] = {}
+        self.before: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, parameter in self.named_parameters():
+            average = self.averages.setdefault(name, parameter.data.clone())
+            self.averages[name] = 0.9 * average + 0.1 * parameter.data
+
+    def on_validation_start(self) -> None:
+        for name, parameter in self.named_parameters() if self.averages else ():
+            self.before[name], parameter.data = parameter.data, self.averages[name]
+
+    def on_validation_end(self) -> None:
+        for name, parameter in self.named_parameters() if self.averages else ():
+            parameter.data = self.before[name]
 
 
 @pattern(AVERAGES, core=True)
