@@ -22,20 +22,23 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, overload
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from typing_extensions import Self
 
+from ...checkpoint.names import clean_name
 from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.torch_core import _get_current_function_mode, tree_leaves, tree_map_only
 
@@ -125,6 +128,15 @@ class FlatLayout:
     part of that."""
     holds_several: bool = False
     """Whether the parameter is a flat one of FSDP1's, of several of the model's."""
+    why_alone: str = ""
+    """Why this rank cannot gather the tensor: not every rank has it."""
+
+    def is_everywhere(self) -> bool:
+        """Return whether every rank has elements of the parameter; all ranks get the same answer."""
+        if self.cut is None:
+            return False
+        begin, share = self.cut
+        return begin < share and begin + self.shape.numel() > (dist.get_world_size(self.group) - 1) * share
 
     def is_alike(self, other: FlatLayout) -> bool:
         """Return whether every rank has the same range of both; all ranks get the same answer."""
@@ -183,8 +195,14 @@ class FlatShard(Tensor):
         super().__init__()
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor; every rank that holds a range of it calls it."""
+        """Return the full tensor; every rank that holds a range of it calls it.
+
+        Raises:
+            RuntimeError: If not every rank has it.
+        """
         place = self.place
+        if place.why_alone:
+            raise RuntimeError(place.why_alone)
         full = torch.zeros(place.shape.numel(), dtype=self.dtype, device=place.device)
         full.narrow(0, place.start, place.count).copy_(self.held)
         dist.all_reduce(full.view(torch.uint8), group=place.group)  # each byte is zero on all ranks but one
@@ -246,6 +264,10 @@ class FlatShard(Tensor):
             f"{func} of a sharded tensor: this process has {place.count} of {place.shape.numel()} elements. Call "
             "full_tensor() first, on all processes, or 'with strategy.full_parameters(module):'."
         )
+
+    def __copy__(self) -> FlatShard:
+        """Return a tensor that shares memory, as torch does for its own."""
+        return FlatShard(self.held, self.place)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled.
@@ -366,6 +388,7 @@ _OF_THE_SHARD = frozenset(
 _OF_THE_SHAPE = frozenset(
     ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
 )
+_NOT_OF_VALUES = _OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
 _REDUCTIONS = frozenset(
@@ -384,8 +407,12 @@ class ShardAccess(Protocol):
     ends_window: bool
     """Whether what asks for a gradient runs in the last backward of an accumulation window."""
 
+    def begin(self) -> None:
+        """Users' code begins to run, or goes on."""
+        ...
+
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
-        """Return this rank's part of a parameter, sharing its memory; None for any other tensor."""
+        """Return this rank's part of a parameter or of its optimizer's state, sharing memory; None for all else."""
         ...
 
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
@@ -429,6 +456,9 @@ class NoAccess:
     """The `ShardAccess` where all sharded parameters are DTensors."""
 
     shows_shards, in_step, ends_window = False, False, False
+
+    def begin(self) -> None:
+        """Do nothing: DTensors say themselves what they are."""
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return None."""
@@ -481,6 +511,20 @@ class _Open:
     is_shown_uncounted: bool = False
     """Whether users have a view of the full tensor whose writes no version counts: NumPy's."""
 
+    @classmethod
+    def gathered(cls, tensor: Tensor, shard: Sharded, into: Tensor | None = None) -> Self:
+        """Return a new one; every rank calls it.
+
+        Args:
+            tensor: The user's.
+            shard: Its shard.
+            into: The full tensor that an earlier one had.
+        """
+        full = gathered(shard).data  # no view: users' are views of it
+        if into is not None:
+            full = into if torch.equal(into, full) else into.copy_(full)  # a graph that waits for backward may have it
+        return cls(tensor, shard, full, full._version, local_part(shard)._version)
+
     @property
     def is_changed(self) -> bool:
         """Whether the full tensor has, or may have, values that the shard lacks."""
@@ -492,6 +536,33 @@ class _Open:
             local_part(self.shard).copy_(local_part(part_of(self.full, self.shard)))
             self.version, self.shard_version = self.full._version, local_part(self.shard)._version
 
+    def read_again(self) -> None:
+        """Let the full tensor have what the shard has been changed to since; every rank calls it."""
+        if local_part(self.shard)._version != self.shard_version:  # not an alias's, which may be empty, and new
+            self.full.copy_(gathered(self.shard))
+            self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+
+
+class _Kept:
+    """A full tensor that lives on where users have kept views of it."""
+
+    def __init__(self, opened: _Open) -> None:
+        self.tensor, self._version, self._full = opened.tensor, opened.version, TensorWeakRef(opened.full)
+
+    def full(self) -> Tensor | None:
+        """Return the full tensor, if it is still there.
+
+        Raises:
+            RuntimeError: If a view was written to where nobody saw it.
+        """
+        full: Tensor | None = self._full()
+        if full is not None and full._version != self._version:
+            raise RuntimeError(
+                "A view of a sharded parameter (p.data[0], say) that a hook has kept was changed outside of hooks: "
+                "the change has reached no process. Change the parameter in a hook."
+            )
+        return full
+
 
 class Aliases:
     """Tensors that share memory with parameters: what ``p.data`` and ``p.detach()`` have returned.
@@ -500,6 +571,8 @@ class Aliases:
     """
 
     def __init__(self) -> None:
+        self.kept: dict[int, _Kept] = {}
+        """By the identity of an original, its full tensor of earlier hooks, if users may have views of it."""
         self._originals: Any = WeakIdKeyDictionary()
         self._found: dict[int, list[ref[Tensor]]] = {}
         """By the identity of an original, its aliases. Nothing refers to originals weakly, which stops
@@ -539,7 +612,81 @@ class Aliases:
                 alias._local_tensor = alias._local_tensor.detach().clone()
             else:
                 alias.data = alias.detach().clone()
+        self.kept.pop(id(original), None)
         return original
+
+    def keep(self, opened: dict[int, _Open]) -> None:
+        """Take over full tensors as a hook ends; they are freed unless users have views of them."""
+        for key in list(opened):
+            self.kept[key] = _Kept(opened.pop(key))
+        self.kept = {key: one for key, one in self.kept.items() if one.full() is not None}
+
+
+class OldMemory:
+    """Memory that parameters had before their model was sharded, and that users' code may have kept."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Any, list[tuple[int, int, str]]] = {}
+        """By `_weak_storage`, the addresses of parameters in it, and their names."""
+        self.replaced: dict[int, tuple[TensorWeakRef, nn.Parameter]] = {}
+        """By the identity of an original parameter that is still there, the one that FSDP2 has put in its place."""
+
+    @staticmethod
+    def of(module: nn.Module) -> OldMemory:
+        """Return the module's."""
+        return _old_memory.setdefault(module, OldMemory())
+
+    def take(self, module: nn.Module) -> None:
+        """Note where parameters are; the module is about to be sharded."""
+        for name, parameter in module.named_parameters():
+            part = None if isinstance(parameter, UninitializedParameter) else local_part(parameter)
+            if part is not None and part.device.type != "meta" and part.numel():
+                parts = self._parts.setdefault(_weak_storage(part), [])
+                parts.append((*_addresses(part), clean_name(name)))
+
+    def forget(self, module: nn.Module) -> None:
+        """Forget what is freed, and what parameters have where they had it before."""
+        used = {_weak_storage(local_part(one)) for one in module.parameters()}
+        self._parts = {key: one for key, one in self._parts.items() if not key.expired() and key not in used}
+
+    def present(self, tensor: Tensor) -> Tensor:
+        """Return the parameter that has taken the place of an original one; any other tensor as it is."""
+        original, present = self.replaced.get(id(tensor), (None, tensor))
+        return present if original is None or original() is tensor else tensor
+
+    def check(self, tensors: Iterator[Tensor], hook: str) -> None:
+        """Check that none of these tensors lies in such memory.
+
+        Raises:
+            RuntimeError: If one does.
+        """
+        for tensor in tensors if self._parts else ():
+            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+                continue
+            parts = self._parts.get(_weak_storage(tensor), ())
+            begin, end = _addresses(tensor) if parts else (0, 0)
+            for first, last, name in parts:
+                if begin < last and first < end:
+                    raise RuntimeError(
+                        f"{hook or 'User code'} uses a tensor that shares memory with {name!r} as it was before the "
+                        "model was sharded: p.data, a view or a bound method of it, kept since then. It has the values "
+                        "of then, and changes of it reach nothing. Read the parameter from its module where it is "
+                        "used; to keep the values of then, keep a copy (p.detach().clone())."
+                    )
+
+
+_old_memory: WeakKeyDictionary[nn.Module, OldMemory] = WeakKeyDictionary()
+
+
+def _weak_storage(tensor: Tensor) -> Any:
+    """Return what identifies a tensor's storage, and keeps its address from being given out again."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor's elements, and the first one after them."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 class GlobalTensors(TorchFunctionMode):
@@ -548,12 +695,21 @@ class GlobalTensors(TorchFunctionMode):
     Args:
         access: The engine's.
         in_step: Whether it is for training steps, whose backward the engine runs; else it is for hooks.
+        in_backward: Whether it is for hooks on gradients, whose other tensors differ between the ranks.
         aliases: Those of another mode of the same parameters.
     """
 
-    def __init__(self, access: ShardAccess, *, in_step: bool = False, aliases: Aliases | None = None) -> None:
+    def __init__(
+        self,
+        access: ShardAccess,
+        *,
+        in_step: bool = False,
+        in_backward: bool = False,
+        aliases: Aliases | None = None,
+    ) -> None:
         super().__init__()
-        self._access, self._in_step = access, in_step
+        self._access, self._in_step, self._in_backward = access, in_step, in_backward
+        self.old_memory = OldMemory()
         self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which the ranks gather; None compares nothing."""
         self._open: dict[int, _Open] = {}
@@ -572,6 +728,7 @@ class GlobalTensors(TorchFunctionMode):
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
         self._is_paused = False
+        self._access.begin()
         if not self._is_entered:
             self._is_entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -591,10 +748,10 @@ class GlobalTensors(TorchFunctionMode):
         Args:
             forget: Whether to free the full tensors.
         """
-        for one in self._open.values():
-            self._write_back(one)
+        for key in list(self._open):
+            self._write_back(self._open[key])
         if forget:
-            self._open = {}
+            self._aliases.keep(self._open)
             self._gradients = {}
         wait_for_streams(self._written_on)
         self._written_on = "cpu"
@@ -602,14 +759,22 @@ class GlobalTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation; the mode itself is off inside."""
         kwargs = kwargs or {}
+        if self.old_memory.replaced:
+            args, kwargs = self._map(args, self.old_memory.present), self._map(kwargs, self.old_memory.present)
         owner = getattr(func, "__self__", None)
         if getattr(owner, "__name__", None) == "grad" and not self._is_paused and self._access.owns_gradient(args[0]):
             return self._own_gradient(args[0], func.__name__, args[1:])
         if self._is_paused:
             return func(*args, **kwargs)
+        name = func.__name__
+        if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
+            self._check_kept(name, args, kwargs)
         if not any(self._is_sharded(one) for one in _tensors(args, kwargs)):
             return self._on_plain(func, args, kwargs)
         self.has_met_shards = True
+        return self._on_sharded(func, args, kwargs)
+
+    def _on_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             return self._attribute(func, func.__self__.__name__, name, args)
@@ -630,7 +795,7 @@ class GlobalTensors(TorchFunctionMode):
             return self._aliases.add(args[0], detached)
         if any(self._is_open(one) for one in _tensors(args, kwargs)):  # there are views of it, which see this
             return self._on_full(func, args, kwargs)
-        if is_element_by_element(name) and "out" not in kwargs and not self._needs_link(name, args, kwargs):
+        if is_element_by_element(name) and not self._needs_full(name, args, kwargs):
             result = self._element_by_element(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -639,6 +804,16 @@ class GlobalTensors(TorchFunctionMode):
             return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
         self._come(name)
         return self._on_full(func, args, kwargs)
+
+    def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
+        """Let views that users have kept have the values of now; refuse those from before sharding."""
+        self.old_memory.check(_tensors(args, kwargs), self.hook)
+        for tensor in _tensors(args, kwargs) if self._aliases.kept else ():
+            for one in list(self._aliases.kept.values()):
+                full = one.full()
+                if full is not None and _share_memory(full, tensor):
+                    self._come(name)
+                    self._opened(one.tensor)
 
     def _write_back(self, opened: _Open) -> None:
         if opened.is_changed:
@@ -708,8 +883,12 @@ class GlobalTensors(TorchFunctionMode):
         shard = self._access.shard_of(tensor)
         return tensor if shard is None else shard
 
-    def _needs_link(self, name: str, args: Any, kwargs: Any) -> bool:
+    def _needs_full(self, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether an operation is a part of a graph that shards lack: FSDP1's, or full tensors next to them."""
+        tensors = [self._shard(one) for one in _tensors(args, kwargs)] if self._in_backward else []
+        first: Any = next((one for one in tensors if isinstance(one, Sharded)), None)
+        if "out" in kwargs or any(not _is_sharded_alike(one, first) for one in tensors):
+            return True  # in a backward, ranks have other values in what is not sharded like parameters
         return (
             name != "detach"
             and not name.endswith("_like")
@@ -864,10 +1043,8 @@ class GlobalTensors(TorchFunctionMode):
             return args[0]
         try:
             return func(*self._map(args, convert), **self._map(kwargs, convert))
-        except (NotImplementedError, RuntimeError):
-            if isinstance(first, DTensor):  # an operation that DTensor does not know
-                return NotImplemented
-            raise
+        except (NotImplementedError, RuntimeError):  # an operation that shards do not know
+            return NotImplemented
 
     def _like(self, tensor: Tensor, shard: Sharded) -> Tensor:
         """Return ``tensor`` with the sharding of ``shard``; a single number is left as it is."""
@@ -936,16 +1113,12 @@ class GlobalTensors(TorchFunctionMode):
             )
         shard = self._shard(tensor)
         original = self._aliases.original(tensor)
-        opened = self._open.get(id(original))
-        if opened is None:
-            full = gathered(shard)
-            opened = self._open[id(original)] = _Open(original, shard, full, full._version, local_part(shard)._version)
-            return opened
-        self._write_back(opened)
-        if local_part(opened.shard)._version != opened.shard_version:  # an alias may be empty, and new, on some ranks
-            opened.full.copy_(gathered(opened.shard))
-            opened.version, opened.shard_version = opened.full._version, local_part(opened.shard)._version
-        return opened
+        if id(original) not in self._open:
+            kept = self._aliases.kept.pop(id(original), None)
+            self._open[id(original)] = _Open.gathered(original, shard, None if kept is None else kept.full())
+        self._write_back(self._open[id(original)])
+        self._open[id(original)].read_again()
+        return self._open[id(original)]
 
     def _linked(self, opened: _Open, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor) or (self._access.shows_shards and not self._in_step):
@@ -995,7 +1168,8 @@ def _engines_device(tensor: Tensor) -> str:
 
 
 def _share_memory(full: Tensor, tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and full.device == tensor.device and _storage(full) == _storage(tensor)
+    is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, Sharded)
+    return is_plain and full.device == tensor.device and _storage(full) == _storage(tensor)
 
 
 def _storage(tensor: Tensor) -> int:

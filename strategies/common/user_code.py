@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -27,7 +27,17 @@ from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
-from .sharded_tensors import Aliases, FlatShard, GlobalTensors, ShardAccess, Sharded, gathered, local_part, part_of
+from .sharded_tensors import (
+    Aliases,
+    FlatShard,
+    GlobalTensors,
+    OldMemory,
+    ShardAccess,
+    Sharded,
+    gathered,
+    local_part,
+    part_of,
+)
 
 _T = TypeVar("_T", bound=type)
 _NOT_ABOUT_TENSORS = frozenset(
@@ -81,10 +91,14 @@ class UserCode:
         aliases = Aliases()
         self._in_hooks = GlobalTensors(access, aliases=aliases)
         self._in_steps = GlobalTensors(access, in_step=True, aliases=aliases)
+        self._in_backward = GlobalTensors(access, in_backward=True, aliases=aliases)
+        self._modes = self._in_hooks, self._in_steps, self._in_backward
+        self._aliases = aliases
         self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
+        self._buffer_hook: RemovableHandle | None = None
         self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
 
@@ -97,7 +111,10 @@ class UserCode:
         _attached = self
         if trainer.world_size > 1:
             timeout = timeout_of(require_group("A fit"))
-            self.places = self._in_hooks.places = self._in_steps.places = CollectiveOrderChecker(_WAY_OUT, timeout)
+            self.places = CollectiveOrderChecker(_WAY_OUT, timeout)
+        for mode in self._modes:
+            mode.places, mode.old_memory = self.places, OldMemory.of(module)
+        self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
         self._wrap_training_step(module)
         actions = _hooks_of_users(trainer, module)
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
@@ -115,6 +132,8 @@ class UserCode:
         global _attached
         self._patches.remove()
         self.follow_calls(follows=False)
+        if self._buffer_hook is not None:
+            self._buffer_hook.remove()
         if _attached is self:
             _attached = None
 
@@ -142,6 +161,8 @@ class UserCode:
         """
         if self._always_in_steps or self._in_steps.has_met_shards or not module.automatic_optimization:
             return True
+        if self._aliases.kept:
+            return True
         return module.trainer.fit_loop.epoch_loop.batch_idx == 0
 
     @contextmanager
@@ -166,6 +187,32 @@ class UserCode:
         finally:
             self.access.ends_window = False
 
+    @contextmanager
+    def in_step_hooks(self, optimizer: Optimizer) -> Iterator[None]:
+        """Run hooks on an optimizer's step (``register_step_pre_hook``, ``..._post_hook``) as users' code."""
+        names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+        found: list[dict[int, Any]] = [getattr(optimizer, name, {}) for name in names]  # a class of one's own has none
+        before = [dict(hooks) for hooks in found]
+        for hooks in found:
+            hooks.update({key: self._in_hook(hook) for key, hook in hooks.items()})
+        try:
+            yield
+        finally:
+            for hooks, own in zip(found, before, strict=True):
+                hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+    def _in_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.in_hook():
+                return hook(*args, **kwargs)
+
+        return run
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Run hooks of the user's on a gradient, in the midst of a backward."""
+        return running(self._in_backward)
+
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
 
@@ -176,6 +223,15 @@ class UserCode:
         elif not follows and self._call_hook is not None:
             self._call_hook.remove()
             self._call_hook = None
+
+    def _before_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
+        """Let a buffer that users' code makes from parameters be a full tensor, as each process has buffers."""
+        if not isinstance(buffer, Sharded) or not is_user_code():
+            return buffer
+        if self.places is not None:
+            self.places.compare_at_line(f"makes the buffer {name!r} from a sharded tensor")
+        with library_code():
+            return gathered(buffer)
 
     def _before_call(self, module: nn.Module, _: Any) -> None:
         if is_library() or module not in self._called:
@@ -194,6 +250,11 @@ class UserCode:
 
 
 _attached: UserCode | None = None
+
+
+def in_backward() -> AbstractContextManager[None]:
+    """Run hooks of the user's on a gradient, in the midst of a backward: sharded tensors are full there."""
+    return nullcontext() if _attached is None else _attached.in_backward()
 
 
 def is_library() -> bool:
@@ -243,6 +304,12 @@ def with_plain_states(optimizer: Optimizer) -> None:
 def library_code() -> AbstractContextManager[None]:
     """Run the library's own code: parameters are the shards that they are."""
     return running(None)
+
+
+def callers_code() -> AbstractContextManager[None]:
+    """Run a closure that users' code has handed to the library, which is code of theirs."""
+    mode = next((each for each in reversed(_running) if each is not None), None)
+    return running(mode) if is_library() and mode is not None else nullcontext()
 
 
 def write_back_views() -> None:

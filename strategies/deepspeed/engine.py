@@ -21,6 +21,7 @@ from torch.optim import Adagrad, Optimizer
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.launch import RunSummary, Unit
+from ..common.sharded_tensors import OldMemory
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_gradients, window_of
@@ -68,6 +69,8 @@ def start_engine(
     if line := untested_line(HfDeepSpeedConfig(settings.config)):
         rank_zero_info(line)
     outputs = OpaqueOutputs(module) if settings.zero_stage == 3 else None
+    old_memory = OldMemory.of(module)
+    old_memory.take(module)
     with ninja_on_path(), readable_config_errors(), keeping_adagrad(optimizer):
         engine, *_ = deepspeed_library().initialize(
             args=arguments,
@@ -81,6 +84,7 @@ def start_engine(
     if outputs is not None:
         outputs.follow(engine)
         clear_padding(engine.module, engine.optimizer)
+    old_memory.forget(module)
     drive_adagrad(engine)
     cast_inputs(engine)
     remember(engine, settings)

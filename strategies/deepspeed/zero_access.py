@@ -54,6 +54,9 @@ class ZeroAccess:
         if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
+    def begin(self) -> None:
+        """Do nothing: parameters are asked."""
+
     # ------------------------------------------------------------------ parameters
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return this rank's partition of a parameter of stage 3; None for any other tensor.

@@ -21,7 +21,7 @@ from typing_extensions import override
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
 from ..common.modules import find_ties
-from ..common.sharded_tensors import FlatShard, NoAccess, ShardAccess
+from ..common.sharded_tensors import FlatShard, NoAccess, OldMemory, ShardAccess
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
 from ..optimizers.local_steps import LocalShardStep, can_step_locally
 from ..optimizers.steps import WholeTensorStep
@@ -161,11 +161,15 @@ class Engine(ABC, Generic[SettingsT]):
                 model, kept=unsharded_parameters if self.renews_parameters else set(model.parameters())
             )
             references = References(model, kept=unsharded_parameters) if self.renews_parameters else None
+            old_memory = OldMemory.of(model)
+            old_memory.take(model)
             root = self._shard(model, Plan(units, unsharded, scalars, parts, deferred_init))
             if references is not None:
                 references.switch(model)
                 if self.refuses_holders:
                     references.check_holders()
+                old_memory.replaced = references.replaced()
+            old_memory.forget(model)
             form = ShardedModel(
                 root, not parts, self.version, ties, attribute, unsharded_parameters, order, early,
                 self.tensor_parallel, self.sequence_parallel,

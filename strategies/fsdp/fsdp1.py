@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
@@ -106,6 +108,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     model_key = "model"
     renews_parameters = False  # they are kept, or become part of a flat one
     _accumulating = False
+    _optimizers: Sequence[Optimizer] = ()
     _waiting: Sequence[Any] = ()
     """Units that a step has used and its backward has not reached yet."""
 
@@ -252,6 +255,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().check_optimizers(root, optimizers)
+        self._optimizers = optimizers
         if not self.settings.use_orig_params:
             check_flat_parameters(root, optimizers)
 
@@ -310,6 +314,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def end_training(self, root: nn.Module) -> None:
         super().end_training(root)
         self._graphs.forget(root)
+        self._optimizers = ()
         forget_views(root)
 
     @override
@@ -422,7 +427,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        access = FlatAccess(root, self._watch)
+        engine = weakref.ref(self)
+        access = FlatAccess(root, self._watch, lambda: _optimizers_of(engine()))
         run_hooks_of_users(root, access)
         return access
 
@@ -517,6 +523,10 @@ def _is_reducing(engine: FSDP1Engine | None) -> bool:
     return engine is None or not engine._accumulating
 
 
+def _optimizers_of(engine: FSDP1Engine | None) -> Sequence[Optimizer]:
+    return () if engine is None else engine._optimizers
+
+
 def _is_in_step(engine: FSDP1Engine | None) -> bool:
     return engine is not None and engine.in_step
 
@@ -531,6 +541,11 @@ def _with_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _WRAPPER = "_fsdp_wrapped_module."
+_NO_STATE = (
+    "optimizer.state of a parameter of which FSDP1 gives some processes no element: these have no state of it, and it "
+    "cannot be gathered. Change states element by element (state['exp_avg'].mul_(0.5)), or use fsdp_version=2, where "
+    "every process has states of all parameters."
+)
 
 
 class FlatAccess(NoAccess):
@@ -539,12 +554,16 @@ class FlatAccess(NoAccess):
     Args:
         root: Sharded and idle.
         watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
+        optimizers: Of the running fit; their states of sharded parameters are sharded alike.
     """
 
     shows_shards = True
 
-    def __init__(self, root: nn.Module, watch: UsedParameterTracker) -> None:
-        self._watch = watch
+    def __init__(
+        self, root: nn.Module, watch: UsedParameterTracker, optimizers: Callable[[], Iterable[Optimizer]] = tuple
+    ) -> None:
+        self._watch, self._optimizers = watch, optimizers
+        self._states: dict[int, tuple[TensorWeakRef, FlatLayout]] | None = None
         self._places: dict[int, tuple[int, int]] = {}
         self._layouts: dict[int, FlatLayout] = {}
         self._flat: dict[int, Any] = {}
@@ -561,11 +580,31 @@ class FlatAccess(NoAccess):
                     self._places[id(parameter)] = number, index
                     self._layouts[id(parameter)], self._flat[id(parameter)] = layout, flat_param
 
+    def begin(self) -> None:
+        """Look for the optimizers' states anew."""
+        self._states = None
+
+    def _state(self, tensor: Tensor) -> FlatShard | None:
+        if tensor.dim() != 1 or isinstance(tensor, nn.Parameter):
+            return None
+        if self._states is None:
+            self._states = {
+                id(value): (TensorWeakRef(value), _layout_of_state(self._layouts[id(parameter)]))
+                for optimizer in self._optimizers()
+                for parameter, state in optimizer.state.items()
+                for value in (state.values() if id(parameter) in self._layouts else ())
+                if isinstance(value, Tensor) and value.dim() == 1
+            }
+        weak, layout = self._states.get(id(tensor), (None, None))
+        if weak is None or layout is None or weak() is not tensor or tensor.numel() != layout.count:
+            return None
+        return FlatShard(tensor.detach(), layout)
+
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
-        """Return this rank's range of a parameter; None for any other tensor, and while the parameter is gathered."""
+        """Return this rank's range of a parameter that is not gathered, or of a state; None for any other tensor."""
         layout = self._layouts.get(id(tensor))
         if layout is None:
-            return None
+            return self._state(tensor)
         held, shards = tensor.detach(), self._flat[id(tensor)]._local_shard
         if held.dim() != 1 or held.numel() != layout.count:
             return None
@@ -601,7 +640,7 @@ class FlatAccess(NoAccess):
 
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter of which this rank has a range now."""
-        return self.shard_of(tensor) is not None
+        return id(tensor) in self._layouts and self.shard_of(tensor) is not None
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient; an empty one where only other ranks have elements."""
@@ -615,6 +654,10 @@ class FlatAccess(NoAccess):
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient."""
         parameter.grad = None if gradient is None else gradient.held.detach()
+
+
+def _layout_of_state(layout: FlatLayout) -> FlatLayout:
+    return layout if layout.is_everywhere() else replace(layout, why_alone=_NO_STATE)
 
 
 class _Link(torch.autograd.Function):

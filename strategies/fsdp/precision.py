@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
+from ..common.user_code import callers_code
 from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
 from ..upstream.patches import Patches
 from .engine import Engine
@@ -135,7 +136,8 @@ class AccelFSDPPrecision(FSDPPrecision):
 
         def closure_with_complete_gradients() -> Any:
             nonlocal has_gradients
-            result = closure()
+            with callers_code():
+                result = closure()
             has_gradients = self._strategy.finish_gradients(optimizer)
             return result
 

@@ -24,6 +24,8 @@ from torch.utils.weak import TensorWeakRef
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
 from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
+from ..common.sharded_tensors import gathered, part_of
+from ..common.user_code import in_backward
 from ..parallelism.config import build_named_mesh
 from ..parallelism.sequence import HOOKED, SequenceParallel
 from ..parallelism.tensor import TensorParallel
@@ -523,6 +525,12 @@ class References:
         return value
 
     # ------------------------------------------------------------------ who is left
+    def replaced(self) -> dict[int, tuple[TensorWeakRef, nn.Parameter]]:
+        """Return the parameters in the place of original ones that something keeps, by the originals' identities."""
+        return {
+            key: (weak, self._new[key]) for key, weak in self._alive.items() if key in self._new and weak() is not None
+        }
+
     def check_holders(self) -> None:
         """Check, after `switch`, that nobody keeps original parameters.
 
@@ -707,9 +715,11 @@ def run_hooks(parameter: Any, gradient: Tensor) -> Tensor | None:
     for key, hook in list((parameter._backward_hooks or {}).items()):
         if guard is not None and key == guard.id:
             continue
-        result = hook(gradient)
+        with in_backward():
+            result = hook(gradient)
         if result is not None:
-            gradient = changed = result
+            full = gathered(result)
+            gradient = changed = full if not isinstance(gradient, DTensor) else part_of(full, gradient)
     return changed
 
 

@@ -232,6 +232,11 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def _is_manual(self) -> bool:
         return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._user_code is None else self._user_code.in_step_hooks(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
     def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used; called once for each optimizer step.
 
