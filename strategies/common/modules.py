@@ -403,6 +403,11 @@ def sparse_embeddings(model: nn.Module) -> Iterator[str]:
             )
 
 
+IN_REAL_NUMBERS = (
+    "Hold torch.view_as_real(parameter) as the parameter, and compute with torch.view_as_complex(parameter)."
+)
+"""What to do with a complex parameter that cannot be trained."""
+
 SHARDED_FORM = "_accelight_sharded_form"
 """Attribute of a module that FSDP has sharded."""
 _INSTEAD = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...state.process_group import is_planned
-from ..common.modules import sparse_embeddings
+from ..common.modules import IN_REAL_NUMBERS, sparse_embeddings
 from ..optimizers.classes import try_on_owners, try_on_pieces
 from ..upstream.lightning import (
     LightningModule,
@@ -169,6 +170,17 @@ def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         )
 
 
+def check_real(module: nn.Module) -> None:
+    """Check that there are no complex parameters, which DeepSpeed would make real.
+
+    Raises:
+        ValueError: If there is one; it names the first.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(f"{name}: DeepSpeed makes {parameter.dtype} parameters real. {IN_REAL_NUMBERS}")
+
+
 def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
     """Check that no embedding has sparse gradients, unless the config says that stage 0 reduces them.
 
@@ -178,6 +190,21 @@ def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
     problems = list(sparse_embeddings(module))
     if problems and (settings.zero_stage or not settings.config.get("sparse_gradients")):
         raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
+
+
+@contextmanager
+def post_hooks_aside(optimizer: Optimizer) -> Iterator[list[Callable[..., Any]]]:
+    """Give the hooks that users have registered with ``register_step_post_hook``, which do not run inside.
+
+    ZeRO calls the step of the user's optimizer for each of its flat parameters, before the model has the new weights.
+    """
+    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield list(before.values())
+    finally:
+        hooks.update(before)
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:

@@ -39,7 +39,7 @@ from ..common.launch import (
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
-from ..common.user_code import FullTensors, UserCode, running_as_library
+from ..common.user_code import FullTensors, UserCode, callers_code, running_as_library
 from ..saving.async_save import describe_async_mode, make_async_saver
 from ..upstream.lightning import (
     Callback,
@@ -90,9 +90,11 @@ from .optimizers import (
     check_elementwise,
     check_embeddings,
     check_parameters,
+    check_real,
     choose,
     compiled_cpu_adam,
     for_offload,
+    post_hooks_aside,
     prefer_torch_adam,
 )
 from .plugin import DeepSpeedPlugin
@@ -125,6 +127,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     _window: GradientAccumulator | None
     _user_code: UserCode | None = None
     _access: ZeroAccess
+    _given_optimizer: torch.optim.Optimizer | None = None
+    """The user's, in which DeepSpeed has replaced the parameters or of which it has made another."""
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
     adapters: Mapping[str, Adapter] = MappingProxyType({})
@@ -259,8 +263,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
-        engine = self.deepspeed_engine
-        norm = engines.step(engine, self._present_window, **kwargs)
+        engine, hooks = self.deepspeed_engine, []
+        with ExitStack() as stack:
+            if self._given_optimizer is not None and engine.zero_optimization():
+                hooks = stack.enter_context(post_hooks_aside(self._given_optimizer))
+            norm = engines.step(engine, self._present_window, **kwargs)
         if norm is not None or self._present_window.has_stepped:
             self.last_grad_norm = norm
         self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()
@@ -269,6 +276,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
                 f"DeepSpeed skipped optimizer step {engine.global_steps}: gradients overflowed "
                 f"({engine.skipped_steps} so far)."
             )
+        elif hooks and self._present_window.has_stepped and self._user_code is not None:
+            with self._user_code.in_hook():
+                for hook in hooks:
+                    hook(self._given_optimizer, (), {})
+            self._access.reach_model()
 
     def divide_by_items(self, num_items: int | torch.Tensor, optimizer: Any = None) -> None:
         """Divide the gradients by the number of items of all ranks, in manual optimization; all ranks call it.
@@ -374,6 +386,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def teardown(self) -> None:
         if self._user_code is not None:
             self._user_code.detach()
+        self._given_optimizer = None
         self._tracker.close()
         self._termination.detach()
         self._buffers.detach()
@@ -606,6 +619,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         refuse_module_of_fsdp(module)
         self.adapters = adapters_of(module, is_sharded=False)
         keep_packing(module)
+        check_real(module)
         self.precision_plugin.convert_module(module)  # in place
         self.deepspeed_plugin.set_moe_leaf_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -648,7 +662,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.load_universal:
             settings = settings.changed({"checkpoint.load_universal": True})
         check_embeddings(module, settings)
-        optimizer = chosen.real
+        optimizer = self._given_optimizer = chosen.real
         if optimizer is not None:
             check_parameters(optimizer, module)
             check_elementwise(optimizer, settings.zero_stage)
@@ -1008,7 +1022,8 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
             raise TypeError(
                 "LBFGS evaluates its closure several times, which DeepSpeed cannot do. Use another optimizer."
             )
-        result = closure()
+        with callers_code():
+            result = closure()
         self._after_closure(model, optimizer)
         self._strategy.take_step(**kwargs)
         return result

@@ -231,14 +231,15 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     @contextmanager
     def no_sync(self, root: nn.Module) -> Iterator[None]:
-        sharded = _as_fsdp(root)
-        sharded.set_requires_gradient_sync(False)
-        sharded.set_reshard_after_backward(self.settings.reshard_during_accumulation)
+        for unit in roots_of(root):
+            unit.set_requires_gradient_sync(False)
+            unit.set_reshard_after_backward(self.settings.reshard_during_accumulation)
         try:
             yield
         finally:
-            sharded.set_requires_gradient_sync(True)
-            sharded.set_reshard_after_backward(True)
+            for unit in roots_of(root):
+                unit.set_requires_gradient_sync(True)
+                unit.set_reshard_after_backward(True)
 
     @override
     def clip_grad_norm(
@@ -291,12 +292,6 @@ def _mesh_after_forward(settings: FSDP2Settings, mesh: DeviceMesh) -> DeviceMesh
             f"one has {len(ranks)}. Use reshard_after_forward=True or False."
         )
     return build_named_mesh({"replicate": len(ranks) // size, "shard": size}, mesh.device_type, ranks)
-
-
-def _as_fsdp(root: nn.Module) -> FSDPModule:
-    if not isinstance(root, FSDPModule):
-        raise TypeError(f"expected the FSDP2 root that prepare() returned, got {type(root).__name__}.")
-    return root
 
 
 def _prefetch_in_order(units: list[FSDPModule]) -> None:
@@ -457,7 +452,7 @@ class UsedParameterTracker:
         def run(async_op: bool = False) -> None:
             if not group.is_unsharded:
                 for param, module, name in registered:
-                    if module._parameters[name] is not param.sharded_param:
+                    if module._parameters.get(name) is not param.sharded_param:
                         raise other_parameters(module)
             if path.at is not None and group._all_gather_result is None and not group.is_unsharded:
                 path.gather(number)

@@ -149,7 +149,7 @@ def other_parameters(module: nn.Module) -> RuntimeError:
     """Return the error of a call with other parameters in the places of the sharded ones."""
     return RuntimeError(
         f"{type(module).__name__} was called with parameters other than the sharded ones "
-        "(torch.func.functional_call, vmap, parameters replaced by hand): FSDP would use its own. Call the module "
+        "(torch.func.functional_call, vmap, pruned or replaced in a hook): FSDP would use its own. Call the module "
         "itself, or a copy of it that was created in __init__() and is kept outside the model (in a list), with the "
         "values of 'strategy.full_state_dict()'; or keep the module in the root's unit and call it in "
         "training_step()."

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.utils.checkpoint import CheckpointError
 
 from ...checkpoint.names import WRAPPER_NAMES, clean_name
-from ..common.modules import sparse_embeddings
+from ..common.modules import IN_REAL_NUMBERS, sparse_embeddings
 from ..upstream.lightning import rank_zero_warn
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import ActivationWrapper
@@ -478,10 +478,7 @@ def _complex(
         for parameter in parameters:
             is_reduced_alone = not parameter.requires_grad or (len(trained) == 1 and not by_reduction)
             if parameter.is_complex() and (version == 1 or not is_reduced_alone):
-                yield (
-                    f"{names[parameter]}: {parameter.dtype} parameters cannot be {reason}. Hold "
-                    "torch.view_as_real(parameter) as the parameter, and compute with torch.view_as_complex(parameter)."
-                )
+                yield (f"{names[parameter]}: {parameter.dtype} parameters cannot be {reason}. {IN_REAL_NUMBERS}")
 
 
 def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: PrecisionSettings) -> Iterator[str]:

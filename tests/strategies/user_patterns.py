@@ -8,6 +8,7 @@ of ``docs/fsdp.md`` and ``docs/deepspeed.md``.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -262,6 +263,64 @@ class ListKeptByInit(Pattern):
 
 
 # ------------------------------------------------------------------ element by element
+KEPT = "parameters kept in closures, globals, `functools.partial` and `__slots__` before training"
+
+
+class _Slots:
+    __slots__ = ("parameters",)
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+
+
+@pattern(KEPT, core=True)
+class ParametersKeptOutsideOfModules(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        parameters = list(self.model.blocks.parameters())
+        self.norm = lambda: sum(p.detach().norm() for p in parameters)
+        self.decay = functools.partial(torch._foreach_mul_, [self.model.head.weight], 0.9)
+        self.slots = _Slots(self.model.embed.parameters())
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("norm", self.norm())
+        self.decay()
+        for parameter in self.slots.parameters:
+            parameter[0] *= 0.9
+        self.see("embed", self.model.embed.weight.norm())
+
+
+@pattern(KEPT)
+class PenaltyOfKeptParameters(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.model.head.weight
+        self.penalty = lambda: weight.detach().pow(2).sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (1 + self.penalty())
+
+
+BEFORE = Refused("shares memory with '.*' as it was before the model was sharded", "the parameter, where it is used")
+
+
+@pattern(
+    "`p.data`, a view or a bound method of it, kept since `__init__`",
+    core=True,
+    **dict.fromkeys(ENGINES, BEFORE),
+)
+class DataKeptByInit(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clampers = [p.data.clamp_ for p in self.parameters()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for clamp in self.clampers:
+            clamp(-0.2, 0.2)
+
+
 ELEMENTS = "in-place changes of every element in hooks: clamp, scale, masks, also through `.data`"
 
 
@@ -332,6 +391,21 @@ class ValuesWrittenThroughNumPy(Pattern):
         values = self.first.weight.detach().numpy()
         values *= 0.9
         self.see("sum", self.first.weight.abs().sum())
+
+
+@pattern(ROWS, core=True)
+class RowsKeptFromHookToHook(Pattern):
+    def on_train_start(self) -> None:
+        self.rows = [self.first.weight.data[0], self.model.head.weight.detach().view(-1)]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("sum", sum(each.sum() for each in self.rows))
+        for each in self.rows:
+            each.mul_(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.see("norm", self.rows[0].norm())
+        return self.loss(batch)
 
 
 @pattern(ROWS, core=True)
@@ -555,6 +629,18 @@ class SpectrumOfAWeight(Pattern):
 
 
 # ------------------------------------------------------------------ gradients
+@pattern(NORMS)
+class EqualAndWhere(Pattern):
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.first.weight
+        self.see("equal", torch.equal(weight, weight.clone()) and not weight.equal(weight + 1))
+        rows, columns = torch.where(weight.abs() < 0.1)
+        weight[rows, columns] = 0.0
+        self.see("found", len(rows))
+        self.see("copy", copy.copy(weight.data).norm())
+
+
 GRADIENTS = "gradients changed in `on_after_backward`, `on_before_optimizer_step`: scaled, masked, zeroed, noise"
 
 
@@ -749,6 +835,21 @@ class SquaredPenalty(Pattern):
 class AbsolutePenaltyBeforeForward(Pattern):
     def loss(self, batch: Any) -> Tensor:
         return 0.01 * sum(p.abs().sum() for p in self.parameters()) + super().loss(batch)
+
+
+@pattern(PENALTIES, core=True, zero3=PENALTY_3)
+class PenaltyOfRowsAndLaterNorms(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        penalty = sum(p.norm() * p.flatten()[0] for p in self.parameters() if p.requires_grad)
+        return super().loss(batch) + 0.05 * penalty
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.see("norm", sum(p.flatten()[:2].norm() for p in self.parameters()))
+
+    @torch.no_grad()
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.see("norm", sum(p.flatten()[:2].norm() for p in self.parameters()))
 
 
 @pattern(PENALTIES, zero3=PENALTY_3)
@@ -1194,6 +1295,27 @@ class BankAndCounter(Pattern):
 
 
 # ------------------------------------------------------------------ hooks on parameters and modules
+@pattern(BUFFERS)
+class MasksOfWeights(Pattern):
+    @torch.no_grad()
+    def on_train_start(self) -> None:
+        self.register_buffer("mask", (self.first.weight.abs() > 0.1).float())
+        self.register_buffer("kept", torch.ones_like(self.model.head.weight, dtype=torch.bool))
+
+    @torch.no_grad()
+    def on_train_epoch_start(self) -> None:
+        self.kept = self.model.head.weight.abs() > 0.05
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.see("kept", self.mask.sum() + self.kept.sum())  # type: ignore[operator]
+        return self.loss(batch)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.first.weight.mul_(self.mask)
+        self.model.head.weight.masked_fill_(~self.kept, 0.0)
+
+
 HOOKS = "`p.register_hook`, in `__init__` or in hooks; hooks of modules on outputs and gradients"
 
 
@@ -1233,6 +1355,14 @@ class HooksOfModules(Pattern):
         return (inputs[0] * 0.5,)
 
 
+@pattern(HOOKS, core=True)
+class GradientHooksWithTheirParameter(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda gradient, p=parameter: gradient * p.norm() + 0.1 * p.detach())
+
+
 POST = Refused(
     "register_post_accumulate_grad_hook\\(\\) would never run on a gradient", "`on_after_backward` or `p.register_hook`"
 )
@@ -1248,6 +1378,63 @@ class PostAccumulateHook(Pattern):
             parameter.grad.mul_(0.5)
 
         self.model.head.weight.register_post_accumulate_grad_hook(halve)
+
+
+STEP_HOOKS = "hooks on the optimizer's step that change or read weights (`register_step_post_hook`)"
+
+
+@pattern(STEP_HOOKS, core=True)
+class WeightsDecayedByAStepHook(Pattern):
+    def configure_optimizers(self) -> Any:
+        head = {id(p) for p in self.model.head.parameters()}
+        rest = [p for p in self.parameters() if id(p) not in head]
+        groups: Any = [{"params": rest}, {"params": list(self.model.head.parameters()), "lr": 0.01}]
+        optimizer = SGD(groups, lr=0.05, momentum=0.9)
+        optimizer.register_step_post_hook(self.decay)
+        return optimizer
+
+    @torch.no_grad()
+    def decay(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.9)
+        self.see("norm", sum(p.norm() for p in self.parameters()))
+
+
+@pattern(STEP_HOOKS)
+class GroupsClampedByAStepHook(Pattern):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.05, momentum=0.9)
+        optimizer.register_step_post_hook(self.clamp)
+        return optimizer
+
+    @torch.no_grad()
+    def clamp(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.3, 0.3)
+        self.see("calls", len(self.seen))
+
+
+@pattern("`optimizer_step` with a closure of one's own that changes weights (SAM)", core=True)
+class SharpnessAwareClosure(Pattern):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        with torch.no_grad():
+            trained = [p for p in self.parameters() if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
+            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]
+            for parameter, step in zip(trained, steps, strict=True):
+                parameter.add_(step)
+
+        @torch.no_grad()
+        def at_the_worst_place() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            for parameter, step in zip(trained, steps, strict=True):
+                parameter.sub_(step)
+            return loss
+
+        optimizer.step(closure=at_the_worst_place)
 
 
 # ------------------------------------------------------------------ manual optimization
@@ -1493,6 +1680,18 @@ class EditsInManualSteps(ManualPattern):
         with torch.no_grad():
             self.first.weight[0].zero_()
             self.see("norm", sum(p.norm() for p in self.parameters()))
+
+
+@pattern(MANUAL, core=True)
+class AccumulatedByHand(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self.loss(batch) / 2)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 # ------------------------------------------------------------------ frozen and changed parts
