@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.common.user_code import library_code
 from accelight.strategies.fsdp.checkpoint import state_dict as checkpointing
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
@@ -34,7 +35,7 @@ class Module(TinyModule):
 
 
 class Look(Callback):
-    """Notes the optimizer's state, and how often each parameter was stepped, before training goes on."""
+    """Notes this rank's part of the optimizer's state, and how often each parameter was stepped, before training."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[float, float]] = {}
@@ -45,10 +46,10 @@ class Look(Callback):
             if state.get(parameter):
                 moment = state[parameter].get("exp_avg", torch.zeros(()))
                 moment = moment.full_tensor() if hasattr(moment, "full_tensor") else moment
-                self.found[name.replace("_fsdp_wrapped_module.", "")] = (
-                    float(state[parameter].get("step", 0)),
-                    moment.norm().item(),
-                )
+                with library_code():
+                    norm = moment.norm().item()
+                step = float(state[parameter].get("step", 0))
+                self.found[name.replace("_fsdp_wrapped_module.", "")] = step, norm
 
 
 def _fit(
