@@ -48,6 +48,7 @@ from ..strategies.upstream.lightning import (
 )
 from ..strategies.upstream.patches import Patches
 from ..strategies.upstream.torch_core import tree_leaves
+from .second_computation import SecondComputation
 from .step_guard import is_known_strategy
 
 Ranks: TypeAlias = "tuple[int, ...] | None"
@@ -67,7 +68,8 @@ class Difference(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
     """The ranks that agree with each other; the largest group first."""
     right: tuple[int, ...] | None
-    """The ranks whose copies can repair the others: the majority, or those whose buffer has not changed."""
+    """The ranks whose copies can repair the others: the majority, or those whose buffer has not changed; none of a
+    layer that a rank has computed twice with different results."""
     values: tuple[str, ...] = ()
     """Of each group, where the value is not a tensor."""
 
@@ -102,6 +104,12 @@ class ReplicaCheck(Callback):
         every_n_steps: Optimizer steps from one check to the next.
         on_difference: ``"raise"`` ends training with a RuntimeError on every process. ``"warn"`` warns on rank 0 and
             logs ``replica_check/differences``, the number of differences found so far.
+        recompute: Whether each process also computes the layers of one micro-batch for each check a second time, right
+            after the first and without gradient: a result that differs in a bit is wrong, whatever copies say. It
+            costs one more forward for each check. A layer is a module without children that has parameters or is
+            torch's own, or ``nn.MultiheadAttention``; what a forward computes between layers, and backwards, are
+            computed once. Layers that are compiled, that change their input, or whose results differ in the first
+            micro-batch of a fit (kernels that add in any order) are left out. It works on one process, too.
 
     Raises:
         ValueError: If an argument is out of its range; when training starts, if the strategy is not known.
@@ -109,12 +117,16 @@ class ReplicaCheck(Callback):
             group's timeout.
     """
 
-    def __init__(self, every_n_steps: int = 500, on_difference: Literal["raise", "warn"] = "raise") -> None:
+    def __init__(
+        self, every_n_steps: int = 500, on_difference: Literal["raise", "warn"] = "raise", recompute: bool = False
+    ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be an int >= 1, got {every_n_steps!r}.")
         if on_difference not in ("raise", "warn"):
             raise ValueError(f"on_difference must be 'raise' or 'warn', got {on_difference!r}.")
-        self.every_n_steps, self.on_difference = every_n_steps, on_difference
+        if not isinstance(recompute, bool):
+            raise ValueError(f"recompute must be a bool, got {recompute!r}.")
+        self.every_n_steps, self.on_difference, self.recompute = every_n_steps, on_difference, recompute
         self.num_differences = 0
         """How many differences all checks of this fit have found."""
         self.differences: list[Difference] = []
@@ -126,6 +138,11 @@ class ReplicaCheck(Callback):
         self._equal_step: int | None = None
         self._due_step: int | None = None
         self._buffers: dict[str, tuple[Tensor, int]] = {}
+        self._second: SecondComputation | None = None
+        self._computed_step: int | None = None
+        """The step of the last micro-batch that was computed twice."""
+        self._miscomputed: list[str] = []
+        """The layers of this rank that no check has reported yet."""
 
     # ------------------------------------------------------------------ the run
     @override
@@ -140,7 +157,11 @@ class ReplicaCheck(Callback):
         self.num_differences, self.differences = 0, []
         self._error, self._equal_step, self._buffers = None, None, {}
         self._last_step, self._checked_step = trainer.global_step, -1
+        self._second, self._computed_step = SecondComputation() if self.recompute else None, None
+        self._miscomputed = []
         if trainer.world_size == 1:
+            if self.recompute:
+                return
             rank_zero_warn("ReplicaCheck has nothing to compare on one process, and does nothing.")
             return
         number = shared_number("a fit with ReplicaCheck", store_messages())
@@ -156,11 +177,23 @@ class ReplicaCheck(Callback):
         self._begin_check(trainer, pl_module)
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        is_due = self._computed_step is None or (step + 1) % self.every_n_steps == 0
+        if self._second is not None and is_due and step != self._computed_step:
+            self._computed_step = step
+            self._second.begin(pl_module)
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         before, self._last_step = self._last_step, trainer.global_step
+        if self._second is not None:
+            self._miscomputed += self._second.end()
         if self._comparer is None:
+            self._report([_miscomputed(name, 0) for name in self._miscomputed], [socket.gethostname()])
+            self._miscomputed = []
             return
         every, step = self.every_n_steps, self._last_step
         is_due = self._due_step is not None and step >= self._due_step
@@ -191,7 +224,9 @@ class ReplicaCheck(Callback):
         if self._comparer is not None:
             self._comparer.close()
             self._comparer = None
-        self._due_step, self._buffers = None, {}
+        if self._second is not None:
+            self._second.end()
+        self._due_step, self._buffers, self._second = None, {}, None
 
     # ------------------------------------------------------------------ checks
     def _begin_check(self, trainer: Trainer, module: LightningModule) -> None:
@@ -202,7 +237,9 @@ class ReplicaCheck(Callback):
             self._take_verdict(comparer)
         self._checked_step = trainer.global_step
         with library_code():  # hooks of a subclass are a user's, to whom shards look like whole tensors
-            comparer.begin(_snapshot(trainer, module, self._buffers))
+            snapshot = _snapshot(trainer, module, self._buffers)
+        snapshot.miscomputed, self._miscomputed = self._miscomputed, []
+        comparer.begin(snapshot)
         self._due_step = self._checked_step + min(self.every_n_steps, _MOST_STEPS_LATER)
 
     def _check_now(self, trainer: Trainer, module: LightningModule) -> None:
@@ -216,12 +253,18 @@ class ReplicaCheck(Callback):
 
     def _take_verdict(self, comparer: _Comparer) -> None:
         self._due_step = None
-        self.differences, hosts = comparer.verdict()
-        if not self.differences:
+        found, hosts = comparer.verdict()
+        if not found:
             self._equal_step = self._checked_step
+        self._report(found, hosts)
+
+    def _report(self, found: list[Difference], hosts: Sequence[str]) -> None:
+        self.differences = found
+        if not found:
             return
-        self.num_differences += len(self.differences)
-        text = _describe(self.differences, hosts, self._checked_step, self._equal_step)
+        self.num_differences += len(found)
+        step = self._last_step if self._comparer is None else self._checked_step
+        text = _describe(found, hosts, step, self._equal_step)
         if self.on_difference == "warn":
             rank_zero_warn(text)
             return
@@ -238,7 +281,14 @@ def _check_strategy(strategy: Any) -> None:
 
 
 def _describe(found: Sequence[Difference], hosts: Sequence[str], step: int, equal_step: int | None) -> str:
-    lines = [f"ReplicaCheck: after step {step} not all copies are equal of {len(found)} values that must be."]
+    lines = []
+    twice = [one for one in found if one.right == ()]
+    if twice:
+        lines.append(f"ReplicaCheck: before step {step} a second computation of {len(twice)} layers had other results.")
+        lines += [f"  {one.name} on process {one.wrong[0]} on {hosts[one.wrong[0]]}" for one in twice[:_MOST_LISTED]]
+    found = [one for one in found if one.right != ()]
+    if found:
+        lines.append(f"ReplicaCheck: after step {step} not all copies are equal of {len(found)} values that must be.")
     for one in found[:_MOST_LISTED]:
         values = [f" ({value})" for value in one.values] or [""] * len(one.groups)
         groups = [f"{name_processes(group)}{value}" for group, value in zip(one.groups, values, strict=True)]
@@ -268,8 +318,9 @@ class _ClosedError(Exception):
     """Ends a wait for messages that nobody needs any more."""
 
 
-_Summary: TypeAlias = tuple[dict[Ranks, str], dict[str, tuple[Any, Any]]]
-"""A digest for each set of ranks; of each buffer its fingerprint, and the one of the last check if it must be equal."""
+_Summary: TypeAlias = tuple[dict[Ranks, str], dict[str, tuple[Any, Any]], list[str]]
+"""A digest for each set of ranks; of each buffer its fingerprint, and the one of the last check if it must be equal;
+layers with another result of a second computation."""
 _Verdict: TypeAlias = tuple[list[Difference], list[str]]
 
 
@@ -331,10 +382,11 @@ class _Comparer:
             name: (value, before.get(name) if is_constant else None)
             for name, (value, is_constant) in snapshot.buffers.items()
         }
-        summary: _Summary = {ranks: _digest(each) for ranks, each in values.items()}, buffers
+        summary: _Summary = {ranks: _digest(each) for ranks, each in values.items()}, buffers, snapshot.miscomputed
         differing, found = self._gather(summary, _differing)
         for one in found:  # the value that it must have
-            self._before[one.name] = before[one.name]
+            if one.name in before:
+                self._before[one.name] = before[one.name]
         if not differing and not found:
             return [], []
         own = {ranks: values[ranks] for ranks in differing if ranks in values}, socket.gethostname()
@@ -356,12 +408,12 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _differing(everyone: list[_Summary]) -> tuple[list[Ranks], list[Difference]]:
     """Return the sets of ranks whose digests differ, and the buffers that differ; given each rank's summary."""
-    digests = [each for each, _ in everyone]
+    digests = [each for each, _, _ in everyone]
     known = dict.fromkeys(ranks for each in digests for ranks in each)
     differing = [ranks for ranks in known if len({digests[one].get(ranks) for one in _all(ranks, digests)}) > 1]
-    found = []
+    found = [_miscomputed(name, rank) for rank, (_, _, layers) in enumerate(everyone) for name in layers]
     for name in everyone[0][1]:
-        pairs = [buffers.get(name, (0, None)) for _, buffers in everyone]
+        pairs = [buffers.get(name, (0, None)) for _, buffers, _ in everyone]
         if None in {before for _, before in pairs} or len({before for _, before in pairs}) > 1:
             continue  # written since, or each rank's own: see [Note: what must be equal]
         kept = tuple(rank for rank, (now, before) in enumerate(pairs) if now == before)
@@ -369,6 +421,10 @@ def _differing(everyone: list[_Summary]) -> tuple[list[Ranks], list[Difference]]
         if kept and changed:  # a write that leaves no trace (``buffer.data``) changes all
             found.append(Difference(name, (kept, changed), right=kept))
     return differing, found
+
+
+def _miscomputed(layer: str, rank: int) -> Difference:
+    return Difference(f"layer {layer}", ((rank,),), right=())
 
 
 def _all(ranks: Ranks, everyone: Sequence[Any]) -> Sequence[int]:
@@ -430,6 +486,8 @@ class _Snapshot:
     def __init__(self) -> None:
         self.values: dict[Ranks, dict[str, Any]] = {}
         """By the ranks that hold copies."""
+        self.miscomputed: list[str] = []
+        """The layers whose second computation had another result."""
         self.buffers: dict[str, tuple[Any, bool]] = {}
         """Of each the fingerprint, and whether it is the same object, with the same version, as at the last check."""
         self._sums: dict[tuple[torch.device, int], list[Tensor]] = {}

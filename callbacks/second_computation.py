@@ -1,0 +1,117 @@
+"""The layers of a micro-batch computed twice, for `ReplicaCheck`: wrong results that no copy shows.
+
+A flipped bit in a weight stays, and copies show it. What a device computes wrong once is gone with the activation; all
+ranks get it, averaged into a gradient. Only a second computation shows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..checkpoint.names import clean_name
+from ..strategies.common.broadcast import version_of
+from ..strategies.common.user_code import library_code
+from ..strategies.upstream.torch_core import tree_leaves
+
+
+class SecondComputation:
+    """Computes each layer a second time, without gradient, right after the first, and compares bit for bit.
+
+    A layer is a module without children that has parameters or is torch's own, or `nn.MultiheadAttention`. Compiled
+    layers, those that change their input in place, and those whose results differ when they are first compared (kernels
+    that add in any order) are left out.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._left_out: set[str] = set()
+        self._has_compared = False
+        self._calls: list[tuple[Any, list[int]]] = []
+        """Of the calls that run: the state of random numbers, and the versions of the inputs."""
+        self._differing: list[tuple[str, Tensor]] = []
+
+    def begin(self, module: nn.Module) -> None:
+        """Follow the layers of a module until `end`."""
+        for full_name, layer in module.named_modules():
+            name = clean_name(full_name)
+            if name not in self._left_out and _is_layer(layer):
+                before = layer.register_forward_pre_hook(self._before, with_kwargs=True)
+                # Before the engines' own hooks, which reshard the layer.
+                after = layer.register_forward_hook(partial(self._after, name), prepend=True, with_kwargs=True)
+                self._handles += [before, after]
+
+    def end(self) -> list[str]:
+        """Return the names of the layers whose results differed, each once; waits for the device."""
+        if not self._handles:
+            return []
+        for handle in self._handles:
+            handle.remove()
+        found = list(dict.fromkeys(name for name, differs in self._differing if differs))
+        self._handles, self._calls, self._differing = [], [], []
+        if not self._has_compared:
+            self._has_compared, self._left_out = True, set(found)
+            return []
+        return found
+
+    def _before(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            inputs = list(_tensors((args, kwargs)))
+            self._calls.append((_random_state(inputs), [version_of(one) for one in inputs]))
+
+    def _after(self, name: str, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._calls:
+            return
+        random, versions = self._calls.pop()
+        inputs = list(_tensors((args, kwargs)))
+        if [version_of(one) for one in inputs] != versions:
+            return
+        now = _random_state(inputs)
+        buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+        with library_code(), torch.no_grad():
+            _set_random_state(random)
+            try:
+                again = layer.forward(*args, **kwargs)
+            finally:
+                _set_random_state(now)
+            for buffer, value in buffers:
+                buffer.data.copy_(value)  # backward, which may have saved it, is to see no change
+            for first, second in zip(_tensors(output), _tensors(again), strict=True):
+                self._differing.append((name, (_words(first) != _words(second)).any()))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    is_pure = bool(module._parameters) or type(module).__module__.startswith("torch.nn.")  # no metric, say
+    return is_pure and next(module.children(), None) is None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (one for one in tree_leaves(value) if isinstance(one, Tensor))
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes: numbers that are not equal to themselves are, too."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _random_state(tensors: list[Tensor]) -> dict[torch.device | None, Tensor]:
+    """Return the states of the CPU's random numbers and of those of the tensors' devices."""
+    devices = {one.device for one in tensors if one.device.type not in ("cpu", "meta")}
+    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
+    states.update({device: torch.get_device_module(device).get_rng_state(device) for device in devices})
+    return states
+
+
+def _set_random_state(states: Mapping[torch.device | None, Tensor]) -> None:
+    for device, state in states.items():
+        if device is None:
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
