@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import re
+import time
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -19,6 +22,9 @@ from tests.slowness import slowness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: threads would only fight
 _TEST_LIMIT_S = 300.0
+_MINUTES = float(os.environ.get("ACCELIGHT_MINUTES", "inf"))
+"""How long exhaustive tests may begin; the rest is skipped. Which files come first is another each day."""
+_BEGAN_AT = float(os.environ.setdefault("ACCELIGHT_TESTS_BEGAN_AT", str(time.time())))  # workers inherit it
 _OF_DEEPSPEED = (
     *("deepspeed", "deepspeed.runtime.engine", "deepspeed.module_inject", "accelight.strategies.deepspeed.strategy"),
     *("accelerate", "networkx", "torch.ao.quantization", "torch.utils.cpp_extension"),  # it imports them when it trains
@@ -32,6 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and not tried:
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and this machine has none"))
     items.sort(key=lambda item: _uses_deepspeed(item.path))  # the others run while its ops are built
+    if math.isfinite(_MINUTES):
+        day = int(_BEGAN_AT // 86400)
+        items.sort(key=lambda item: hashlib.md5(f"{day} {item.path.name}".encode()).digest())
 
 
 def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:
@@ -55,6 +64,11 @@ def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:
     if complete and named > found:
         unknown = [f"{test}: no cell with {word!r} in its name" for test, word in sorted(named - found)]
         raise pytest.UsageError("\n".join(unknown))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > _BEGAN_AT + 60 * _MINUTES and item.get_closest_marker("exhaustive"):
+        pytest.skip(f"the {_MINUTES:g} minutes of this run are over (ACCELIGHT_MINUTES)")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -148,13 +148,33 @@ def test_after_it():
 """
 
 
+def run_pytest(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}"]
+    command += ["-ptests.conftest", "-pno:cacheprovider", str(folder)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
+
+
+_OF_BOTH_KINDS = """
+import pytest
+
+@pytest.mark.exhaustive
+def test_of_the_rest(): ...
+
+def test_of_the_core(): ...
+"""
+
+
+def test_the_rest_is_skipped_when_the_minutes_are_over(tmp_path: Path) -> None:
+    (tmp_path / "test_both.py").write_text(_OF_BOTH_KINDS)
+    done = run_pytest(tmp_path, ACCELIGHT_MINUTES="0")
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "the 0 minutes of this run are over (ACCELIGHT_MINUTES)" in done.stdout
+
+
 @pytest.mark.exhaustive
 def test_a_test_that_hangs_fails_alone_and_its_processes_end(tmp_path: Path) -> None:
     (tmp_path / "test_hanging.py").write_text(_HANGS)
-    command = [sys.executable, "-m", "pytest", "-q", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}"]
-    done = subprocess.run(
-        [*command, "-ptests.conftest", "-pno:cacheprovider", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_pytest(tmp_path)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "Timeout (>20.0s)" in done.stdout
     processes = [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]
