@@ -661,7 +661,7 @@ class OldMemory:
             RuntimeError: If one does.
         """
         for tensor in tensors if self._parts else ():
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            if type(tensor) not in (Tensor, nn.Parameter) or not _has_storage(tensor):
                 continue
             parts = self._parts.get(_weak_storage(tensor), ())
             begin, end = _addresses(tensor) if parts else (0, 0)
@@ -1168,8 +1168,17 @@ def _engines_device(tensor: Tensor) -> str:
 
 
 def _share_memory(full: Tensor, tensor: Any) -> bool:
-    is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, Sharded)
+    is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, Sharded) and _has_storage(tensor)
     return is_plain and full.device == tensor.device and _storage(full) == _storage(tensor)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own: not inside of `torch.vmap` and `torch.func.grad`, nor sparse."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _storage(tensor: Tensor) -> int:

@@ -292,6 +292,21 @@ class ParametersKeptOutsideOfModules(Pattern):
 
 
 @pattern(KEPT)
+class FunctionTransformsBesideWhatIsKept(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"data": self.first.weight.data}
+
+    def on_train_start(self) -> None:
+        self.row = self.first.weight.data[0]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        norms = torch.vmap(lambda row: row.pow(2).sum())(torch.ones(3, 2))
+        slopes = torch.func.grad(lambda x: x.pow(2).sum())(torch.ones(3))
+        self.see("sum", norms.sum() + slopes.sum() + self.row.sum())
+
+
+@pattern(KEPT)
 class PenaltyOfKeptParameters(Pattern):
     def __init__(self) -> None:
         super().__init__()
