@@ -9,6 +9,7 @@ import struct
 import threading
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from accelight.state import reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 from accelight.strategies.common.sharded_tensors import FlatShard
 from tests.ranks import run_on_ranks
+from tests.strategies.deepspeed.training import fp16_on_cpu
 from tests.strategies.fsdp import cut_model
 from tests.strategies.oracle import (
     Case,
@@ -150,7 +152,8 @@ def resume(name: str, folder: str) -> list[int]:
             enable_checkpointing=True,
         )
         module = Rich("adamw", nn.LayerNorm if name.endswith("16") else nn.BatchNorm1d)
-        trainer.fit(module, rank_loader(size), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
+        with fp16_on_cpu() if name.endswith("fp16") else nullcontext():
+            trainer.fit(module, rank_loader(size), ckpt_path=ckpt_path, weights_only=False if ckpt_path else None)
         trainer.save_checkpoint(path)
         steps.append(trainer.global_step)
         reset_state()
