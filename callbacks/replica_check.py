@@ -182,7 +182,7 @@ class ReplicaCheck(Callback):
         is_due = self._computed_step is None or (step + 1) % self.every_n_steps == 0
         if self._second is not None and is_due and step != self._computed_step:
             self._computed_step = step
-            self._second.begin(pl_module)
+            self._second.begin(pl_module, trainer.strategy.root_device)
 
     @override
     def on_train_batch_end(
@@ -407,7 +407,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def _differing(everyone: list[_Summary]) -> tuple[list[Ranks], list[Difference]]:
-    """Return the sets of ranks whose digests differ, and the buffers that differ; given each rank's summary."""
+    """Return the sets of ranks whose digests differ, and the layers and buffers that do; given each rank's summary."""
     digests = [each for each, _, _ in everyone]
     known = dict.fromkeys(ranks for each in digests for ranks in each)
     differing = [ranks for ranks in known if len({digests[one].get(ranks) for one in _all(ranks, digests)}) > 1]

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint.names import clean_name
 from ..strategies.common.broadcast import version_of
+from ..strategies.common.dataloader_state import random_state, set_random_state
 from ..strategies.common.user_code import library_code
 from ..strategies.upstream.torch_core import tree_leaves
 
@@ -29,6 +30,7 @@ class SecondComputation:
     """
 
     def __init__(self) -> None:
+        self._device = torch.device("cpu")
         self._handles: list[RemovableHandle] = []
         self._left_out: set[str] = set()
         self._has_compared = False
@@ -36,8 +38,9 @@ class SecondComputation:
         """Of the calls that run: the state of random numbers, and the versions of the inputs."""
         self._differing: list[tuple[str, Tensor]] = []
 
-    def begin(self, module: nn.Module) -> None:
-        """Follow the layers of a module until `end`."""
+    def begin(self, module: nn.Module, device: torch.device) -> None:
+        """Follow the layers of a module, which computes on ``device``, until `end`."""
+        self._device = device
         for full_name, layer in module.named_modules():
             name = clean_name(full_name)
             if name not in self._left_out and _is_layer(layer):
@@ -61,24 +64,23 @@ class SecondComputation:
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            inputs = list(_tensors((args, kwargs)))
-            self._calls.append((_random_state(inputs), [version_of(one) for one in inputs]))
+            versions = [version_of(one) for one in _tensors((args, kwargs))]
+            self._calls.append((random_state(self._device), versions))
 
     def _after(self, name: str, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         if torch.compiler.is_compiling() or not self._calls:
             return
-        random, versions = self._calls.pop()
-        inputs = list(_tensors((args, kwargs)))
-        if [version_of(one) for one in inputs] != versions:
+        before, versions = self._calls.pop()
+        if [version_of(one) for one in _tensors((args, kwargs))] != versions:
             return
-        now = _random_state(inputs)
+        now = random_state(self._device)
         buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
         with library_code(), torch.no_grad():
-            _set_random_state(random)
+            set_random_state(before, self._device)
             try:
                 again = layer.forward(*args, **kwargs)
             finally:
-                _set_random_state(now)
+                set_random_state(now, self._device)
             for buffer, value in buffers:
                 buffer.data.copy_(value)  # backward, which may have saved it, is to see no change
             for first, second in zip(_tensors(output), _tensors(again), strict=True):
@@ -99,19 +101,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _words(tensor: Tensor) -> Tensor:
     """Return the bytes: numbers that are not equal to themselves are, too."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _random_state(tensors: list[Tensor]) -> dict[torch.device | None, Tensor]:
-    """Return the states of the CPU's random numbers and of those of the tensors' devices."""
-    devices = {one.device for one in tensors if one.device.type not in ("cpu", "meta")}
-    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
-    states.update({device: torch.get_device_module(device).get_rng_state(device) for device in devices})
-    return states
-
-
-def _set_random_state(states: Mapping[torch.device | None, Tensor]) -> None:
-    for device, state in states.items():
-        if device is None:
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)

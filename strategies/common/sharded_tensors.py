@@ -408,7 +408,7 @@ class ShardAccess(Protocol):
     """Whether what asks for a gradient runs in the last backward of an accumulation window."""
 
     def begin(self) -> None:
-        """Users' code begins to run, or goes on."""
+        """Take note that users' code starts or resumes; the engine's states may have changed since."""
         ...
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
@@ -458,7 +458,7 @@ class NoAccess:
     shows_shards, in_step, ends_window = False, False, False
 
     def begin(self) -> None:
-        """Do nothing: DTensors say themselves what they are."""
+        """Do nothing: states are DTensors like their parameters."""
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return None."""
@@ -890,8 +890,7 @@ class GlobalTensors(TorchFunctionMode):
         if "out" in kwargs or any(not _is_sharded_alike(one, first) for one in tensors):
             return True  # in a backward, ranks have other values in what is not sharded like parameters
         return (
-            name != "detach"
-            and not name.endswith("_like")
+            not name.endswith("_like")
             and not _is_in_place(name)
             and torch.is_grad_enabled()
             and any(

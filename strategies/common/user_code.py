@@ -209,10 +209,6 @@ class UserCode:
 
         return run
 
-    def in_backward(self) -> AbstractContextManager[None]:
-        """Run hooks of the user's on a gradient, in the midst of a backward."""
-        return running(self._in_backward)
-
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
 
@@ -254,7 +250,7 @@ _attached: UserCode | None = None
 
 def in_backward() -> AbstractContextManager[None]:
     """Run hooks of the user's on a gradient, in the midst of a backward: sharded tensors are full there."""
-    return nullcontext() if _attached is None else _attached.in_backward()
+    return nullcontext() if _attached is None else running(_attached._in_backward)
 
 
 def is_library() -> bool:

@@ -193,12 +193,12 @@ def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
 
 
 @contextmanager
-def post_hooks_aside(optimizer: Optimizer) -> Iterator[list[Callable[..., Any]]]:
+def post_hooks_aside(optimizer: Optimizer | None) -> Iterator[list[Callable[..., Any]]]:
     """Give the hooks that users have registered with ``register_step_post_hook``, which do not run inside.
 
     ZeRO calls the step of the user's optimizer for each of its flat parameters, before the model has the new weights.
     """
-    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, "_optimizer_step_post_hooks", {})  # None has none
     before = dict(hooks)
     hooks.clear()
     try:

@@ -128,7 +128,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     _user_code: UserCode | None = None
     _access: ZeroAccess
     _given_optimizer: torch.optim.Optimizer | None = None
-    """The user's, in which DeepSpeed has replaced the parameters or of which it has made another."""
+    """The user's, in which ZeRO has replaced the parameters or of which it has made another; None at stage 0."""
     _checkpointer: Checkpointer
     _while_fitting: ExitStack
     adapters: Mapping[str, Adapter] = MappingProxyType({})
@@ -263,10 +263,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
-        engine, hooks = self.deepspeed_engine, []
-        with ExitStack() as stack:
-            if self._given_optimizer is not None and engine.zero_optimization():
-                hooks = stack.enter_context(post_hooks_aside(self._given_optimizer))
+        engine = self.deepspeed_engine
+        with post_hooks_aside(self._given_optimizer) as hooks:
             norm = engines.step(engine, self._present_window, **kwargs)
         if norm is not None or self._present_window.has_stepped:
             self.last_grad_norm = norm
@@ -662,7 +660,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.load_universal:
             settings = settings.changed({"checkpoint.load_universal": True})
         check_embeddings(module, settings)
-        optimizer = self._given_optimizer = chosen.real
+        optimizer = chosen.real
+        self._given_optimizer = optimizer if settings.zero_stage else None
         if optimizer is not None:
             check_parameters(optimizer, module)
             check_elementwise(optimizer, settings.zero_stage)

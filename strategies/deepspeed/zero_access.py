@@ -55,7 +55,7 @@ class ZeroAccess:
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
     def begin(self) -> None:
-        """Do nothing: parameters are asked."""
+        """Do nothing: states belong to flat parameters, which are not the module's."""
 
     # ------------------------------------------------------------------ parameters
     def shard_of(self, tensor: Tensor) -> FlatShard | None:

@@ -581,7 +581,7 @@ class FlatAccess(NoAccess):
                     self._layouts[id(parameter)], self._flat[id(parameter)] = layout, flat_param
 
     def begin(self) -> None:
-        """Look for the optimizers' states anew."""
+        """Look for the optimizers' states again when they are needed."""
         self._states = None
 
     def _state(self, tensor: Tensor) -> FlatShard | None:

@@ -137,7 +137,7 @@ def test_layers_that_differ_at_first_are_left_out() -> None:
     steady: Any = model[1]
     found = []
     for is_wrong in (False, False, True):
-        second.begin(model)
+        second.begin(model, torch.device("cpu"))
         steady.is_due[0] = is_wrong
         model(torch.ones(2, 3))
         found.append(second.end())
@@ -147,7 +147,7 @@ def test_layers_that_differ_at_first_are_left_out() -> None:
 def test_attention_and_what_is_not_called() -> None:
     attention, second = nn.MultiheadAttention(8, 2, dropout=0.5), SecondComputation()
     for _ in range(2):
-        second.begin(attention)
+        second.begin(attention, torch.device("cpu"))
         x = torch.ones(3, 1, 8)
         attention(x, x, x)
         assert second.end() == []

@@ -262,7 +262,6 @@ class ListKeptByInit(Pattern):
                 bias.mul_(0.9)
 
 
-# ------------------------------------------------------------------ element by element
 KEPT = "parameters kept in closures, globals, `functools.partial` and `__slots__` before training"
 
 
@@ -336,6 +335,7 @@ class DataKeptByInit(Pattern):
             clamp(-0.2, 0.2)
 
 
+# ------------------------------------------------------------------ element by element
 ELEMENTS = "in-place changes of every element in hooks: clamp, scale, masks, also through `.data`"
 
 
@@ -643,7 +643,6 @@ class SpectrumOfAWeight(Pattern):
         self.see("similar", functional.cosine_similarity(self.model.head.weight[0], self.model.head.weight[1], dim=0))
 
 
-# ------------------------------------------------------------------ gradients
 @pattern(NORMS)
 class EqualAndWhere(Pattern):
     @torch.no_grad()
@@ -656,6 +655,7 @@ class EqualAndWhere(Pattern):
         self.see("copy", copy.copy(weight.data).norm())
 
 
+# ------------------------------------------------------------------ gradients
 GRADIENTS = "gradients changed in `on_after_backward`, `on_before_optimizer_step`: scaled, masked, zeroed, noise"
 
 
@@ -1430,22 +1430,28 @@ class GroupsClampedByAStepHook(Pattern):
         self.see("calls", len(self.seen))
 
 
+@torch.no_grad()
+def climbed(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Move weights to where the loss is worst, and return them with their steps (SAM)."""
+    trained = [p for p in module.parameters() if p.grad is not None]
+    norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
+    steps: list[tuple[Tensor, Tensor]] = [(p, p.grad * (0.05 / (norm + 1e-9))) for p in trained]
+    for parameter, step in steps:
+        parameter.add_(step)
+    return steps
+
+
 @pattern("`optimizer_step` with a closure of one's own that changes weights (SAM)", core=True)
 class SharpnessAwareClosure(Pattern):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         closure()
-        with torch.no_grad():
-            trained = [p for p in self.parameters() if p.grad is not None]
-            norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
-            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]
-            for parameter, step in zip(trained, steps, strict=True):
-                parameter.add_(step)
+        steps = climbed(self)
 
         @torch.no_grad()
         def at_the_worst_place() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            for parameter, step in zip(trained, steps, strict=True):
+            for parameter, step in steps:
                 parameter.sub_(step)
             return loss
 
@@ -1670,16 +1676,11 @@ class ManualPattern(Pattern):
 class SharpnessAware(ManualPattern):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.first_backward(batch)
-        with torch.no_grad():
-            trained = [p for p in self.parameters() if p.grad is not None]
-            norm = torch.stack([p.grad.norm() for p in trained]).norm()  # type: ignore[union-attr]
-            steps = [p.grad * (0.05 / (norm + 1e-9)) for p in trained]
-            for parameter, step in zip(trained, steps, strict=True):
-                parameter.add_(step)
+        steps = climbed(self)
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
         with torch.no_grad():
-            for parameter, step in zip(trained, steps, strict=True):
+            for parameter, step in steps:
                 parameter.sub_(step)
         optimizer.step()
 
