@@ -284,6 +284,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
 
     torch.set_num_threads(1)
     _fill_what_nobody_wrote()
+    _keep_dumping_stacks()
     pristine = _Pristine()
     connection.send("ready")
     while True:
@@ -292,7 +293,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
         except (EOFError, KeyboardInterrupt):
             return
         # Stacks when the process dies, when the time is up, and on SIGUSR1, for those who wait for a rank that failed.
-        # For each order anew, since a Trainer "restores" signal handlers that are not Python's to their default.
+        # For each order anew: a test may have handled SIGUSR1 itself.
         _dump_stacks(order.timeout_s, stacks_file, log_file)
         try:
             report: bytes | str = _obey(order)
@@ -358,6 +359,19 @@ def _fill_what_nobody_wrote() -> None:
 
     torch.use_deterministic_algorithms = use
     use(False)
+
+
+def _keep_dumping_stacks() -> None:
+    """Keep the handlers that write stacks: a Trainer "restores" those that are not Python's to their default."""
+    really = signal.signal
+    of_faults = {signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGUSR1}
+
+    def set_handler(number: int, handler: Any) -> Any:
+        if number in of_faults and handler is signal.SIG_DFL and signal.getsignal(number) is signal.SIG_DFL:
+            return handler
+        return really(number, handler)
+
+    signal.signal = set_handler
 
 
 class _Pristine:

@@ -81,6 +81,21 @@ def test_a_hang_after_a_trainer_is_ended_with_stacks() -> None:
         run_on_ranks(1, _hang_without_handlers, timeout_s=1)
 
 
+def _crash_without_handlers() -> None:
+    for number in (signal.SIGSEGV, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)  # as a Trainer does
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    time.sleep(600)
+
+
+def test_a_crash_after_a_trainer_shows_the_stacks_of_all_ranks() -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_on_ranks(2, _crash_without_handlers, timeout_s=60)
+    message = str(failure.value)
+    assert all("in _crash_without_handlers" in part for part in message.split("rank 1: still running")), message
+
+
 def test_a_hang_is_ended_with_stacks() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 1: still running.*in _hang"):
         run_on_ranks(2, _hang, timeout_s=1)
