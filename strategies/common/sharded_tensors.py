@@ -18,6 +18,7 @@ random numbers too, which are drawn for the full tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from math import prod
@@ -388,6 +389,7 @@ _OF_THE_SHARD = frozenset(
 _OF_THE_SHAPE = frozenset(
     ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
 )
+_OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
 _NOT_OF_VALUES = _OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
@@ -623,11 +625,14 @@ class Aliases:
 
 
 class OldMemory:
-    """Memory that parameters had before their model was sharded, and that users' code may have kept."""
+    """Memory that parameters have lost, and that users' code may have kept: when they were sharded, or by ZeRO-3."""
 
     def __init__(self) -> None:
-        self._parts: dict[Any, list[tuple[int, int, str]]] = {}
-        """By `_weak_storage`, the addresses of parameters in it, and their names."""
+        self._parts: dict[Any, list[_Lost]] = {}
+        """By `_weak_storage`."""
+        self._num_steps = 0
+        self._most_parts = 0
+        """Beyond which `_parts` may have more freed than used ones."""
         self.replaced: dict[int, tuple[TensorWeakRef, nn.Parameter]] = {}
         """By the identity of an original parameter that is still there, the one that FSDP2 has put in its place."""
 
@@ -642,20 +647,39 @@ class OldMemory:
             part = None if isinstance(parameter, UninitializedParameter) else local_part(parameter)
             if part is not None and part.device.type != "meta" and part.numel():
                 parts = self._parts.setdefault(_weak_storage(part), [])
-                parts.append((*_addresses(part), clean_name(name)))
+                parts.append(_Lost(*_addresses(part), clean_name(name), step=None))
 
     def forget(self, module: nn.Module) -> None:
         """Forget what is freed, and what parameters have where they had it before."""
         used = {_weak_storage(local_part(one)) for one in module.parameters()}
         self._parts = {key: one for key, one in self._parts.items() if not key.expired() and key not in used}
 
+    @contextmanager
+    def partitioning(self, parameter: nn.Parameter, name: str) -> Iterator[None]:
+        """Note the memory that a gathered parameter loses, if a view or a graph still has it."""
+        storage, addresses = _weak_storage(parameter), _addresses(parameter)
+        yield
+        if not storage.expired() and addresses != _addresses(parameter):
+            self._parts.setdefault(storage, []).append(_Lost(*addresses, name, self._num_steps))
+            if len(self._parts) > self._most_parts:
+                self._parts = {key: one for key, one in self._parts.items() if not key.expired()}
+                self._most_parts = 2 * len(self._parts)
+
+    def begin_step(self) -> bool:
+        """Take note that a training step begins; return whether it may use memory that an earlier one has kept."""
+        self._num_steps += 1
+        return any(
+            not storage.expired() and any(each.step is not None for each in parts)
+            for storage, parts in self._parts.items()
+        )
+
     def present(self, tensor: Tensor) -> Tensor:
         """Return the parameter that has taken the place of an original one; any other tensor as it is."""
         original, present = self.replaced.get(id(tensor), (None, tensor))
         return present if original is None or original() is tensor else tensor
 
-    def check(self, tensors: Iterator[Tensor], hook: str) -> None:
-        """Check that none of these tensors lies in such memory.
+    def check(self, tensors: Iterator[Tensor], hook: str, *, in_step: bool) -> None:
+        """Check that none of these tensors lies in such memory; a step may use what it has gathered itself.
 
         Raises:
             RuntimeError: If one does.
@@ -665,14 +689,31 @@ class OldMemory:
                 continue
             parts = self._parts.get(_weak_storage(tensor), ())
             begin, end = _addresses(tensor) if parts else (0, 0)
-            for first, last, name in parts:
-                if begin < last and first < end:
-                    raise RuntimeError(
-                        f"{hook or 'User code'} uses a tensor that shares memory with {name!r} as it was before the "
-                        "model was sharded: p.data, a view or a bound method of it, kept since then. It has the values "
-                        "of then, and changes of it reach nothing. Read the parameter from its module where it is "
-                        "used; to keep the values of then, keep a copy (p.detach().clone())."
-                    )
+            for lost in parts:
+                if begin < lost.end and lost.begin < end and not (in_step and lost.step == self._num_steps):
+                    raise RuntimeError(_kept_error(hook, lost))
+
+
+class _Lost(NamedTuple):
+    """Memory that a parameter had."""
+
+    begin: int
+    end: int
+    name: str
+    step: int | None
+    """Number of the training step that had gathered it; None of what was there before the model was sharded."""
+
+
+def _kept_error(hook: str, lost: _Lost) -> str:
+    if lost.step is None:
+        when = "before the model was sharded: p.data, a view or a bound method of it, kept since then"
+    else:
+        when = "when a training step had gathered it: a part of it that the step has kept (self.row = weight[0])"
+    return (
+        f"{hook or 'User code'} uses a tensor that shares memory with {lost.name!r} as it was {when}. It has the "
+        "values of then, and changes of it reach nothing. Read the parameter from its module where it is used; to keep "
+        "the values of then, keep a copy (p.detach().clone())."
+    )
 
 
 _old_memory: WeakKeyDictionary[nn.Module, OldMemory] = WeakKeyDictionary()
@@ -776,7 +817,7 @@ class GlobalTensors(TorchFunctionMode):
 
     def _on_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__name__
-        if name in ("__get__", "__set__", "__delete__"):
+        if name in _OF_ATTRIBUTES:
             return self._attribute(func, func.__self__.__name__, name, args)
         if name in _OF_THE_SHARD:
             return func(*args, **kwargs)
@@ -807,7 +848,9 @@ class GlobalTensors(TorchFunctionMode):
 
     def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
         """Let views that users have kept have the values of now; refuse those from before sharding."""
-        self.old_memory.check(_tensors(args, kwargs), self.hook)
+        self.old_memory.check(_tensors(args, kwargs), self.hook, in_step=self._in_step)
+        for tensor in _tensors(args, kwargs) if name not in _OF_ATTRIBUTES else ():
+            _check_not_freed(tensor, self.hook)
         for tensor in _tensors(args, kwargs) if self._aliases.kept else ():
             for one in list(self._aliases.kept.values()):
                 full = one.full()
@@ -836,12 +879,14 @@ class GlobalTensors(TorchFunctionMode):
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
-        if self._open and args and (reads_data or name in _UNCOUNTED):
+        if self._open and args and (reads_data or name == "detach" or name in _UNCOUNTED):
             opened = next((one for one in self._open.values() if _share_memory(one.full, args[0])), None)
-            if opened is not None and reads_data:
-                return args[0].detach()  # whose writes are counted, as those of `.data` are not
-            if opened is not None:
+            if opened is not None and name in _UNCOUNTED:
                 opened.is_shown_uncounted = True
+            elif opened is not None:
+                detached: Any = args[0].detach()  # also for `.data`, whose writes would not be counted
+                detached._accelight_full = opened.full  # which lives as long as a view of it, and this is none to torch
+                return detached
         if args and (reads_data or name == "detach"):
             result: Any = func(*args, **kwargs)
             is_alias = isinstance(result, Tensor) and self._access.writable(args[0], assigns=True) is args[0]
@@ -1169,6 +1214,17 @@ def _engines_device(tensor: Tensor) -> str:
 def _share_memory(full: Tensor, tensor: Any) -> bool:
     is_plain = isinstance(tensor, Tensor) and not isinstance(tensor, Sharded) and _has_storage(tensor)
     return is_plain and full.device == tensor.device and _storage(full) == _storage(tensor)
+
+
+def _check_not_freed(tensor: Tensor, hook: str) -> None:
+    """Refuse a tensor whose memory FSDP has freed: reading it would end the process."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and _has_storage(tensor)
+    if is_plain and not tensor.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"{hook or 'User code'} uses a parameter, or a part of one, that a training step or a forward has kept "
+            "(self.row = self.layer.weight[0]): FSDP frees the memory of unsharded parameters after the forward. Read "
+            "the parameter from its module where it is used, or keep a copy (weight[0].detach().clone())."
+        )
 
 
 def _has_storage(tensor: Tensor) -> bool:

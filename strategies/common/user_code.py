@@ -142,7 +142,8 @@ class UserCode:
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_in_steps(module):
+            uses_kept = self._in_steps.old_memory.begin_step()
+            if not uses_kept and not self._is_in_steps(module):
                 return step(*args, **kwargs)
             self.access.in_step = True
             try:

@@ -6,6 +6,7 @@ where torch has it: the reduced ones lie in partitions, from the end of an accum
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
-from ..common.sharded_tensors import FlatLayout, FlatShard
+from ..common.sharded_tensors import FlatLayout, FlatShard, OldMemory
 from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from ..upstream.patches import replace_for_good
 from . import zero_optimizer
@@ -49,8 +50,9 @@ class ZeroAccess:
             partitioned = [each for each in engine.module.modules() if each._parameters]
             follow_state_dicts(partitioned, self)
             refuse_copies(partitioned)
-            for parameter in self._parameters.values():
-                _gather_as_library(parameter)
+            old_memory = OldMemory.of(self._module)
+            for name, parameter in self._module.named_parameters():
+                _gather_as_library(parameter, old_memory, clean_name(name))
         if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
@@ -249,14 +251,20 @@ class ZeroAccess:
         return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
 
 
-def _gather_as_library(parameter: Any) -> None:
+def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None:
     """Let DeepSpeed itself set a parameter's data, also where users' code makes it: by an attribute, by a context."""
-    for name in ("all_gather", "partition"):
-        function = getattr(parameter, name, None)
-        if function is not None and not hasattr(function, _IS_LIBRARY):
-            wrapped = as_library(function)
-            setattr(wrapped, _IS_LIBRARY, True)
-            replace_for_good("ZeRO-3 gathering", parameter, **{name: wrapped})
+    gather, partition = (getattr(parameter, each, None) for each in ("all_gather", "partition"))
+    if gather is None or partition is None or hasattr(partition, _IS_LIBRARY):
+        return
+
+    @as_library
+    @functools.wraps(partition)
+    def partition_as_library(*args: Any, **kwargs: Any) -> Any:
+        with old_memory.partitioning(parameter, name):
+            return partition(*args, **kwargs)
+
+    setattr(partition_as_library, _IS_LIBRARY, True)
+    replace_for_good("ZeRO-3 gathering", parameter, all_gather=as_library(gather), partition=partition_as_library)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -306,6 +306,17 @@ class FunctionTransformsBesideWhatIsKept(Pattern):
 
 
 @pattern(KEPT)
+class DetachedRows(Pattern):
+    def on_train_start(self) -> None:
+        weight = self.first.weight
+        self.rows = [weight[0].detach(), weight[1].data, weight.detach()[2].detach()]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("sum", sum(row.sum() for row in self.rows))
+        self.rows[0][:2].mul_(0.9)
+
+
+@pattern(KEPT)
 class PenaltyOfKeptParameters(Pattern):
     def __init__(self) -> None:
         super().__init__()
@@ -333,6 +344,29 @@ class DataKeptByInit(Pattern):
     def on_train_batch_end(self, *_: Any) -> None:
         for clamp in self.clampers:
             clamp(-0.2, 0.2)
+
+
+FREED = Refused("or a part of one, that a training step or a forward has kept", "a copy (`w[0].detach().clone()`)")
+LOST = Refused("shares memory with '.*' as it was when a training step had gathered it", FREED.instead)
+
+
+@pattern("a hook that reads a part of a parameter that `training_step` has kept", fsdp1=FREED, fsdp2=FREED, zero3=LOST)
+class RowKeptByStep(Pattern):
+    def loss(self, batch: Any) -> Tensor:
+        self.rows = [self.model.head.weight[0]]
+        return super().loss(batch) + 0.1 * self.rows[0].sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("sum", self.rows[0].detach().sum())
+
+
+@pattern("a step that reads a part of a parameter that an earlier step has kept", zero3=LOST)
+class RowKeptForLaterSteps(Pattern):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 0:
+            self.rows = [self.first.weight[0].detach(), self.model.head.weight[0].detach()]
+        self.see("sum", self.rows[0].sum() + self.rows[1].sum())
+        return self.loss(batch)
 
 
 # ------------------------------------------------------------------ element by element
