@@ -371,7 +371,7 @@ def _keep_dumping_stacks() -> None:
             return handler
         return really(number, handler)
 
-    signal.signal = set_handler
+    signal.signal = set_handler  # type: ignore[assignment]
 
 
 class _Pristine:

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from typing_extensions import Self
@@ -296,6 +297,14 @@ def _held(shard: FlatShard) -> Tensor:
     return shard.held
 
 
+def with_plain_states(optimizer: Optimizer) -> None:
+    """Let states that an optimizer made in users' code be what its step computes with: plain parts of this rank."""
+    for state in optimizer.state.values():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, FlatShard):
+                state[key] = value.held
+
+
 Sharded = DTensor | FlatShard
 """A tensor of the full shape, of which a rank holds its part."""
 
@@ -413,6 +422,10 @@ class ShardAccess(Protocol):
         """Take note that users' code starts or resumes; the engine's states may have changed since."""
         ...
 
+    def end(self) -> None:
+        """Take note that users' code that has met sharded tensors ends; it may have made states of them."""
+        ...
+
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return this rank's part of a parameter or of its optimizer's state, sharing memory; None for all else."""
         ...
@@ -461,6 +474,9 @@ class NoAccess:
 
     def begin(self) -> None:
         """Do nothing: states are DTensors like their parameters."""
+
+    def end(self) -> None:
+        """Do nothing."""
 
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
         """Return None."""
@@ -794,6 +810,8 @@ class GlobalTensors(TorchFunctionMode):
         if forget:
             self._aliases.keep(self._open)
             self._gradients = {}
+            if self.has_met_shards:
+                self._access.end()
         wait_for_streams(self._written_on)
         self._written_on = "cpu"
 

@@ -29,7 +29,6 @@ from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trai
 from ..upstream.patches import Patches, replace_for_good
 from .sharded_tensors import (
     Aliases,
-    FlatShard,
     GlobalTensors,
     OldMemory,
     ShardAccess,
@@ -259,9 +258,10 @@ def is_library() -> bool:
     return bool(_running) and _running[-1] is None
 
 
-def is_user_code() -> bool:
-    """Return whether a hook or a step of a user runs under a mode."""
-    return bool(_running) and _running[-1] is not None
+def is_user_code(access: ShardAccess | None = None) -> bool:
+    """Return whether a hook or a step of a user runs under a mode: of any engine, or of the one with this access."""
+    is_its_own = access is None or (_attached is not None and _attached.access is access)
+    return is_its_own and bool(_running) and _running[-1] is not None
 
 
 @contextmanager
@@ -288,14 +288,6 @@ def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
         before.write_back(forget=False)
     if after is not None:
         after.enter()
-
-
-def with_plain_states(optimizer: Optimizer) -> None:
-    """Let states that an optimizer made in users' code be what its step computes with: plain parts of this rank."""
-    for state in optimizer.state.values():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, FlatShard):
-                state[key] = value.held
 
 
 def library_code() -> AbstractContextManager[None]:

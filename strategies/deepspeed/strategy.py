@@ -427,7 +427,7 @@ _REFUSED_CALLBACKS = {
         "load_model_state_dict",
         "wait_for_saves",
     ),
-    *("lightning_module_state_dict", "barrier", "on_exception"),
+    *("lightning_module_state_dict", "optimizer_state", "barrier", "on_exception"),
 )
 @pickle_by_init_args
 @named_arguments

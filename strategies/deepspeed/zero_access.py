@@ -7,11 +7,13 @@ where torch has it: the reduced ones lie in partitions, from the end of an accum
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
@@ -54,10 +56,50 @@ class ZeroAccess:
             for name, parameter in self._module.named_parameters():
                 _gather_as_library(parameter, old_memory, clean_name(name))
         if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+            self._refuse_state_dicts(engine.optimizer)
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
+    def _refuse_state_dicts(self, zero: Any) -> None:
+        """Let users' code get an error for state dicts that are not those of an optimizer of torch's."""
+
+        def refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(method)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if is_user_code(self):
+                    raise self._no_states(f"optimizer.{name}()", "neither 'state' nor 'param_groups'")
+                return method(*args, **kwargs)
+
+            return run
+
+        methods = {name: refused(name, getattr(zero, name)) for name in ("state_dict", "load_state_dict")}
+        replace_for_good("ZeRO optimizers", zero, **methods)
+
+    def check_state_of(self, key: object) -> None:
+        """Check that users' code does not ask for the optimizer's states of a parameter of the module.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        if id(key) in self._parameters and is_user_code(self):
+            name = next(name for name, each in self._module.named_parameters() if each is key)
+            raise self._no_states(f"optimizer.state[{clean_name(name)}]", "no states of single parameters")
+
+    def _no_states(self, what: str, lacks: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} in a hook or a step: under ZeRO-{self._engine.zero_optimization_stage()} the optimizer has "
+            f"states of DeepSpeed's flat parameters, this process's part of them, and {lacks}. To keep all states, "
+            "call trainer.save_checkpoint(path) on all processes; to go back to them, trainer.fit(ckpt_path=path); "
+            "to reset them, optimizer.state.clear(). AccelFSDPStrategy has them as torch has."
+        )
+
     def begin(self) -> None:
-        """Do nothing: states belong to flat parameters, which are not the module's."""
+        """Follow the optimizer's states, which a load replaces."""
+        base = getattr(getattr(self._engine, "optimizer", None), "optimizer", None)
+        if self._pieces and base is not None and getattr(base.state, "access", None) is not self:
+            base.state = _FlatStates.of(base.state, self)
+
+    def end(self) -> None:
+        """Do nothing."""
 
     # ------------------------------------------------------------------ parameters
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
@@ -265,6 +307,42 @@ def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None
 
     setattr(partition_as_library, _IS_LIBRARY, True)
     replace_for_good("ZeRO-3 gathering", parameter, all_gather=as_library(gather), partition=partition_as_library)
+
+
+class _FlatStates(defaultdict[Any, Any]):
+    """An optimizer's states, which belong to DeepSpeed's flat parameters.
+
+    Users' code that asks for those of a parameter of the module gets an error.
+    """
+
+    access: ZeroAccess
+
+    @staticmethod
+    def of(states: Mapping[Any, Any], access: ZeroAccess) -> _FlatStates:
+        """Return a copy."""
+        flat = _FlatStates(dict, states)
+        flat.access = access
+        return flat
+
+    @override
+    def __missing__(self, key: Any) -> Any:
+        self.access.check_state_of(key)
+        return super().__missing__(key)
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        self.access.check_state_of(key)
+        return super().__contains__(key)
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.access.check_state_of(key)
+        return super().get(key, default)
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.access.check_state_of(key)
+        super().__setitem__(key, value)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
-from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess
+from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess, with_plain_states
 from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import tree_map_only
@@ -583,6 +583,11 @@ class FlatAccess(NoAccess):
     def begin(self) -> None:
         """Look for the optimizers' states again when they are needed."""
         self._states = None
+
+    def end(self) -> None:
+        """Let the optimizers step on plain tensors, also where users' code has set their states."""
+        for optimizer in self._optimizers():
+            with_plain_states(optimizer)
 
     def _state(self, tensor: Tensor) -> FlatShard | None:
         if tensor.dim() != 1 or isinstance(tensor, nn.Parameter):

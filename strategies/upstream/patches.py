@@ -117,8 +117,9 @@ TABLE: dict[str, Patch] = {
         "DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3 and the optimizer in it",
         "process_gradients reduce_ready_partitions_and_remove_grads finalize_gradient_accumulation_boundary "
         "independent_gradient_partition_epilogue _optimizer_step _update_scale _set_fp32_optimizer_param_groups "
-        "_clear_fp32_optimizer_param_groups add_param_group __class__",
-        "windows end where the Trainer's do; parameters step one by one; zero_grad() drops a window",
+        "_clear_fp32_optimizer_param_groups add_param_group state_dict load_state_dict __class__",
+        "windows end where the Trainer's do; parameters step one by one; zero_grad() drops a window; users' code gets "
+        "an error for states that are not torch's",
         "the engine lives; the class of a user's optimizer: one fit",
     ),
     "ZeRO-3 gathering": Patch(

@@ -1673,6 +1673,51 @@ class BackwardInStepOfWindow(Pattern):
         return loss
 
 
+NO_STATES = Refused("has states of DeepSpeed's flat parameters", "`state.clear()`; `fit(ckpt_path=...)`, FSDP")
+STATES_OF_ONE = "an optimizer's states of single parameters in hooks: reset, scaled"
+STATE_DICT = "an optimizer's `state_dict()` in hooks, kept and loaded again"
+
+
+@pattern("an optimizer's `state.clear()` in hooks")
+class StatesCleared(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3:
+            self.trainer.optimizers[0].state.clear()
+
+
+@pattern(STATES_OF_ONE, core=True, zero2=NO_STATES, zero3=NO_STATES)
+class StatesMadeAnew(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3:
+            for parameter in self.parameters():
+                self.trainer.optimizers[0].state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+@pattern(STATES_OF_ONE, zero2=NO_STATES, zero3=NO_STATES)
+class StatesScaled(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        state = self.trainer.optimizers[0].state
+        for parameter in self.parameters():
+            if parameter in state:
+                state[parameter]["momentum_buffer"].mul_(0.5)
+
+
+@pattern(STATE_DICT, zero2=NO_STATES, zero3=NO_STATES)
+class StatesRolledBack(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.global_step == 2:
+            self.states = copy.deepcopy(optimizer.state_dict())
+        if self.global_step == 5:
+            optimizer.load_state_dict(self.states)
+
+
+@pattern(STATE_DICT, zero2=NO_STATES, zero3=NO_STATES)
+class StatesLoadedAtOnce(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.optimizers[0].load_state_dict(self.trainer.optimizers[0].state_dict())
+
+
 ANEW = Refused("The optimizer was recreated during fit", "another `fit()`, or other values in `param_groups`")
 
 
