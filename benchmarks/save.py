@@ -172,9 +172,9 @@ def _ways() -> dict[str, Way]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from accelight.strategies.common.user_code import library_code
     from accelight.strategies.fsdp.checkpoint.process_save import SavingProcess
     from accelight.strategies.saving.async_save import make_async_saver
+    from accelight.strategies.sharded_tensors.user_code import library_code
 
     stager = DefaultStager(StagingOptions(False, False, False, False))
     processes: Any = make_async_saver("process", timedelta(minutes=30), SavingProcess)

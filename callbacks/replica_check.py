@@ -36,8 +36,8 @@ from ..state.process_group import require_group
 from ..state.rendezvous import StoreMessages, name_processes, shared_number, store_messages
 from ..state.utils import named_arguments
 from ..strategies.common.broadcast import plain_parts, version_of
-from ..strategies.common.sharded_tensors import FlatShard, local_part
-from ..strategies.common.user_code import library_code
+from ..strategies.sharded_tensors.shards import FlatShard, local_part
+from ..strategies.sharded_tensors.user_code import library_code
 from ..strategies.upstream.lightning import (
     Callback,
     DeepSpeedStrategy,

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..checkpoint.names import clean_name
 from ..strategies.common.broadcast import version_of
 from ..strategies.common.dataloader_state import random_state, set_random_state
-from ..strategies.common.user_code import library_code
+from ..strategies.sharded_tensors.user_code import library_code
 from ..strategies.upstream.torch_core import tree_leaves
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..checkpoint.formats.base import AVERAGED_WEIGHTS
 from ..checkpoint.names import clean_name
 from ..state.utils import named_arguments
-from ..strategies.common.sharded_tensors import FlatShard, Sharded, gathered, local_part, part_of
+from ..strategies.sharded_tensors.shards import FlatShard, Sharded, gathered, local_part, part_of
 from ..strategies.upstream.lightning import (
     Callback,
     DDPStrategy,

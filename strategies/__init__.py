@@ -9,7 +9,6 @@ from .registration import register_strategies
 
 if TYPE_CHECKING:
     from .batch_size import find_executable_batch_size
-    from .common.user_code import full_gradients, full_parameters, full_state_dict
     from .deepspeed import (
         AccelDeepSpeedStrategy,
         DeepSpeedPlugin,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from .ray_train import RayAccelDeepSpeedStrategy as RayAccelDeepSpeedStrategy
     from .ray_train import RayAccelFSDPStrategy as RayAccelFSDPStrategy
     from .ray_train import reported_checkpoint
+    from .sharded_tensors.user_code import full_gradients, full_parameters, full_state_dict
 
 __all__ = [
     "AccelDeepSpeedStrategy",
@@ -57,9 +57,9 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "HfDeepSpeedConfig": ".deepspeed",
     "ParallelismConfig": ".parallelism.config",
     "find_executable_batch_size": ".batch_size",
-    "full_gradients": ".common.user_code",
-    "full_parameters": ".common.user_code",
-    "full_state_dict": ".common.user_code",
+    "full_gradients": ".sharded_tensors.user_code",
+    "full_parameters": ".sharded_tensors.user_code",
+    "full_state_dict": ".sharded_tensors.user_code",
     "get_active_deepspeed_plugin": ".deepspeed",
     "load_from_checkpoint": ".loading",
     "newest_checkpoint": ".loading",

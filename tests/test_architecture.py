@@ -19,6 +19,7 @@ ROOMS = {  # of a folder, from the lowest up; files beside them stand on all of 
     "checkpoint": ["formats", "writing"],
     "strategies": [
         "upstream",
+        "sharded_tensors",
         "common",
         "saving",
         "optimizers",

@@ -21,8 +21,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ...state.collectives import sending_device
 from ...state.process_group import is_planned, require_group
 from ...state.rendezvous import num_ranks
+from ..sharded_tensors.shards import FlatShard, copies_of
 from ..upstream.torch_core import compute_local_shape_and_global_offset, is_traceable_wrapper_subclass
-from .sharded_tensors import FlatShard, copies_of
 
 _BUCKET_BYTES = 2**18
 """Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from ..sharded_tensors.user_code import write_back_views
 from ..upstream.lightning import LightningModule, LRSchedulerConfig
 from ..upstream.patches import Patches
-from .user_code import write_back_views
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

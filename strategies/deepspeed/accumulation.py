@@ -35,8 +35,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.items import ItemAverage
-from ..common.sharded_tensors import wait_for_streams
-from ..common.user_code import library_code, running_as_library
+from ..sharded_tensors.global_tensors import wait_for_streams
+from ..sharded_tensors.user_code import library_code, running_as_library
 from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
 from .library import is_gathered_by_user

@@ -59,8 +59,8 @@ from ..common.modules import (
     strip_sharding,
     with_constants,
 )
-from ..common.sharded_tensors import local_part, part_of
 from ..saving.async_save import AsyncCheckpointer, AsyncSaver, SavingStrategy
+from ..sharded_tensors.shards import local_part, part_of
 from ..upstream.lightning import RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from . import universal, zero_optimizer

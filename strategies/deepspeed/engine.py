@@ -21,7 +21,7 @@ from torch.optim import Adagrad, Optimizer
 from ..common.broadcast import check_layout, send_from_rank_zero
 from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.launch import RunSummary, Unit
-from ..common.sharded_tensors import OldMemory
+from ..sharded_tensors.kept_tensors import OldMemory
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_gradients, window_of

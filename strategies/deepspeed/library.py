@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..common.config import require_installed
-from ..common.user_code import as_library
+from ..sharded_tensors.user_code import as_library
 from ..upstream.patches import Patches
 from .ds_config import DeepSpeedSettings
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -192,19 +192,28 @@ def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
         raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
 
 
-@contextmanager
-def post_hooks_aside(optimizer: Optimizer | None) -> Iterator[list[Callable[..., Any]]]:
-    """Give the hooks that users have registered with ``register_step_post_hook``, which do not run inside.
+def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that users have registered with ``register_step_pre_hook`` or ``register_step_post_hook``."""
+    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_step_{when}_hooks", {})  # None has none
+    return hooks
 
-    ZeRO calls the step of the user's optimizer for each of its flat parameters, before the model has the new weights.
+
+@contextmanager
+def step_hooks_aside(optimizer: Optimizer | None) -> Iterator[None]:
+    """Let no hook of users on an optimizer's step run inside.
+
+    ZeRO calls the step of the user's optimizer for each of its flat parameters, after the backward and before the model
+    has the new weights.
     """
-    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, "_optimizer_step_post_hooks", {})  # None has none
-    before = dict(hooks)
-    hooks.clear()
+    found = [step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")]
+    before = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
     try:
-        yield list(before.values())
+        yield
     finally:
-        hooks.update(before)
+        for hooks, own in zip(found, before, strict=True):
+            hooks.update(own)
 
 
 def check_elementwise(optimizer: Optimizer, stage: int) -> None:

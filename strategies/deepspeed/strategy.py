@@ -39,8 +39,8 @@ from ..common.launch import (
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
-from ..common.user_code import FullTensors, UserCode, callers_code, running_as_library
 from ..saving.async_save import describe_async_mode, make_async_saver
+from ..sharded_tensors.user_code import FullTensors, UserCode, callers_code, running_as_library
 from ..upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -94,8 +94,9 @@ from .optimizers import (
     choose,
     compiled_cpu_adam,
     for_offload,
-    post_hooks_aside,
     prefer_torch_adam,
+    step_hooks,
+    step_hooks_aside,
 )
 from .plugin import DeepSpeedPlugin
 from .zero_access import ZeroAccess, refuse_change, refuse_norm
@@ -264,7 +265,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
-        with post_hooks_aside(self._given_optimizer) as hooks:
+        with step_hooks_aside(self._given_optimizer):
             norm = engines.step(engine, self._present_window, **kwargs)
         if norm is not None or self._present_window.has_stepped:
             self.last_grad_norm = norm
@@ -274,9 +275,15 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
                 f"DeepSpeed skipped optimizer step {engine.global_steps}: gradients overflowed "
                 f"({engine.skipped_steps} so far)."
             )
-        elif hooks and self._present_window.has_stepped and self._user_code is not None:
+        elif self._present_window.has_stepped:
+            self.run_step_hooks("post")
+
+    def run_step_hooks(self, when: Literal["pre", "post"]) -> None:
+        """Run the user's hooks on the optimizer's step; those before it run before its closure, as torch has it."""
+        hooks = step_hooks(self._given_optimizer, when)
+        if hooks and self._user_code is not None:
             with self._user_code.in_hook():
-                for hook in hooks:
+                for hook in list(hooks.values()):
                     hook(self._given_optimizer, (), {})
             self._access.reach_model()
 
@@ -967,6 +974,9 @@ class Trained(Protocol):
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
 
+    def run_step_hooks(self, when: Literal["pre", "post"]) -> None:
+        """Run the user's hooks on the optimizer's step."""
+
 
 class AccelDeepSpeedPrecision(DeepSpeedPrecision):
     """What ``Trainer(precision=...)`` means under `AccelDeepSpeedStrategy`.
@@ -1021,6 +1031,7 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
             raise TypeError(
                 "LBFGS evaluates its closure several times, which DeepSpeed cannot do. Use another optimizer."
             )
+        self._strategy.run_step_hooks("pre")
         with callers_code():
             result = closure()
         self._after_closure(model, optimizer)

@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
-from ..common.sharded_tensors import FlatLayout, FlatShard, OldMemory
-from ..common.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
+from ..sharded_tensors.kept_tensors import OldMemory
+from ..sharded_tensors.shards import FlatLayout, FlatShard
+from ..sharded_tensors.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from ..upstream.patches import replace_for_good
 from . import zero_optimizer
 from .accumulation import GradientAccumulator, finish_gather, window_of
@@ -231,20 +232,36 @@ class ZeroAccess:
     # ------------------------------------------------------------------ gradients
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
-        return bool(self._window is not None and self._window.keeps(tensor))
+        return bool(self._window is not None and (self._window.keeps(tensor) or self._is_flat(tensor)))
+
+    def _is_flat(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one of the flat parameters that a ZeRO optimizer has in its groups."""
+        groups = self._engine.optimizer.param_groups if self._pieces else ()
+        return any(each is tensor for group in groups for each in group["params"])
+
+    def _check_not_flat(self, tensor: Tensor) -> None:
+        if self._is_flat(tensor):
+            raise RuntimeError(
+                "p.grad of a parameter in optimizer.param_groups was used in a hook or a step: under "
+                f"ZeRO-{self._engine.zero_optimization_stage()} these are DeepSpeed's flat parameters, which have no "
+                "gradients there. Use those of the module's parameters: for p in self.parameters(): p.grad."
+            )
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return this rank's part of the reduced gradient; None if no rank has one.
 
         Raises:
-            RuntimeError: Before the window's last backward has reduced it, or if it is multiplied by a loss scale.
+            RuntimeError: Before the window's last backward has reduced it, if it is multiplied by a loss scale, or if
+                the parameter is the optimizer's own.
         """
+        self._check_not_flat(parameter)
         window = self._complete_window()
         return self._part(parameter) if window is not None and parameter in window.used else None
 
     @torch.no_grad()
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient that the optimizer steps on."""
+        self._check_not_flat(parameter)
         window = self._complete_window()
         if window is None:
             if gradient is not None:

@@ -21,12 +21,14 @@ from typing_extensions import override
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
 from ..common.modules import find_ties
-from ..common.sharded_tensors import FlatShard, NoAccess, OldMemory, ShardAccess
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
 from ..optimizers.local_steps import LocalShardStep, can_step_locally
 from ..optimizers.steps import WholeTensorStep
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import TensorParallel
+from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.kept_tensors import OldMemory
+from ..sharded_tensors.shards import FlatShard
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from .flat_params import units_of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
-from ..common.sharded_tensors import FlatLayout, memory_order
+from ..sharded_tensors.shards import FlatLayout, memory_order
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import reduce_scatter_single
 from ..upstream.torch_fsdp1 import (

@@ -31,8 +31,9 @@ from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
-from ..common.sharded_tensors import FlatLayout, FlatShard, NoAccess, ShardAccess, with_plain_states
-from ..common.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
+from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.shards import FlatLayout, FlatShard, with_plain_states
+from ..sharded_tensors.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import tree_map_only
 from ..upstream.torch_fsdp1 import (

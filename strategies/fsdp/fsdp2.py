@@ -27,9 +27,9 @@ from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
 from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
-from ..common.sharded_tensors import NoAccess, ShardAccess
-from ..common.user_code import follow_state_dicts, refuse_copies
 from ..parallelism.config import build_named_mesh
+from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_fsdp2 import (

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
-from ..common.user_code import callers_code
+from ..sharded_tensors.user_code import callers_code
 from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
 from ..upstream.patches import Patches
 from .engine import Engine

@@ -24,11 +24,11 @@ from torch.utils.weak import TensorWeakRef
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
 from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
-from ..common.sharded_tensors import gathered, part_of
-from ..common.user_code import in_backward
 from ..parallelism.config import build_named_mesh
 from ..parallelism.sequence import HOOKED, SequenceParallel
 from ..parallelism.tensor import TensorParallel
+from ..sharded_tensors.shards import gathered, part_of
+from ..sharded_tensors.user_code import in_backward
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 

@@ -26,9 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.rendezvous import CollectiveOrderChecker, num_ranks
-from ..common.sharded_tensors import local_part, part_of, wait_for_streams
-from ..common.user_code import library_code
 from ..parallelism.tensor import is_cut, own_part
+from ..sharded_tensors.global_tensors import wait_for_streams
+from ..sharded_tensors.shards import local_part, part_of
+from ..sharded_tensors.user_code import library_code
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 

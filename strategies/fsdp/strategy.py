@@ -47,13 +47,13 @@ from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, gather_metrics_once, keep_packing, with_constants
-from ..common.sharded_tensors import FlatShard, note_copies, with_plain_states
 from ..common.signals import Termination
-from ..common.user_code import FullTensors, UserCode, running_as_library
 from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..saving.async_save import describe_async_mode, make_async_saver
+from ..sharded_tensors.shards import FlatShard, note_copies, with_plain_states
+from ..sharded_tensors.user_code import FullTensors, UserCode, running_as_library
 from ..upstream.lightning import (
     DoublePrecision,
     FSDPPrecision,

@@ -26,8 +26,8 @@ from ...checkpoint.storage import source_path
 from ...state.collectives import sending_device
 from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
-from ..common.sharded_tensors import local_part
 from ..parallelism.tensor import check_parallelized, is_cut
+from ..sharded_tensors.shards import local_part
 from ..upstream.lightning import _materialize_distributed_module
 from ..upstream.patches import Patches
 from .engine import Engine

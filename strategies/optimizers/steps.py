@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ..common.grads import local_tensor
-from ..common.sharded_tensors import FlatShard
+from ..sharded_tensors.shards import FlatShard
 from ..upstream.patches import Patches
 from ..upstream.torch_core import all_gather_single
 

@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from ...checkpoint.names import clean_name
-from ..common.sharded_tensors import local_part, note_copies
+from ..sharded_tensors.shards import local_part, note_copies
 from .config import matching, no_match
 
 Plan = Mapping[str, "str | ParallelStyle"]

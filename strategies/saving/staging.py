@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from ...checkpoint.files import human_bytes
-from ..common.sharded_tensors import FlatShard
+from ..sharded_tensors.shards import FlatShard
 from ..upstream.torch_core import ShardedTensor, StateDictStager, tree_leaves
 
 _log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from accelight.callbacks import ReplicaCheck, ShardedEMA, StepGuard, replica_che
 from accelight.callbacks.replica_check import Difference, _Snapshot
 from accelight.state import reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
-from accelight.strategies.common.sharded_tensors import FlatShard
-from accelight.strategies.common.user_code import library_code
+from accelight.strategies.sharded_tensors.shards import FlatShard
+from accelight.strategies.sharded_tensors.user_code import library_code
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import fp16_on_cpu
 from tests.strategies.fsdp import cut_model

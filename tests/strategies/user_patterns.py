@@ -719,6 +719,18 @@ class GradientsChangedByALambdaCallback(Pattern):
         return [_HalvesGradients()]
 
 
+FLAT = Refused("p.grad of a parameter in optimizer.param_groups", "`self.parameters()`")
+
+
+@pattern("gradients of parameters in `optimizer.param_groups`", core=True, zero2=FLAT, zero3=FLAT)
+class GradientsThroughGroups(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+
 @pattern(GRADIENTS, core=True)
 class ScaleGradients(Pattern):
     def on_after_backward(self) -> None:
@@ -1429,7 +1441,7 @@ class PostAccumulateHook(Pattern):
         self.model.head.weight.register_post_accumulate_grad_hook(halve)
 
 
-STEP_HOOKS = "hooks on the optimizer's step that change or read weights (`register_step_post_hook`)"
+STEP_HOOKS = "hooks on the optimizer's step that change or read weights (`register_step_pre_hook`, `..._post_hook`)"
 
 
 @pattern(STEP_HOOKS, core=True)
@@ -1462,6 +1474,20 @@ class GroupsClampedByAStepHook(Pattern):
             for parameter in group["params"]:
                 parameter.clamp_(-0.3, 0.3)
         self.see("calls", len(self.seen))
+
+
+@pattern(STEP_HOOKS)
+class WeightsDecayedBeforeTheStep(Pattern):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.05, momentum=0.9)
+        optimizer.register_step_pre_hook(self.decay)
+        return optimizer
+
+    @torch.no_grad()
+    def decay(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.9)
+        self.see("norm", sum(p.norm() for p in self.parameters()))
 
 
 @torch.no_grad()

@@ -61,9 +61,9 @@ from ...common.modules import (
     strip_sharding,
     with_constants,
 )
-from ...common.sharded_tensors import gathered, local_part
-from ...common.user_code import running_as_library
 from ...saving.async_save import AsyncCheckpointer, AsyncSaver
+from ...sharded_tensors.shards import gathered, local_part
+from ...sharded_tensors.user_code import running_as_library
 from ...upstream.lightning import (
     CheckpointIO,
     LightningModule,

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
 from ....state.rendezvous import store_messages
-from ...common.sharded_tensors import FlatLayout, FlatShard
+from ...sharded_tensors.shards import FlatLayout, FlatShard
 from ...upstream.torch_core import all_gather_single
 from ..flat_params import layouts_of, units_of
 from ..settings import FullState

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from ....state.rendezvous import StoreMessages, store_messages
-from ...common.sharded_tensors import FlatShard, copies_of
+from ...sharded_tensors.shards import FlatShard, copies_of
 from ...upstream.torch_core import ShardedTensor, _StorageInfo, _StoragePrefix
 
 _MOST_PLANS = 2  # with and without optimizers, as a rule

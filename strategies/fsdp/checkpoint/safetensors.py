@@ -35,7 +35,7 @@ from ....checkpoint.writing.plan import (
 )
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...common.checkpoint_files import check_mark, mark
-from ...common.sharded_tensors import FlatShard
+from ...sharded_tensors.shards import FlatShard
 from ..sharded_model import NamedTensor, ShardedModel
 from .planner import replica_of
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.names import clean_name
 from ...common import modules
-from ...common.sharded_tensors import FlatShard, memory_order
+from ...sharded_tensors.shards import FlatShard, memory_order
 from ...upstream.torch_core import tree_map_only
 from ..flat_params import layouts_of, owners_of, roots_of, units_of
 from ..settings import FullState

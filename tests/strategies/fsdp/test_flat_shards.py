@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from accelight.strategies.common.sharded_tensors import FlatLayout, FlatShard, boxes_of, memory_order
+from accelight.strategies.sharded_tensors.shards import FlatLayout, FlatShard, boxes_of, memory_order
 from tests.ranks import run_on_ranks
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -20,9 +20,9 @@ from torchmetrics import SumMetric
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.sharded_tensors import FlatShard
 from accelight.strategies.fsdp.checkpoint.optim_state_dict import _kind, _untold
 from accelight.strategies.fsdp.checkpoint.state_dict import flat_model_state, has_flat_state, model_state
+from accelight.strategies.sharded_tensors.shards import FlatShard
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import WIDTH, Block, Case, Outcome, TinyModule, quiet_trainer, rank_loader
 

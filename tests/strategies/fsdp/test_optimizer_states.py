@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.user_code import library_code
 from accelight.strategies.fsdp.checkpoint import state_dict as checkpointing
+from accelight.strategies.sharded_tensors.user_code import library_code
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from accelight.checkpoint import load_state_dict, merge_fsdp_weights, verify_merged
 from accelight.state import AcceleratorState, GradientAccumulationPlugin
 from accelight.strategies import AccelFSDPStrategy, ParallelismConfig, full_state_dict
-from accelight.strategies.common.user_code import library_code
 from accelight.strategies.parallelism.config import as_parallelism
 from accelight.strategies.parallelism.tensor import is_cut
+from accelight.strategies.sharded_tensors.user_code import library_code
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.cut_model import BATCH, BATCHES, Block, Counting, Module, Rows, loader, plain
 from tests.strategies.oracle import quiet_trainer

@@ -27,16 +27,9 @@ from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
-from .sharded_tensors import (
-    Aliases,
-    GlobalTensors,
-    OldMemory,
-    ShardAccess,
-    Sharded,
-    gathered,
-    local_part,
-    part_of,
-)
+from .global_tensors import GlobalTensors, ShardAccess
+from .kept_tensors import Aliases, OldMemory
+from .shards import Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
 _NOT_ABOUT_TENSORS = frozenset(
