@@ -332,7 +332,8 @@ class _FlatStates(defaultdict[Any, Any]):
     Users' code that asks for those of a parameter of the module gets an error.
     """
 
-    access: ZeroAccess
+    access: ZeroAccess | None = None
+    """None in a copy that torch or a user makes."""
 
     @staticmethod
     def of(states: Mapping[Any, Any], access: ZeroAccess) -> _FlatStates:
@@ -341,24 +342,28 @@ class _FlatStates(defaultdict[Any, Any]):
         flat.access = access
         return flat
 
+    def _check(self, key: object) -> None:
+        if self.access is not None:
+            self.access.check_state_of(key)
+
     @override
     def __missing__(self, key: Any) -> Any:
-        self.access.check_state_of(key)
+        self._check(key)
         return super().__missing__(key)
 
     @override
     def __contains__(self, key: object) -> bool:
-        self.access.check_state_of(key)
+        self._check(key)
         return super().__contains__(key)
 
     @override
     def get(self, key: Any, default: Any = None) -> Any:
-        self.access.check_state_of(key)
+        self._check(key)
         return super().get(key, default)
 
     @override
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.access.check_state_of(key)
+        self._check(key)
         super().__setitem__(key, value)
 
 
