@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
@@ -453,7 +453,7 @@ class Region:
 
     def _show_whole_gradients(self, parameter: Any) -> None:
         """Let users' hooks, and ``torch.autograd.grad``, have the gradient of whole sequences."""
-        parallel, known = self.parallel, weakref.ref(parameter)
+        parallel, known = self.parallel, TensorWeakRef(parameter)
 
         def run(gradient: Tensor) -> Tensor | None:
             if parallel.in_backward and not hasattr(known(), HOOKED):

@@ -313,7 +313,8 @@ class Flips(Callback):
             parameters = list(module.named_parameters())
             full_name, parameter = parameters[index % len(parameters)]
             name = full_name.replace("_fsdp_wrapped_module.", "")
-            state = optimizer.state.get(parameter, {})
+            with library_code():  # ZeRO's states are of no parameter of the module, which is an error in a hook
+                state = optimizer.state.get(parameter, {})
             tensor = parts_of(trainer, module)[name] if kind == "parameter" else state.get(kind)
             name = f"parameter {name}" if kind == "parameter" else f"{kind} of {name}"
         if tensor is None or local(tensor).numel() == 0:
