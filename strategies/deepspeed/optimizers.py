@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ...state.process_group import is_planned
 from ..common.modules import IN_REAL_NUMBERS, sparse_embeddings
 from ..optimizers.classes import try_on_owners, try_on_pieces
+from ..sharded_tensors.user_code import step_hooks
 from ..upstream.lightning import (
     LightningModule,
     LRSchedulerConfig,
@@ -190,12 +191,6 @@ def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
     problems = list(sparse_embeddings(module))
     if problems and (settings.zero_stage or not settings.config.get("sparse_gradients")):
         raise ValueError("\n".join([f"DeepSpeed cannot train this {type(module).__name__}:", *problems]))
-
-
-def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dict[int, Callable[..., Any]]:
-    """Return the hooks that users have registered with ``register_step_pre_hook`` or ``register_step_post_hook``."""
-    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_step_{when}_hooks", {})  # None has none
-    return hooks
 
 
 @contextmanager

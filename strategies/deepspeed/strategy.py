@@ -40,7 +40,7 @@ from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
 from ..saving.async_save import describe_async_mode, make_async_saver
-from ..sharded_tensors.user_code import FullTensors, UserCode, callers_code, running_as_library
+from ..sharded_tensors.user_code import FullTensors, UserCode, callers_code, running_as_library, step_hooks
 from ..upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -95,7 +95,6 @@ from .optimizers import (
     compiled_cpu_adam,
     for_offload,
     prefer_torch_adam,
-    step_hooks,
     step_hooks_aside,
 )
 from .plugin import DeepSpeedPlugin

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -183,8 +183,7 @@ class UserCode:
     @contextmanager
     def in_step_hooks(self, optimizer: Optimizer) -> Iterator[None]:
         """Run hooks on an optimizer's step (``register_step_pre_hook``, ``..._post_hook``) as users' code."""
-        names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-        found: list[dict[int, Any]] = [getattr(optimizer, name, {}) for name in names]  # a class of one's own has none
+        found = [step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")]
         before = [dict(hooks) for hooks in found]
         for hooks in found:
             hooks.update({key: self._in_hook(hook) for key, hook in hooks.items()})
@@ -236,6 +235,13 @@ class UserCode:
             library.__exit__(None, None, None)
 
         handle = module.register_forward_hook(leave, always_call=True)
+
+
+def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dict[int, Callable[..., Any]]:
+    """Return the hooks that users have registered with ``register_step_pre_hook`` or ``register_step_post_hook``."""
+    name = "_optimizer_step_pre_hooks" if when == "pre" else "_optimizer_step_post_hooks"
+    hooks: dict[int, Callable[..., Any]] = getattr(optimizer, name, {})  # a class of one's own has none
+    return hooks
 
 
 _attached: UserCode | None = None

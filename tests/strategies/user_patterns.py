@@ -1477,17 +1477,11 @@ class GroupsClampedByAStepHook(Pattern):
 
 
 @pattern(STEP_HOOKS)
-class WeightsDecayedBeforeTheStep(Pattern):
+class WeightsDecayedBeforeTheStep(WeightsDecayedByAStepHook):
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=0.05, momentum=0.9)
         optimizer.register_step_pre_hook(self.decay)
         return optimizer
-
-    @torch.no_grad()
-    def decay(self, *_: Any) -> None:
-        for parameter in self.parameters():
-            parameter.mul_(0.9)
-        self.see("norm", sum(p.norm() for p in self.parameters()))
 
 
 @torch.no_grad()
