@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +48,7 @@ from ..strategies.common.sections import (
     SECTIONS,
     Action,
     SectionClock,
+    Spread,
     TimingCallback,
     Timings,
     section_of,
@@ -91,6 +92,8 @@ class Watchdog(TimingCallback):
     which they wait for others: ``data`` (loaders), ``compute``, ``validation``, ``save`` (disks). It warns of one that
     was slower than the median by ``straggler_factor`` in ``straggler_reports`` reports in a row, logs the largest
     factors as ``straggler/data`` and so on, and saves the table as ``timings.json``, which ``accelight timings`` shows.
+    A difference counts only where it exceeds 2.5 of its standard errors, by how much micro-batches differ: rare pauses
+    that fall on any process at random make none slow. A report covers at least two micro-batches of each process.
     Waits are known for the CPU (gloo); on accelerators, ``compute`` has the waits in it.
 
     It works under any strategy and on one device, in fit, validate, test and predict. It adds no collective: processes
@@ -264,7 +267,6 @@ class _Observer:
         self.thread_id = threading.get_ident()
         thread = threading.current_thread()
         self._task = f"self/task/{thread.native_id}"
-        self._waited: dict[str, float] = defaultdict(float)
         self._waited_until = 0.0
         self._names: dict[int, str] = {}
         self._ends = threading.Event()
@@ -287,7 +289,7 @@ class _Observer:
             frame = self.frame()
             now = time.monotonic()
             if frame is not None and self._waits_now(frame):
-                self._waited[self.clock.open[-1].section] += now - looked
+                self.clock.waited[self.clock.open[-1].section] += now - looked
             looked = now
             del frame  # it would keep the thread's locals alive
             check()
@@ -353,12 +355,10 @@ class _Observer:
         return {"step": trainer.global_step, "epoch": trainer.current_epoch, "batch": trainer.fit_loop.batch_idx}
 
     def _totals(self) -> dict[str, Any]:
-        seconds: dict[str, float] = defaultdict(float)
-        for action in self.clock.all_actions():
-            seconds[action.section] += action.seconds
         return {
-            "seconds": seconds,
-            "waited": dict(self._waited),
+            "seconds": self.clock.seconds(),
+            "waited": self.clock.waited,
+            "spreads": {part: asdict(spread) for part, spread in self.clock.spreads.items()},
             "batches": self.clock.action(MICRO_BATCH).count,
         }
 
@@ -714,10 +714,10 @@ class _Exchange:
         if now - self._window_began < self._options.report_every_s:
             return
         timings = self._compare()
+        if min(timings.num_batches) < 2:  # a long validation, a long step: one micro-batch says nothing of the next
+            return
         self._window_began = now
         self._window = [self._heard[rank].content for rank in range(self._num_ranks)]
-        if not all(timings.num_batches):
-            return
         self._store.set("timings", timings.to_json())
         self._save(timings)
         if self._options.straggler_factor is not None and self._num_ranks > 1:
@@ -781,8 +781,15 @@ def _timings(messages: list[dict[str, Any]], before: list[dict[str, Any]] | None
     def table(kind: str) -> dict[str, list[float]]:
         return {name: [passed(rank, kind, name) / max(1, batches[rank]) for rank in ranks] for name in names}
 
+    def error(rank: int, part: str) -> float:
+        spread = Spread(**messages[rank]["spreads"][part])
+        if before is not None:
+            spread = spread.since(Spread(**before[rank]["spreads"][part]))
+        return spread.error() / max(1, batches[rank])
+
     hosts = [one["host"] for one in messages]
-    return Timings(messages[0]["step"], hosts, batches, table("seconds"), table("waited"))
+    errors = {part: [error(rank, part) for rank in ranks] for part in PARTS}
+    return Timings(messages[0]["step"], hosts, batches, table("seconds"), table("waited"), errors)
 
 
 # ------------------------------------------------------------------------------------------------

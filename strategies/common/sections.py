@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,6 +107,44 @@ class Action:
             clock.close(self)
 
 
+class _MicroBatch(Action):
+    """The action that encloses a micro-batch; as one begins, the times of the one before are complete."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._clock.note_micro_batch()
+
+
+@dataclass
+class Spread:
+    """What the micro-batches that spent time in one of `PARTS` spent there, in seconds, without waits for others."""
+
+    count: int = 0
+    """Of these micro-batches."""
+    total: float = 0.0
+    squares: float = 0.0
+    """Sum of the squares of their seconds."""
+
+    def add(self, spent: float) -> None:
+        """Add one micro-batch."""
+        self.count += 1
+        self.total += spent
+        self.squares += spent * spent
+
+    def since(self, before: Spread) -> Spread:
+        """Return what has come after an earlier state."""
+        return Spread(self.count - before.count, self.total - before.total, self.squares - before.squares)
+
+    def error(self) -> float:
+        """Return the standard error of `total`: how far chance moves it where each micro-batch is drawn alike."""
+        if self.count < 2:
+            return 0.0
+        deviations = max(0.0, self.squares - self.total**2 / self.count)
+        return math.sqrt(deviations * self.count / (self.count - 1))
+
+
 class SectionClock:
     """Counts what the Trainer reports to its profiler.
 
@@ -120,6 +159,10 @@ class SectionClock:
         """The actions under way, outermost first; never empty."""
         self.since = perf_counter()
         """When an action has begun or ended last, by ``time.perf_counter()``; another value after each."""
+        self.waited: dict[str, float] = dict.fromkeys(SECTIONS, 0.0)
+        """By section: in which the process waited for others, in seconds. The thread that observes adds to it."""
+        self.spreads = {part: Spread() for part in PARTS}
+        self._noted = dict.fromkeys(PARTS, 0.0)
         self._profiler = profiler.profile, profiler.start, profiler.stop
         patches.put(profiler, "profile", self.action if isinstance(profiler, PassThroughProfiler) else self._profile)
         patches.put(profiler, "start", self._start)
@@ -140,8 +183,24 @@ class SectionClock:
         """Return the action of this name, the same at each call."""
         found = self.actions.get(name)
         if found is None:
-            found = self.actions[name] = Action(self, name)
+            found = self.actions[name] = (_MicroBatch if name == MICRO_BATCH else Action)(self, name)
         return found
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time in each section that has been entered; any thread may ask."""
+        found: dict[str, float] = {}
+        for action in self.all_actions():
+            found[action.section] = found.get(action.section, 0.0) + action.seconds
+        return found
+
+    def note_micro_batch(self) -> None:
+        """Add what has passed since the last call to `spreads`."""
+        seconds = self.seconds()
+        for part, sections in PARTS.items():
+            spent = sum(seconds.get(name, 0.0) - self.waited[name] for name in sections)
+            if spent != self._noted[part]:
+                self.spreads[part].add(spent - self._noted[part])
+                self._noted[part] = spent
 
     def close(self, action: Action) -> None:
         """Close an action, and those in it whose end Lightning has not reported: a loader raised StopIteration."""
@@ -178,6 +237,14 @@ class SectionClock:
 # Tables of all processes.
 
 
+CHANCE = 2.5
+"""A difference between processes that is less than so many of its standard errors counts as none.
+
+Three reports in a row exceed it by chance about once in four million. A loader whose rare pauses fall on the processes
+at random is no slow loader.
+"""
+
+
 @dataclass(frozen=True)
 class Timings:
     """How long each process has spent in each section, per micro-batch."""
@@ -192,6 +259,8 @@ class Timings:
     """By section: of each process, per micro-batch."""
     waited: Mapping[str, Sequence[float]]
     """The part of ``seconds`` in which the process waited for others in a collective, estimated from samples."""
+    errors: Mapping[str, Sequence[float]]
+    """By part (`PARTS`): the standard error of each process's `work`, from how its micro-batches differ."""
 
     def work(self, part: str) -> list[float]:
         """Return the seconds per micro-batch of each process in one of `PARTS`, without waits for others."""
@@ -202,13 +271,17 @@ class Timings:
     def factors(self, part: str) -> list[float]:
         """Return each process's work in a part, divided by the median of all processes.
 
-        A difference of less than a twentieth of a micro-batch counts as none. Of two processes the faster one is the
-        median.
+        A difference of less than a twentieth of a micro-batch, or than `CHANCE` explains, counts as none. Of two
+        processes the faster one is the median.
         """
-        work = self.work(part)
+        work, errors = self.work(part), self.errors[part]
         median = statistics.median_low(work)
+        of_median = errors[work.index(median)]
         least = 0.05 * max(sum(one[rank] for one in self.seconds.values()) for rank in range(len(self.hosts)))
-        return [one / max(median, 1e-9) if one - median > least else 1.0 for one in work]
+        return [
+            one / max(median, 1e-9) if one - median > max(least, CHANCE * math.hypot(error, of_median)) else 1.0
+            for one, error in zip(work, errors, strict=True)
+        ]
 
     def to_json(self) -> str:
         """Return it as text, for `from_json`."""

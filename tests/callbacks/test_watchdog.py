@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import re
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelight.callbacks import Watchdog
 from accelight.callbacks.watchdog import _join_ranks, _Limits, _timings
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.common.sections import SECTIONS, SectionClock, Timings, section_of
+from accelight.strategies.common.sections import PARTS, SECTIONS, SectionClock, Spread, Timings, section_of
 from accelight.strategies.upstream.patches import Patches
 from tests.ranks import run_on_ranks
 from tests.slowness import slowness
@@ -372,8 +375,20 @@ def test_a_slow_process_is_named_with_what_is_slow(name: str, kind: str, tmp_pat
 
 
 # ------------------------------------------------------------------ parts
-def message(batches: int, host: str = "a", **seconds: float) -> dict[str, Any]:
+def spreads_of(**of_parts: list[float]) -> dict[str, Spread]:
+    """Return what a clock has where these are the seconds of each micro-batch."""
+    spreads = {part: Spread() for part in PARTS}
+    for part, all_spent in of_parts.items():
+        for spent in all_spent:
+            spreads[part].add(spent)
+    return spreads
+
+
+def message(
+    batches: int, host: str = "a", spreads: dict[str, Spread] | None = None, **seconds: float
+) -> dict[str, Any]:
     return {
+        "spreads": {part: asdict(spread) for part, spread in (spreads or spreads_of()).items()},
         "step": batches,
         "host": host,
         "batches": batches,
@@ -392,6 +407,7 @@ def test_timings_are_those_of_the_window_per_micro_batch() -> None:
         [10, 20],
         {"data": [0.1, 0.25], "backward": [1.0, 0.5]},
         {"data": [0.0, 0.0], "backward": [0.5, 0.5]},
+        {part: [0.0, 0.0] for part in PARTS},
     )
     assert table.work("compute") == [0.5, 0.0]
     assert table.work("data") == [0.1, 0.25]
@@ -422,6 +438,27 @@ def test_the_clock_counts_each_second_once() -> None:
     assert sum(seconds.values()) == pytest.approx(whole, abs=1e-3)
     assert seconds["[Strategy]X.training_step"] >= 0.02 > 0.01 <= seconds["run_training_batch"]
     assert [each.name for each in clock.open] == ["between hooks"]
+
+
+def test_the_clock_has_how_micro_batches_differ() -> None:
+    profiler = PassThroughProfiler()
+    clock, spent = SectionClock(profiler, Patches("callbacks")), []
+    for seconds, waited in ((0.0, 0.0), (0.02, 0.01), (0.0, 0.0), (0.05, 0.02), (0.0, 0.0)):
+        with profiler.profile("run_training_batch"), profiler.profile("[Strategy]X.backward"):
+            time.sleep(0.001)
+        before = clock.action("train_dataloader_next").seconds
+        if seconds:
+            with profiler.profile("train_dataloader_next"):
+                time.sleep(seconds)
+            clock.waited["data"] += waited
+        spent.append(clock.action("train_dataloader_next").seconds - before - waited)
+    data = clock.spreads["data"]  # what follows the last micro-batch's beginning is not known yet
+    in_some = [each for each in spent[:4] if each]
+    assert data.count == len(in_some) == 2
+    assert data.total == pytest.approx(sum(in_some))
+    assert data.squares == pytest.approx(sum(each**2 for each in in_some))
+    assert clock.spreads["compute"].count == 5
+    assert clock.spreads["save"] == Spread()
 
 
 def test_limits_are_learned_from_what_was_usual() -> None:
@@ -455,3 +492,47 @@ def test_every_action_has_a_section() -> None:
     assert {name: section_of(name) for name in expected} == expected
     assert set(expected.values()) <= set(SECTIONS)
     assert _join_ranks([0, 2, 3, 4, 7]) == "0, 2-4, 7"
+
+
+def report(before: list[list[float]], now: list[list[float]]) -> Timings:
+    """Return the comparison of processes by the seconds that each micro-batch spends in its loader."""
+    messages = [
+        [message(len(each), spreads=spreads_of(data=each), data=sum(each), forward=0.1 * len(each)) for each in both]
+        for both in (before, [first + second for first, second in zip(before, now, strict=True)])
+    ]
+    return _timings(messages[1], messages[0])
+
+
+def test_the_error_of_a_window_is_that_of_its_micro_batches() -> None:
+    own = [0.1, 0.4, 0.1, 0.3]
+    table = report([[5.0, 7.0], [9.0]], [own, [0.2]])
+    expected = math.sqrt(len(own)) * statistics.stdev(own) / len(own)
+    assert table.errors["data"] == pytest.approx([expected, 0.0])  # sums of a few floats
+    assert Timings.from_json(table.to_json()) == table
+
+
+@pytest.mark.parametrize("num_pauses", [4, 6, 12])
+def test_rare_pauses_that_any_process_meets_by_chance_make_none_slow(num_pauses: int) -> None:
+    """Each pause of a window falls on either process; 480 reports of a night, ten nights."""
+    drawn, in_a_row = random.Random(num_pauses), [0, 0]
+    num_exceeded = longest = 0
+    for _ in range(4800):
+        windows = [[0.001] * 30, [0.001] * 30]
+        for _ in range(num_pauses):
+            windows[drawn.randrange(2)][drawn.randrange(30)] += 4.0
+        table = report([[], []], windows)
+        work = table.work("data")
+        num_exceeded += max(work) >= 1.5 * min(work)
+        factors = table.factors("data")
+        in_a_row = [count + 1 if factor >= 1.5 else 0 for count, factor in zip(in_a_row, factors, strict=True)]
+        longest = max(longest, *in_a_row)
+    assert num_exceeded > 1000  # with means alone, three in a row are common
+    assert longest < 3
+
+
+def test_a_process_that_alone_has_the_pauses_is_slow() -> None:
+    windows = [[0.001] * 300, [0.001] * 300]
+    windows[1][:240:30] = [4.0] * 8
+    assert report([[], []], windows).factors("data")[1] > 1.5
+    steady = report([[], []], [[0.01] * 20, [0.016] * 20])
+    assert steady.factors("data") == pytest.approx([1.0, 1.6])  # sums of floats
