@@ -206,8 +206,8 @@ class GradientAccumulator:
         return 1.0 if scaler is None else float(scaler.cur_scale)
 
     def keeps(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a parameter is in a partition, and not where torch has it."""
-        return self._is_partitioned and parameter in self._places
+        """Return whether the gradient of a parameter is not where torch has it: in a partition, or freed by a step."""
+        return (self._is_partitioned or self.is_stale) and parameter in self._places
 
     # ------------------------------------------------------------------ backward
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

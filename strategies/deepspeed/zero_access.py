@@ -7,8 +7,10 @@ where torch has it: the reduced ones lie in partitions, from the end of an accum
 from __future__ import annotations
 
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -116,8 +118,8 @@ class ZeroAccess:
             finish_gather(self._engine, parameter)
         if parameter.ds_status.name == "AVAILABLE":
             is_automatic = getattr(self._module, "automatic_optimization", True)
-            if is_gathered_by_user(parameter) or (self.in_step and is_automatic):
-                return None  # in a step DeepSpeed has gathered it, and takes its gradient
+            if is_gathered_by_user(parameter) or (self.in_step and is_automatic) or parameter.ds_active_sub_modules:
+                return None  # in a step, or for a module that runs, DeepSpeed has gathered it and takes its gradient
             parameter.partition()  # else a copy of it would stay as it is
         held: Tensor = parameter.ds_tensor
         if held.numel() < parameter.partition_numel():
@@ -251,11 +253,16 @@ class ZeroAccess:
         """Return this rank's part of the reduced gradient; None if no rank has one.
 
         Raises:
-            RuntimeError: Before the window's last backward has reduced it, if it is multiplied by a loss scale, or if
-                the parameter is the optimizer's own.
+            RuntimeError: Before the window's last backward has reduced it, after the step, if it is multiplied by a
+                loss scale, or if the parameter is the optimizer's own.
         """
         self._check_not_flat(parameter)
         window = self._complete_window()
+        if window is None and self._window is not None and self._window.is_stale and not _is_asked_by_torch():
+            raise RuntimeError(
+                "p.grad was used in a hook after the optimizer step: DeepSpeed has freed the gradients in it. Use it "
+                "in on_before_optimizer_step()."
+            )
         return self._part(parameter) if window is not None and parameter in window.used else None
 
     @torch.no_grad()
@@ -308,6 +315,14 @@ class ZeroAccess:
             return FlatShard(held, self._layout(parameter, group, 0, 0, cut))
         held = zero_optimizer.gradient_piece(zero, piece)
         return FlatShard(held, self._layout(parameter, group, piece.start, piece.numel, cut))
+
+
+def _is_asked_by_torch() -> bool:
+    """Return whether ``zero_grad()`` of a module, or what moves one, asks for a gradient: None is right for them."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in (nn.Module.zero_grad.__code__, nn.Module._apply.__code__):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None:

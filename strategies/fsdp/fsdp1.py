@@ -33,7 +33,13 @@ from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_sec
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.shards import FlatLayout, FlatShard, with_plain_states
-from ..sharded_tensors.user_code import follow_state_dicts, is_user_code, refuse_copies, replace_in_user_code
+from ..sharded_tensors.user_code import (
+    follow_state_dicts,
+    is_hook,
+    is_user_code,
+    refuse_copies,
+    replace_in_user_code,
+)
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import tree_map_only
 from ..upstream.torch_fsdp1 import (
@@ -659,7 +665,12 @@ class FlatAccess(NoAccess):
 
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient."""
-        parameter.grad = None if gradient is None else gradient.held.detach()
+        if gradient is None:
+            parameter.grad = None
+            self._watch.reduced.discard(id(parameter))
+        else:
+            parameter.grad = gradient.held.detach()
+            self._watch.reduced.add(id(parameter))
 
 
 def _layout_of_state(layout: FlatLayout) -> FlatLayout:
@@ -878,6 +889,11 @@ class UsedParameterTracker:
         """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
+        if is_hook():
+            raise RuntimeError(
+                "backward() of a loss ran in a hook: with FSDP1 the processes would not agree on which parameters have "
+                "a gradient. Use fsdp_version=2, or manual optimization with self.manual_backward(loss)."
+            )
         self._used.add(place)
         return run_hooks(owner, gradient) if owner._backward_hooks else None
 

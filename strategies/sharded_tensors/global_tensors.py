@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -127,6 +128,8 @@ _OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
 _NOT_OF_VALUES = _OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
+_COLLECTIVES = frozenset(["all_reduce", "broadcast", "recv"])
+"""Functions of torch.distributed that write to a tensor, and hand it to a mode; others refuse sharded ones."""
 _REDUCTIONS = frozenset(
     ["norm", "sum", "mean", "max", "min", "amax", "amin", "any", "all", "vector_norm", "linalg_vector_norm"]
 )
@@ -320,13 +323,23 @@ class GlobalTensors(TorchFunctionMode):
             return self._own_gradient(args[0], func.__name__, args[1:])
         if self._is_paused:
             return func(*args, **kwargs)
+        if func.__name__ in _COLLECTIVES and func.__module__.startswith("torch.distributed"):
+            func = _in_place(func)
         name = func.__name__
         if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
             self._check_kept(name, args, kwargs)
-        if not any(self._is_sharded(one) for one in _tensors(args, kwargs)):
+        if not any(map(self._is_sharded, _tensors(args, kwargs))):
             return self._on_plain(func, args, kwargs)
         self.has_met_shards = True
         return self._on_sharded(func, args, kwargs)
+
+    def meets_shards(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation uses the values of sharded tensors, and not only of a tensor-parallel layer's."""
+        name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+        return name not in _NOT_OF_VALUES and any(
+            self._is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",))
+            for one in _tensors(args, kwargs)
+        )
 
     def _on_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__name__
@@ -426,9 +439,9 @@ class GlobalTensors(TorchFunctionMode):
                 self._aliases.separate(args[0])
                 with torch.no_grad():
                     target.copy_(args[1])
-        else:
-            func(target, *args[1:], **kwargs)
-        return args[0]
+            return args[0]
+        result = func(target, *args[1:], **kwargs)
+        return args[0] if result is target else result
 
     # ------------------------------------------------------------------ what is sharded
     def _is_sharded(self, tensor: Tensor) -> bool:
@@ -749,6 +762,21 @@ def is_element_by_element(name: str) -> bool:
     return any(torch.Tag.pointwise in each for each in tags) and not any(
         torch.Tag.nondeterministic_seeded in each for each in tags
     )
+
+
+@cache
+def _in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective whose write to its tensor has happened when it returns, and raises the version counter."""
+
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = collective(tensor, *args, **kwargs)
+        if isinstance(work, dist.Work):
+            work.wait()
+        increment_version(tensor)
+        return work
+
+    run.__name__ = f"{collective.__name__}_"
+    return run
 
 
 def _is_in_place(name: str) -> bool:

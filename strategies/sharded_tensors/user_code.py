@@ -8,9 +8,11 @@ these names: inside hooks that users have written, operations on sharded tensors
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,13 +21,14 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
-from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
+from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, TrainerFn, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 from .global_tensors import GlobalTensors, ShardAccess
 from .kept_tensors import Aliases, OldMemory
@@ -62,6 +65,7 @@ _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
 )
+_ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
@@ -93,6 +97,8 @@ class UserCode:
         self._buffer_hook: RemovableHandle | None = None
         self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
+        self._in_modules = _InModules()
+        self._has_compiled = False
 
     # ------------------------------------------------------------------ attached
     def attach(self, trainer: Trainer, module: LightningModule) -> None:
@@ -107,7 +113,8 @@ class UserCode:
         for mode in self._modes:
             mode.places, mode.old_memory = self.places, OldMemory.of(module)
         self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
-        self._wrap_training_step(module)
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            self._wrap_step(module, name)
         actions = _hooks_of_users(trainer, module)
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profile = profiler.profile
@@ -129,25 +136,25 @@ class UserCode:
         if _attached is self:
             _attached = None
 
-    def _wrap_training_step(self, module: LightningModule) -> None:
-        step = module.training_step
+    def _wrap_step(self, module: LightningModule, name: str) -> None:
+        step = getattr(module, name)
 
         @functools.wraps(step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def run_step(*args: Any, **kwargs: Any) -> Any:
             uses_kept = self._in_steps.old_memory.begin_step()
-            if not uses_kept and not self._is_in_steps(module):
+            if not uses_kept and name == "training_step" and not self._is_in_steps(module):
                 return step(*args, **kwargs)
             self.access.in_step = True
             try:
-                with running(self._in_steps):
+                with self._looking_into_modules(_is_first_batch(module.trainer)), running(self._in_steps):
                     return step(*args, **kwargs)
             finally:
                 self.access.in_step = False
 
-        self._patches.put(module, "training_step", training_step)
+        self._patches.put(module, name, run_step)
 
     def _is_in_steps(self, module: LightningModule) -> bool:
-        """Return whether to look at what a training step does with sharded parameters.
+        """Return whether to look at what a training step does with sharded parameters; an evaluation's always is.
 
         Always in manual optimization, where none is gathered, and where the engine asks for it. Else in the first batch
         of each epoch, and in all batches once a step has used a sharded parameter.
@@ -156,14 +163,24 @@ class UserCode:
             return True
         if self._aliases.kept:
             return True
-        return module.trainer.fit_loop.epoch_loop.batch_idx == 0
+        return _is_first_batch(module.trainer)
+
+    def _looking_into_modules(self, is_first_batch: bool) -> AbstractContextManager[Any]:
+        """Look at what the forwards of modules do as well, in first batches, and in all once one has met shards.
+
+        Not where a module is compiled: it would be compiled twice.
+        """
+        if is_first_batch:
+            self._has_compiled = any(map(_is_compiled, self._called))
+        is_to_look = (is_first_batch or self._in_modules.has_met_shards) and not self._has_compiled
+        return self._in_modules if is_to_look else nullcontext()
 
     @contextmanager
     def _hook(self, context: AbstractContextManager[Any], name: str) -> Iterator[Any]:
         if not torch.is_grad_enabled():  # an evaluation's
             self.access.release()
         self._in_hooks.hook = name
-        with context as value, running(self._in_hooks):
+        with context as value, nullcontext() if self._has_compiled else self._in_modules, running(self._in_hooks):
             yield value
 
     @contextmanager
@@ -237,6 +254,55 @@ class UserCode:
         handle = module.register_forward_hook(leave, always_call=True)
 
 
+class _InModules(TorchFunctionMode):
+    """Runs users' code in forwards of modules, and in their hooks, as their caller's where it meets sharded tensors.
+
+    Calls of modules are the library's (`UserCode.follow_calls`): what a module needs is unsharded, and a mode would
+    slow each operation down. A forward that reads parameters of another unit, or ``self.parameters()``, meets shards.
+    """
+
+    has_met_shards = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        kwargs = kwargs or {}
+        mode = _callers_mode() if is_library() and not _is_asked_by_library(sys._getframe(1)) else None
+        if mode is None or not mode.meets_shards(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.has_met_shards = True
+        with running(mode):
+            return func(*args, **kwargs)
+
+
+def _is_asked_by_library(frame: FrameType | None) -> bool:
+    """Return whether code of torch's modules, an engine or accelight calls an operation, below functions and modes."""
+    while frame is not None:
+        name = "torch." if frame.f_code.co_name == "__torch_function__" else f"{frame.f_globals.get('__name__')}."
+        if name.startswith(_ENGINES):
+            return True
+        if not name.startswith("torch."):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _is_first_batch(trainer: Trainer) -> bool:
+    """Return whether the batch is the first one of an epoch, or of a loader to evaluate."""
+    if trainer.training:
+        return trainer.fit_loop.epoch_loop.batch_idx == 0
+    loops: dict[Any, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return bool(loops[trainer.state.fn].batch_progress.current.ready <= 1)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dict[int, Callable[..., Any]]:
     """Return the hooks that users have registered with ``register_step_pre_hook`` or ``register_step_post_hook``."""
     name = "_optimizer_step_pre_hooks" if when == "pre" else "_optimizer_step_post_hooks"
@@ -261,6 +327,11 @@ def is_user_code(access: ShardAccess | None = None) -> bool:
     """Return whether a hook or a step of a user runs under a mode: of any engine, or of the one with this access."""
     is_its_own = access is None or (_attached is not None and _attached.access is access)
     return is_its_own and bool(_running) and _running[-1] is not None
+
+
+def is_hook() -> bool:
+    """Return whether a hook of a user runs, and neither a step nor the library."""
+    return _attached is not None and bool(_running) and _running[-1] is _attached._in_hooks
 
 
 @contextmanager
@@ -296,8 +367,12 @@ def library_code() -> AbstractContextManager[None]:
 
 def callers_code() -> AbstractContextManager[None]:
     """Run a closure that users' code has handed to the library, which is code of theirs."""
-    mode = next((each for each in reversed(_running) if each is not None), None)
+    mode = _callers_mode()
     return running(mode) if is_library() and mode is not None else nullcontext()
+
+
+def _callers_mode() -> GlobalTensors | None:
+    return next((each for each in reversed(_running) if each is not None), None)
 
 
 def write_back_views() -> None:

@@ -74,7 +74,8 @@ TABLE: dict[str, Patch] = {
     ),
     "user code": Patch(
         "the Trainer's profiler, the LightningModule, its optimizers, metrics and loaders",
-        "profile training_step zero_grad lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn",
+        "profile training_step validation_step test_step predict_step zero_grad lr_scheduler_step step "
+        "_step_supports_amp_scaling dist_sync_fn worker_init_fn",
         "hooks see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped steps, some "
         "optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a model seed "
         "workers alike and count once in metrics; the Trainer has no hook for these",

@@ -60,6 +60,7 @@ ATTRIBUTES = {
         "what is inside of a unit's wrappers is compiled where they cannot be",
     ),
     "_clip_grads_with_norm_": ("torch.nn.utils.clip_grad", "users' own clipping takes the global norm"),
+    "_compiled_call_impl": ("torch.nn.Module", "whether a module is compiled"),
     "_current_graph_task_id": ("torch._C", "whether a backward runs"),
     "_disabled_torch_function_impl": ("torch._C", "a tensor of a class of ours is asked below autograd alone"),
     "_foreach_mul_": ("torch", "gradients are scaled in one call"),

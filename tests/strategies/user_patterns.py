@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 
@@ -844,6 +844,71 @@ class LightningsGradNorm(Pattern):
             self.see(name, value)
 
 
+AFTER_STEP = Refused("p.grad was used in a hook after the optimizer step", "`on_before_optimizer_step`")
+
+
+@pattern(
+    "gradients read after the step: `on_train_batch_end`, `on_before_zero_grad`", zero2=AFTER_STEP, zero3=AFTER_STEP
+)
+class NumbersOfGradientsAfterTheStep(Pattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.model.blocks[0].zero_grad()
+        self.see("missing", sum(p.grad is None for p in self.parameters()))
+        self.see("norm", sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
+
+
+@pattern("`zero_grad()` of a part of the module after the step")
+class PartZeroedAfterTheStep(Pattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.model.blocks.zero_grad()
+
+
+BY_HAND = "weights and gradients averaged, or broadcast, with `torch.distributed` in hooks"
+
+
+@pattern(BY_HAND, core=True)
+class AveragedByHand(Pattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for p in self.parameters():
+            distributed.all_reduce(p.grad)
+        self.see("sum", self.first.weight.grad.norm())
+        for p in self.parameters():
+            p.grad.div_(4)  # type: ignore[union-attr] # there is one
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        works = [distributed.all_reduce(p.data, async_op=True) for p in self.model.blocks.parameters()]
+        for work in works:
+            work.wait()
+        with torch.no_grad():
+            for p in self.model.blocks.parameters():
+                p.mul_(0.45)
+
+
+@pattern(BY_HAND)
+class SumsOfRowsAndBroadcasts(Pattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        row = self.first.weight.data[1]
+        distributed.all_reduce(row)
+        self.see("row", row.norm())
+        row /= 2
+        distributed.broadcast(self.model.head.weight.data, 0)
+
+
+@pattern(
+    "`loss.backward()` in a hook, and what it leaves in `p.grad` (Fisher information)",
+    fsdp1=Refused(r"backward\(\) of a loss ran in a hook", "FSDP2, manual optimization"),
+    zero2=Refused("A backward reached weights without DeepSpeed's engine", "manual optimization"),
+    zero3=Refused("A backward reached weights without DeepSpeed's engine", "manual optimization"),
+)
+class BackwardInAHook(Pattern):
+    def on_train_epoch_end(self) -> None:
+        self.zero_grad()
+        inputs = torch.linspace(-1, 1, 4 * INPUTS, device=self.device).reshape(4, INPUTS)
+        self.model(inputs).pow(2).mean().backward()
+        self.see("fisher", sum(p.grad.pow(2).sum() for p in self.parameters() if p.grad is not None))
+        self.zero_grad()
+
+
 CLIPPING = "`torch.nn.utils.clip_grad_norm_` of all parameters, a module, or one, in hooks"
 
 
@@ -964,6 +1029,79 @@ class NumbersInSteps(Pattern):
             self.see("squares", sum(p.pow(2).sum() for p in self.parameters()))
             self.see("bias", self.first.bias.mean())
         return loss
+
+
+EVALUATION = "weights in `validation_step`, `test_step`, `predict_step`: norms, rows, values changed for a batch"
+
+
+@pattern(EVALUATION, core=True)
+class NumbersInValidationSteps(Pattern):
+    validates = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        penalty = 0.1 * self.first.weight.pow(2).sum() + self.first.weight[0].abs().max()
+        self.see("vector", nn.utils.parameters_to_vector(self.parameters()).norm())
+        self.see("squares", sum(p.pow(2).sum() for p in self.parameters()))
+        self.log("validation", self.loss(batch) + penalty, sync_dist=True)
+
+
+@pattern(EVALUATION)
+class WeightsPerturbedInValidationSteps(Pattern):
+    validates = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        kept = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(1.5)
+            self.first.weight[0] = 0.3
+        super().validation_step(batch, batch_idx)
+        with torch.no_grad():
+            for p, value in zip(self.parameters(), kept, strict=True):
+                p.copy_(value)
+
+
+FORWARDS = "weights of other units read in the `forward` of a module, in its hooks, without gradients"
+
+
+@pattern(FORWARDS, core=True)
+class NumbersInForward(Pattern):
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.see("squares", sum(p.detach().pow(2).sum() for p in self.parameters()))
+        self.see("row", self.first.weight.detach()[0].norm())
+        return self.model(inputs)
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self(batch[0]), batch[1])
+
+
+@pattern(FORWARDS)
+class NumbersInHooksOfModules(Pattern):
+    validates = True
+
+    def on_fit_start(self) -> None:
+        self.model.blocks[0].register_forward_pre_hook(lambda *_: self.see("up", self.first.weight.detach().norm()))
+        self.model.head.register_forward_hook(lambda *_: self.see("norm", self.first.bias.detach().norm()))
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.see("output", self.model(torch.ones(1, 4, INPUTS, device=self.device)).sum())
+
+
+class ScaledByWeights(Net):
+    """Its output depends on weights of a unit that has run already."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        return super().forward(x) * (1 + first.up.weight.detach().pow(2).mean())
+
+
+@pattern("outputs multiplied by weights of another unit in the `forward` of a module")
+class OutputsScaledInForward(Pattern):
+    validates = True
+
+    def build(self) -> Net:
+        return ScaledByWeights()
 
 
 @pattern("a weight of a unit used with gradients in `training_step`, outside of its forward")
