@@ -29,7 +29,7 @@ from ...state.rendezvous import CollectiveOrderChecker, num_ranks
 from ..parallelism.tensor import is_cut, own_part
 from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.shards import local_part, part_of
-from ..sharded_tensors.user_code import library_code
+from ..sharded_tensors.user_code import call_of_module
 from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 
@@ -102,7 +102,7 @@ class UnshardOnCall:
         succeeded: list[bool] = []
         handles: list[RemovableHandle] = []
 
-        library = library_code()
+        library = call_of_module()
 
         def finish() -> None:
             library.__exit__(None, None, None)

@@ -66,11 +66,14 @@ _WAY_OUT = (
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
 )
 _ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
+_CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
 _running: list[GlobalTensors | None] = []
 """The code that runs now, outermost first: users' under a mode, or the library's (None); empty outside of both."""
+_without_modules: set[int] = set()
+"""Numbers of entries in `_running` up to and with those of `library_code`, in which no forward of a module runs."""
 
 
 class UserCode:
@@ -241,7 +244,7 @@ class UserCode:
     def _before_call(self, module: nn.Module, _: Any) -> None:
         if is_library() or module not in self._called:
             return
-        library = running(None)
+        library = call_of_module()
         is_in_hook = _running[-1] is self._in_hooks
         library.__enter__()
 
@@ -266,10 +269,17 @@ class _InModules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         kwargs = kwargs or {}
-        mode = _callers_mode() if is_library() and not _is_asked_by_library(sys._getframe(1)) else None
+        is_in_call = is_library() and len(_running) not in _without_modules
+        mode = _callers_mode() if is_in_call and not _is_asked_by_library(sys._getframe(1)) else None
         if mode is None or not mode.meets_shards(func, args, kwargs):
             return func(*args, **kwargs)
         self.has_met_shards = True
+        if _is_recomputed(sys._getframe(1)):
+            raise RuntimeError(
+                "A forward whose activations are recomputed reads a weight of another unit: in the backward it would "
+                "see this process's part. Read the weight outside of the checkpointed part, and hand it in, or train "
+                "without activation checkpointing."
+            )
         with running(mode):
             return func(*args, **kwargs)
 
@@ -284,6 +294,13 @@ def _is_asked_by_library(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _is_recomputed(frame: FrameType | None) -> bool:
+    """Return whether an operation runs inside of activation checkpointing, torch's or DeepSpeed's."""
+    while frame is not None and frame.f_globals.get("__name__") not in _CHECKPOINTING:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_first_batch(trainer: Trainer) -> bool:
@@ -360,8 +377,20 @@ def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
         after.enter()
 
 
-def library_code() -> AbstractContextManager[None]:
+@contextmanager
+def library_code() -> Iterator[None]:
     """Run the library's own code: parameters are the shards that they are."""
+    with running(None):
+        place = len(_running)
+        _without_modules.add(place)
+        try:
+            yield
+        finally:
+            _without_modules.discard(place)
+
+
+def call_of_module() -> AbstractContextManager[None]:
+    """Run a module's call as the library's; what its forward does with other parameters is users' code."""
     return running(None)
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from accelight.strategies import full_state_dict
 
@@ -1102,6 +1103,27 @@ class OutputsScaledInForward(Pattern):
 
     def build(self) -> Net:
         return ScaledByWeights()
+
+
+class ScaledInCheckpoint(Net):
+    """As `ScaledByWeights`, in a part whose activations are recomputed in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = checkpoint(self.scaled, self.embed(x), use_reentrant=False)
+        return self.head(self.blocks(scaled))
+
+    def scaled(self, hidden: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        return torch.tanh(hidden) * (1 + first.up.weight.detach().pow(2).mean())
+
+
+RECOMPUTED = Refused("whose activations are recomputed reads a weight of another unit", "the weight handed in")
+
+
+@pattern("weights of other units read inside of `torch.utils.checkpoint`", fsdp1=RECOMPUTED, fsdp2=RECOMPUTED)
+class OutputsScaledInCheckpoint(Pattern):
+    def build(self) -> Net:
+        return ScaledInCheckpoint()
 
 
 @pattern("a weight of a unit used with gradients in `training_step`, outside of its forward")
