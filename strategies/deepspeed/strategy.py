@@ -721,6 +721,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         before = engine_of(module)
         if before is not None:  # of a fit before this, which has the weights
             self.model, self._settings = before
+            self._access.resume(self.model)
             self.config = self._settings.config
             return
         precision = self.precision_plugin.accelerate_name
@@ -729,6 +730,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._use(settings)
         end_engines_on(module, stage=settings.zero_stage)
         self.model = engines.start_engine(module, settings, self.root_device)
+        self._access.follow(self.model)
         if settings.zero_stage == 3 and self.find_unused_parameters:
             hold_parameters_in_forward(self.model)
 

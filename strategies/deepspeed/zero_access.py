@@ -48,9 +48,13 @@ class ZeroAccess:
         self.in_step = self.ends_window = False
         self._pieces: dict[int, zero_optimizer.Piece] = {}
 
-    def follow(self, engine: Any) -> None:
-        """Take gradients from this engine's window."""
+    def resume(self, engine: Any) -> None:
+        """Find parameters in an engine that another access has followed before."""
         self._engine, self._window = engine, window_of(engine)
+
+    def follow(self, engine: Any) -> None:
+        """Find parameters in a new engine, and take gradients from its window."""
+        self.resume(engine)
         if engine.zero_optimization_stage() == 3:
             partitioned = [each for each in engine.module.modules() if each._parameters]
             follow_state_dicts(partitioned, self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, PARALLEL, problems
+from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, PARALLEL, numbers_without_a_fit, problems
 from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
 
 
@@ -19,7 +19,7 @@ from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
     ],
 )
 def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
-    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=120)
+    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=240)
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
 
 
@@ -27,7 +27,7 @@ def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
 @pytest.mark.parametrize("engine", PARALLEL)
 @pytest.mark.parametrize("batch", BATCHES_OF_PATTERNS)
 def test_users_code_where_ranks_share_batches(batch: str, engine: str) -> None:
-    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=120)
+    reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=240)
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
 
 
@@ -38,6 +38,14 @@ def test_changes_in_steps_of_stage_3(engine: str) -> None:
     names = ["ChangeBeforeForward", "ChangeAtEndOfStep", "ClampInForwardHook", "TeacherUpdatedInStep"]
     reports = run_on_ranks(2, problems, names, engine, timeout_s=120)
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
+
+
+@pytest.mark.core("fsdp1")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_test_and_predict_steps_see_whole_weights(engine: str) -> None:
+    assert run_on_ranks(2, numbers_without_a_fit, engine, timeout_s=120) == run_on_ranks(
+        2, numbers_without_a_fit, "ddp"
+    )
 
 
 @pytest.mark.exhaustive

@@ -129,6 +129,29 @@ def problems(names: Sequence[str], engine: str, **where: Any) -> list[str]:
     return found
 
 
+class _Evaluated(Pattern):
+    """Looks at weights in a test and in predictions, and changes them for the latter."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.first.weight.pow(2).sum() + self.first.weight[0].abs().max(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.first.weight[1] = 0.5
+        self.see("squares", sum(p.pow(2).sum() for p in self.parameters()))
+        outputs: Tensor = self.model(batch[0])
+        return outputs
+
+
+def numbers_without_a_fit(engine: str) -> list[float]:
+    """Test and predict with an engine; return what the steps have seen, and predicted, in six digits."""
+    module, trainer = _Evaluated(), quiet_trainer(_strategy(engine, False), 2, use_distributed_sampler=False)
+    trainer.test(module, _loader(2, engine))
+    predicted: Any = trainer.predict(module, _loader(3, engine))
+    metrics = [float(value) for value in trainer.callback_metrics.values()]
+    return [round(one, 5) for one in (*module.seen.values(), *metrics, *(each.sum().item() for each in predicted))]
+
+
 def _problem(answer: Refused | None, trained: Trained, expected: Trained, close: float) -> str:
     if expected.error:
         return f"ddp cannot train it: {expected.error}"
