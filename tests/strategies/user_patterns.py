@@ -904,7 +904,7 @@ class SumsOfRowsAndBroadcasts(Pattern):
 class BackwardInAHook(Pattern):
     def on_train_epoch_end(self) -> None:
         self.zero_grad()
-        inputs = torch.linspace(-1, 1, 4 * INPUTS, device=self.device).reshape(4, INPUTS)
+        inputs = torch.linspace(-1, 1, 4 * INPUTS, device=self.device).reshape(1, 4, INPUTS)
         self.model(inputs).pow(2).mean().backward()
         self.see("fisher", sum(p.grad.pow(2).sum() for p in self.parameters() if p.grad is not None))
         self.zero_grad()
