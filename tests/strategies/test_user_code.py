@@ -43,9 +43,10 @@ def test_changes_in_steps_of_stage_3(engine: str) -> None:
 @pytest.mark.core("fsdp1")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_test_and_predict_steps_see_whole_weights(engine: str) -> None:
-    assert run_on_ranks(2, numbers_without_a_fit, engine, timeout_s=120) == run_on_ranks(
-        2, numbers_without_a_fit, "ddp"
-    )
+    of_engine = run_on_ranks(2, numbers_without_a_fit, engine, timeout_s=120)
+    under_ddp = run_on_ranks(2, numbers_without_a_fit, "ddp")
+    for found, expected in zip(of_engine, under_ddp, strict=True):
+        assert found == pytest.approx(expected, rel=0, abs=5e-6)  # sums in another order
 
 
 @pytest.mark.exhaustive

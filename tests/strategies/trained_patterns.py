@@ -144,12 +144,12 @@ class _Evaluated(Pattern):
 
 
 def numbers_without_a_fit(engine: str) -> list[float]:
-    """Test and predict with an engine; return what the steps have seen, and predicted, in six digits."""
+    """Test and predict with an engine; return what the steps have seen, and predicted."""
     module, trainer = _Evaluated(), quiet_trainer(_strategy(engine, False), 2, use_distributed_sampler=False)
     trainer.test(module, _loader(2, engine))
     predicted: Any = trainer.predict(module, _loader(3, engine))
     metrics = [float(value) for value in trainer.callback_metrics.values()]
-    return [round(one, 5) for one in (*module.seen.values(), *metrics, *(each.sum().item() for each in predicted))]
+    return [*module.seen.values(), *metrics, *(each.sum().item() for each in predicted)]
 
 
 def _problem(answer: Refused | None, trained: Trained, expected: Trained, close: float) -> str:

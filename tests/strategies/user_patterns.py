@@ -874,7 +874,8 @@ class AveragedByHand(Pattern):
             distributed.all_reduce(p.grad)
         self.see("sum", self.first.weight.grad.norm())
         for p in self.parameters():
-            p.grad.div_(4)  # type: ignore[union-attr] # there is one
+            gradient: Any = p.grad
+            gradient.div_(4)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         works = [distributed.all_reduce(p.data, async_op=True) for p in self.model.blocks.parameters()]
