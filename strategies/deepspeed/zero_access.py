@@ -51,6 +51,8 @@ class ZeroAccess:
     def resume(self, engine: Any) -> None:
         """Find parameters in an engine that another access has followed before."""
         self._engine, self._window = engine, window_of(engine)
+        if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+            self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
     def follow(self, engine: Any) -> None:
         """Find parameters in a new engine, and take gradients from its window."""
@@ -64,7 +66,6 @@ class ZeroAccess:
                 _gather_as_library(parameter, old_memory, clean_name(name))
         if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
             self._refuse_state_dicts(engine.optimizer)
-            self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
     def _refuse_state_dicts(self, zero: Any) -> None:
         """Let users' code get an error for state dicts that are not those of an optimizer of torch's."""
