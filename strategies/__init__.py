@@ -8,7 +8,7 @@ from .common.config import lazy_names
 from .registration import register_strategies
 
 if TYPE_CHECKING:
-    from .batch_size import find_executable_batch_size
+    from .batch_size import Tuner, find_executable_batch_size
     from .deepspeed import (
         AccelDeepSpeedStrategy,
         DeepSpeedPlugin,
@@ -35,6 +35,7 @@ __all__ = [
     "FullyShardedDataParallelPlugin",
     "HfDeepSpeedConfig",
     "ParallelismConfig",
+    "Tuner",
     "find_executable_batch_size",
     "full_gradients",
     "full_parameters",
@@ -56,6 +57,7 @@ _HOMES = {  # the plugins must import without Lightning, so each name comes when
     "FullyShardedDataParallelPlugin": ".fsdp",
     "HfDeepSpeedConfig": ".deepspeed",
     "ParallelismConfig": ".parallelism.config",
+    "Tuner": ".batch_size",
     "find_executable_batch_size": ".batch_size",
     "full_gradients": ".sharded_tensors.user_code",
     "full_parameters": ".sharded_tensors.user_code",

@@ -30,7 +30,7 @@ from .signals import Termination, mark_terminated
 _REFUSED_CALLBACKS = {
     "BatchSizeFinder": (
         "lets each process decide for itself whether a batch fits, and those that disagree wait for each other. Use "
-        "accelight.strategies.find_executable_batch_size, with which all processes try the same sizes."
+        "accelight.strategies.Tuner(trainer).scale_batch_size(module), in which all processes try the same sizes."
     )
 }
 

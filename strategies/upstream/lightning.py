@@ -16,7 +16,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.utilities.init import _materialize_distributed_module
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.fabric.utilities.seed import pl_worker_init_function
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
     from lightning.pytorch.callbacks import (
         Checkpoint,
         GradientAccumulationScheduler,
@@ -54,6 +54,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.trainer.call import _call_lightning_module_hook
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+    from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
     from lightning.pytorch.utilities.data import (
         _get_dataloader_init_args_and_kwargs,
@@ -64,6 +65,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
     from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
+    from lightning.pytorch.utilities.seed import isolate_rng
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 else:
@@ -76,7 +78,7 @@ else:
     from lightning_fabric.utilities.init import _materialize_distributed_module
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
     from lightning_fabric.utilities.seed import pl_worker_init_function
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
     from pytorch_lightning.callbacks import (
         Checkpoint,
         GradientAccumulationScheduler,
@@ -114,6 +116,7 @@ else:
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from pytorch_lightning.trainer.call import _call_lightning_module_hook
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+    from pytorch_lightning.tuner.tuning import Tuner
     from pytorch_lightning.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
     from pytorch_lightning.utilities.data import (
         _get_dataloader_init_args_and_kwargs,
@@ -124,6 +127,7 @@ else:
     from pytorch_lightning.utilities.model_helpers import is_overridden
     from pytorch_lightning.utilities.model_summary.model_summary import LayerSummary
     from pytorch_lightning.utilities.model_summary.model_summary import ModelSummary as Summary
+    from pytorch_lightning.utilities.seed import isolate_rng
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
     from pytorch_lightning.utilities.types import LRSchedulerConfig
 
@@ -147,6 +151,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LayerSummary",
     "LambdaCallback",
+    "LightningDataModule",
     "LightningModule",
     "LightningOptimizer",
     "ModelCheckpoint",
@@ -164,7 +169,9 @@ __all__ = [
     "TrainerFn",
     "TrainerState",
     "TrainerStatus",
+    "Tuner",
     "extract_batch_size",
+    "isolate_rng",
     "is_overridden",
     "is_param_in_hook_signature",
     "pl_worker_init_function",

@@ -54,7 +54,7 @@ WITH_FSDP: dict[str, Callable[[], Callback]] = {
     "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({1: 2}),
 }
 REFUSED: dict[str, tuple[Callable[[], Callback], str]] = {
-    "BatchSizeFinder": (BatchSizeFinder, "BatchSizeFinder lets each process .*find_executable_batch_size"),
+    "BatchSizeFinder": (BatchSizeFinder, "BatchSizeFinder lets each process .*Tuner"),
     "EMAWeightAveraging": (EMAWeightAveraging, "EMAWeightAveraging .*ShardedEMA"),
     "ModelPruning": (lambda: ModelPruning("l1_unstructured", amount=0.5), "ModelPruning replaces parameters"),
     "StochasticWeightAveraging": (lambda: StochasticWeightAveraging(0.01), "SWA does not currently support sharded"),
