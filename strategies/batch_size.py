@@ -30,7 +30,14 @@ from ..state.rendezvous import is_cause, report_missing_ranks, text_of
 from ..state.store import Channel, leave_now
 from .common.sections import is_out_of_memory
 from .upstream import lightning
-from .upstream.lightning import LightningDataModule, LightningModule, Trainer, isolate_rng, rank_zero_info
+from .upstream.lightning import (
+    DummyLogger,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    isolate_rng,
+    rank_zero_info,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -322,7 +329,9 @@ class Tuner(lightning.Tuner):
                 trainer.limit_val_batches = trainer.num_sanity_val_steps = steps
         else:
             setattr(trainer, f"limit_{_LIMITED[method]}_batches", max(2, steps))  # two tell whether a size may grow
-        getattr(trainer, method)(copy.deepcopy(model, {id(model._trainer): None}), datamodule=datamodule)
+        module: Any = copy.deepcopy(model, {id(model._trainer): None})
+        module.configure_callbacks = list
+        getattr(trainer, method)(module, datamodule=datamodule)
         limits = {"fit": "num_training_batches", **{name: f"num_{part}_batches" for name, part in _LIMITED.items()}}
         found = getattr(trainer, limits[method])
         num_batches = min(found, default=math.inf) if isinstance(found, list) else found
@@ -337,7 +346,9 @@ class Tuner(lightning.Tuner):
         trainer.callbacks, trainer.loggers = [], []
         try:
             vars(copied).update(copy.deepcopy(vars(strategy), memo))
-            return copy.deepcopy(self.trainer, memo)
+            trial = copy.deepcopy(self.trainer, memo)
+            trial.loggers = [DummyLogger() for _ in loggers]
+            return trial
         finally:
             trainer.callbacks, trainer.loggers = callbacks, loggers
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING or lightning_package() == "lightning":
         _validate_optimizers_attached,
     )
     from lightning.pytorch.core.saving import _load_state
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
     from lightning.pytorch.plugins.precision import (
@@ -95,6 +96,7 @@ else:
         _validate_optimizers_attached,
     )
     from pytorch_lightning.core.saving import _load_state
+    from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
     from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
     from pytorch_lightning.plugins.precision import (
@@ -142,6 +144,7 @@ __all__ = [
     "DeepSpeedStrategy",
     "DistributedSamplerWrapper",
     "DoublePrecision",
+    "DummyLogger",
     "FSDPPrecision",
     "HalfPrecision",
     "MixedPrecision",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner as LightningTuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -186,13 +188,39 @@ class _Counted(Callback):
         self.calls += 1
 
 
-def test_callbacks_take_part_in_the_run_alone() -> None:
-    callback, module = _Counted(), _Limited((4,))
+class _Another(Callback):
+    """Of the module."""
+
+    calls = 0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class _Logging(_Limited):
+    callback: _Another
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.callback]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("value", 1.0)
+        logger: Any = self.logger
+        logger.log_metrics({"another": 1.0}, step=batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_callbacks_and_loggers_take_part_in_the_run_alone(tmp_path: Path) -> None:
+    callback, module = _Counted(), _Logging((4,))
+    module.callback = _Another()
     trainer = quiet_trainer("auto", 1, max_epochs=1, callbacks=[callback])
+    trainer.loggers = [CSVLogger(tmp_path)]
     assert Tuner(trainer).scale_batch_size(module) == 4
-    assert callback.calls == 0
+    assert (callback.calls, module.callback.calls) == (0, 0)
+    assert list(tmp_path.iterdir()) == []
     trainer.fit(module)
-    assert callback.calls == 1
+    assert (callback.calls, module.callback.calls) == (1, 1)
+    assert list(tmp_path.rglob("metrics.csv"))
 
 
 def test_searches_that_are_refused() -> None:
