@@ -389,7 +389,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         if self._user_code is not None:
-            self._user_code.detach()
+            self._user_code.end()
         self._given_optimizer = None
         self._tracker.close()
         self._termination.detach()

@@ -111,13 +111,15 @@ class ZeroAccess:
 
     # ------------------------------------------------------------------ parameters
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
-        """Return this rank's partition of a parameter of stage 3; None for any other tensor.
+        """Return this rank's partition of a parameter of stage 3, or of a flat one; None for any other tensor.
 
         Raises:
             RuntimeError: If it is on NVMe.
         """
         parameter: Any = self._parameters.get(id(tensor))
-        if parameter is None or not hasattr(parameter, "ds_tensor"):
+        if parameter is None:
+            return self._flat_shard(tensor)
+        if not hasattr(parameter, "ds_tensor"):
             return None
         if parameter.ds_status.name == "INFLIGHT":
             finish_gather(self._engine, parameter)
@@ -135,6 +137,16 @@ class ZeroAccess:
         start, count = zero_optimizer.range_in_partition(parameter, held.numel())
         layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
         return FlatShard(held.detach().narrow(0, 0, count), layout)
+
+    def _flat_shard(self, tensor: Tensor) -> FlatShard | None:
+        if tensor.dim() != 1 or not self._is_flat(tensor):
+            return None
+        zero = self._engine.optimizer
+        index = next(number for number, each in enumerate(zero_optimizer.masters(zero)) if each is tensor)
+        group, count = zero_optimizer.process_group(zero, index), tensor.numel()
+        shape, start = torch.Size([count * group.size()]), count * group.rank()
+        layout = FlatLayout(shape, (1,), (0,), start, count, 0, 1, group, self._device, holds_several=True)
+        return FlatShard(tensor.detach(), layout)
 
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains.

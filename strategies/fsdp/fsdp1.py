@@ -36,6 +36,7 @@ from ..sharded_tensors.shards import FlatLayout, FlatShard, with_plain_states
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
     is_hook,
+    is_step,
     is_user_code,
     refuse_copies,
     replace_in_user_code,
@@ -307,6 +308,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def reset_to_idle(self, root: nn.Module) -> None:
         reset_to_idle(root)
+        self._watch.in_backward = False
         self.path.forget()
         self._frozen.restore()
 
@@ -349,10 +351,12 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._graphs.begin_backward(root)
         expect_backward(root, expected)
         self._watch.begin()
+        self._watch.in_backward = True
         self._frozen.stash()
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
+        self._watch.in_backward = False
         stash(root, self._watch.without, reduced=reduced)
         self._frozen.restore()
         if reduced:
@@ -655,7 +659,16 @@ class FlatAccess(NoAccess):
         return id(tensor) in self._layouts and self.shard_of(tensor) is not None
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient; an empty one where only other ranks have elements."""
+        """Return the gradient; an empty one where only other ranks have elements.
+
+        Raises:
+            RuntimeError: In a ``backward()`` of the user's: the ranks agree after it on who has a gradient.
+        """
+        if self._watch.in_backward and is_step():
+            raise RuntimeError(
+                "p.grad was used in backward(): with FSDP1, gradients are complete after it. Use p.grad in "
+                "on_after_backward(), or in on_before_optimizer_step() where gradients accumulate, or fsdp_version=2."
+            )
         layout, gradient = self._layouts[id(parameter)], parameter.grad
         if gradient is None:
             if layout.count or id(parameter) not in self._watch.reduced:
@@ -840,6 +853,8 @@ class UsedParameterTracker:
         """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
         self._prepared: set[Any] = set()
         """Units that a forward has prepared for the backward that runs, which undoes it when it ends."""
+        self.in_backward = False
+        """Whether a backward runs, or a ``backward()`` of the user's."""
         self.probing = False
         """Whether this is the first training step of a fit."""
         self.changes: dict[int, FlatChanges] = {

@@ -15,7 +15,13 @@ from typing_extensions import override
 
 from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
 from ..sharded_tensors.user_code import callers_code
-from ..upstream.lightning import FSDPPrecision, LightningModule, LightningOptimizer, _DtypeContextManager
+from ..upstream.lightning import (
+    FSDPPrecision,
+    LightningModule,
+    LightningOptimizer,
+    _DtypeContextManager,
+    is_overridden,
+)
 from ..upstream.patches import Patches
 from .engine import Engine
 from .settings import PrecisionSettings
@@ -47,6 +53,9 @@ class Trained(Protocol):
 
     def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a backward."""
+
+    def run_users_backward(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written."""
 
     def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used."""
@@ -126,6 +135,8 @@ class AccelFSDPPrecision(FSDPPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
+        if is_overridden("backward", model):
+            backward = partial(self._strategy.run_users_backward, backward)
         self._strategy.run_backward(backward, keeps_graph=bool(kwargs.get("retain_graph")))
 
     @override

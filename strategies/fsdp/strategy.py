@@ -180,6 +180,15 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         """
         self._running.backward(backward, keeps_graph=keeps_graph)
 
+    def run_users_backward(self, backward: Callable[[], None]) -> None:
+        """Run a ``backward()`` that the user has written, which may look at weights and at gradients.
+
+        Args:
+            backward: The module's, with its arguments.
+        """
+        with nullcontext() if self._user_code is None else self._user_code.in_own_backward():
+            backward()
+
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
         self.engine.discard_unreduced_grads(self.form.root, parameters)
 
@@ -428,7 +437,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     @override
     def teardown(self) -> None:
         if self._user_code is not None:
-            self._user_code.detach()
+            self._user_code.end()
         self._tracker.close()
         self._termination.detach()
         self._buffers.detach()

@@ -676,12 +676,13 @@ class GlobalTensors(TorchFunctionMode):
 
     @torch.no_grad()
     def _opened(self, tensor: Tensor) -> OpenTensor:
-        if isinstance(tensor, FlatParameter) or (isinstance(tensor, FlatShard) and tensor.place.holds_several):
-            raise RuntimeError(
-                "A flat parameter of FSDP1 was used in a way that is not element-wise (its shape, rows, norm, or "
-                "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."
-            )
         shard = self._shard(tensor)
+        if isinstance(tensor, FlatParameter) or (isinstance(shard, FlatShard) and shard.place.holds_several):
+            raise RuntimeError(
+                "A flat parameter was used in a way that is not element-wise (its shape, rows, norm, or random "
+                "values): it holds several of the model's parameters. Under FSDP1 set use_orig_params=True (the "
+                "default). Under ZeRO, optimizer.param_groups has flat parameters; use self.parameters()."
+            )
         original = self._aliases.original(tensor)
         if id(original) not in self._open:
             kept = self._aliases.kept.pop(id(original), None)

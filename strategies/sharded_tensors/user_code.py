@@ -28,7 +28,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group, timeout_of
 from ...state.rendezvous import CollectiveOrderChecker
-from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, TrainerFn, is_overridden
+from ..upstream.lightning import (
+    Callback,
+    LambdaCallback,
+    LightningModule,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    is_overridden,
+)
 from ..upstream.patches import Patches, replace_for_good
 from .global_tensors import GlobalTensors, ShardAccess
 from .kept_tensors import Aliases, OldMemory
@@ -42,25 +50,19 @@ _NOT_ABOUT_TENSORS = frozenset(
         "configure_model",
         "configure_sharded_model",
         "configure_callbacks",
-        "train_dataloader",
-        "val_dataloader",
-        "test_dataloader",
-        "predict_dataloader",
-        "transfer_batch_to_device",
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
         "training_step",
         "validation_step",
         "test_step",
         "predict_step",
         "forward",
-        "teardown",
         "on_load_checkpoint",
         "state_dict",
         "load_state_dict",
     ]
 )
-"""Methods that run before the model is sharded, on data alone, or inside steps."""
+"""Methods that run before the model is sharded, or inside steps."""
+_CALLS_USERS_CODE = frozenset(["lr_scheduler_step"])
+"""Methods that run users' code also where none overrides them: a schedule's functions."""
 _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
@@ -102,6 +104,7 @@ class UserCode:
         self._always_in_steps = always_in_steps
         self._in_modules = _InModules()
         self._has_compiled = False
+        self._trainer: Trainer | None = None
 
     # ------------------------------------------------------------------ attached
     def attach(self, trainer: Trainer, module: LightningModule) -> None:
@@ -109,7 +112,7 @@ class UserCode:
         global _attached
         if _attached is not None:
             _attached.detach()
-        _attached = self
+        _attached, self._trainer = self, trainer
         if trainer.world_size > 1:
             timeout = timeout_of(require_group("A fit"))
             self.places = CollectiveOrderChecker(_WAY_OUT, timeout)
@@ -118,20 +121,37 @@ class UserCode:
         self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             self._wrap_step(module, name)
-        actions = _hooks_of_users(trainer, module)
+        actions, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profile = profiler.profile
 
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
             context = profile(action_name)
-            return self._hook(context, action_name.rpartition(".")[2]) if action_name in actions else context
+            if action_name in actions:
+                context = self._hook(context, action_name.rpartition(".")[2])
+            return self._until_detached(context) if action_name == last else context
 
         self._patches.put(profiler, "profile", profile_hook)
+
+    @contextmanager
+    def _until_detached(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
+        """Run the last hook of a run."""
+        try:
+            with context as value:
+                yield value
+        finally:
+            self.detach()
+
+    def end(self) -> None:
+        """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
+        if self._trainer is None or self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            self.detach()
 
     def detach(self) -> None:
         """Undo `attach`."""
         global _attached
+        self._trainer = None
         self._patches.remove()
         self.follow_calls(follows=False)
         if self._buffer_hook is not None:
@@ -199,6 +219,10 @@ class UserCode:
                 yield
         finally:
             self.access.ends_window = False
+
+    def in_own_backward(self) -> AbstractContextManager[None]:
+        """Run a ``backward()`` that the user has written; what engines do in a backward of torch's is not of it."""
+        return running(self._in_steps)
 
     @contextmanager
     def in_step_hooks(self, optimizer: Optimizer) -> Iterator[None]:
@@ -351,6 +375,11 @@ def is_hook() -> bool:
     return _attached is not None and bool(_running) and _running[-1] is _attached._in_hooks
 
 
+def is_step() -> bool:
+    """Return whether a step of a user runs, or a ``backward()`` that the user has written."""
+    return _attached is not None and bool(_running) and _running[-1] is _attached._in_steps
+
+
 @contextmanager
 def running(mode: GlobalTensors | None) -> Iterator[None]:
     """Run users' code under a mode, or the library's under none, until the context ends."""
@@ -442,7 +471,7 @@ def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]
     found = {
         f"[LightningModule]{type(module).__name__}.{hook}"
         for hook in dir(LightningModule)
-        if _is_hook(LightningModule, hook) and is_overridden(hook, module)
+        if _is_hook(LightningModule, hook) and (hook in _CALLS_USERS_CODE or is_overridden(hook, module))
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES):

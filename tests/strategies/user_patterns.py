@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.checkpoint import checkpoint
 
 from accelight.strategies import full_state_dict
@@ -2019,3 +2020,110 @@ def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     for entry in entries:
         rows.setdefault(entry.does, []).append(entry)
     return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Users' methods that are no hooks between steps: ``backward()``, schedules, what brings a batch, the end of a fit.
+
+
+def numbers_of(module: Pattern) -> float:
+    """Return something of whole weights, inside of units and outside."""
+    units = sum(p.detach().norm() for p in module.model.blocks.parameters())
+    return float(units) + float(module.model.head.weight.detach()[0].sum())
+
+
+@pattern("`backward()` overridden, with weights read")
+class BackwardThatReads(Pattern):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * (1.0 + 0.01 * numbers_of(self))).backward()
+
+
+OWN_BACKWARD = "`backward()` overridden, with gradients read and changed after `loss.backward()`"
+NOT_COMPLETE = Refused(r"p.grad was used in backward\(\)", "`on_after_backward`, `on_before_optimizer_step`")
+
+
+@pattern(OWN_BACKWARD, core=True, fsdp1=NOT_COMPLETE)
+class BackwardThatScales(Pattern):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        norm = sum(p.grad.norm() for p in self.parameters() if p.grad is not None)
+        self.see("norm", norm)
+        for p in self.parameters():
+            p.grad = p.grad / (1.0 + norm)
+
+
+@pattern(OWN_BACKWARD, fsdp1=NOT_COMPLETE)
+class BackwardOfRows(Pattern):
+    """In place, and by rows and columns."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        for p in self.parameters():
+            if p.grad is not None and p.dim() > 1:
+                p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+        head: Any = self.model.head
+        self.first.weight.grad[:, 1] *= 0.5
+        head.weight.grad[0] = 0.0
+
+
+@pattern(OWN_BACKWARD, fsdp1=NOT_COMPLETE)
+class BackwardInManualSteps(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        self.see("gradients", sum(p.grad.norm() for p in self.parameters() if p.grad is not None))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pattern("a learning rate schedule that reads weights of the module", core=True)
+class ScheduleOfNorms(Pattern):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.groups(), lr=0.05, momentum=0.9)
+        schedule = LambdaLR(optimizer, lambda _: 1.0 / (1.0 + numbers_of(self)))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class NormSchedule(LRScheduler):
+    def get_lr(self) -> list[float | Tensor]:
+        groups = self.optimizer.param_groups
+        return [0.05 / (1.0 + sum(float(p.detach().norm()) for p in group["params"])) for group in groups]
+
+
+FLAT_WEIGHTS = Refused("A flat parameter was used in a way that is not element-wise", "`self.parameters()`")
+
+
+@pattern("weights in `optimizer.param_groups`, read by a schedule", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
+class ScheduleClass(Pattern):
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.groups(), lr=0.05, momentum=0.9)
+        return [optimizer], [{"scheduler": NormSchedule(optimizer), "interval": "step"}]
+
+
+BATCHES_FROM_WEIGHTS = "`on_after_batch_transfer` and the other hooks on batches, with weights read"
+
+
+@pattern(BATCHES_FROM_WEIGHTS)
+class BatchesFromWeights(Pattern):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * (1.0 + 0.1 * numbers_of(self)), batch[1]]
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.see("first", self.first.weight[0, 0])
+        return [batch[0] + self.first.weight.detach().mean(), batch[1]]
+
+
+@pattern("`on_fit_end` and `teardown`, with weights read")
+class EndOfFit(Pattern):
+    def on_fit_end(self) -> None:
+        self.see("end", numbers_of(self))
+
+    def teardown(self, stage: str) -> None:
+        self.see("teardown", numbers_of(self))
