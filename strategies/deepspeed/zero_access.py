@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
-from ..sharded_tensors.kept_tensors import OldMemory
+from ..sharded_tensors.kept_tensors import OldMemory, share_memory
 from ..sharded_tensors.shards import FlatLayout, FlatShard
 from ..sharded_tensors.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from ..upstream.patches import replace_for_good
@@ -111,15 +111,13 @@ class ZeroAccess:
 
     # ------------------------------------------------------------------ parameters
     def shard_of(self, tensor: Tensor) -> FlatShard | None:
-        """Return this rank's partition of a parameter of stage 3, or of a flat one; None for any other tensor.
+        """Return this rank's partition of a parameter of stage 3; None for any other tensor.
 
         Raises:
             RuntimeError: If it is on NVMe.
         """
         parameter: Any = self._parameters.get(id(tensor))
-        if parameter is None:
-            return self._flat_shard(tensor)
-        if not hasattr(parameter, "ds_tensor"):
+        if parameter is None or not hasattr(parameter, "ds_tensor"):
             return None
         if parameter.ds_status.name == "INFLIGHT":
             finish_gather(self._engine, parameter)
@@ -138,15 +136,19 @@ class ZeroAccess:
         layout = self._layout(parameter, parameter.ds_process_group, start, count, (0, held.numel()))
         return FlatShard(held.detach().narrow(0, 0, count), layout)
 
-    def _flat_shard(self, tensor: Tensor) -> FlatShard | None:
-        if tensor.dim() != 1 or not self._is_flat(tensor):
-            return None
-        zero = self._engine.optimizer
-        index = next(number for number, each in enumerate(zero_optimizer.masters(zero)) if each is tensor)
-        group, count = zero_optimizer.process_group(zero, index), tensor.numel()
-        shape, start = torch.Size([count * group.size()]), count * group.rank()
-        layout = FlatLayout(shape, (1,), (0,), start, count, 0, 1, group, self._device, holds_several=True)
-        return FlatShard(tensor.detach(), layout)
+    def check_whole(self, tensor: Tensor) -> None:
+        """Check that what needs all elements does not meet a flat parameter, out of the optimizer's groups.
+
+        Raises:
+            RuntimeError: If it does.
+        """
+        groups = self._engine.optimizer.param_groups if self._pieces else ()
+        if any(share_memory(each, tensor) for group in groups for each in group["params"]):
+            raise RuntimeError(
+                "A flat parameter out of optimizer.param_groups was used in a way that is not element-wise (its norm, "
+                "rows, or random values): under ZeRO it is this process's part of several of the model's parameters. "
+                "Use self.parameters()."
+            )
 
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains.

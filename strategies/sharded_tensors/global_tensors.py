@@ -174,6 +174,10 @@ class ShardAccess(Protocol):
         """Let the model have what was written to weights of the optimizer's own; every rank calls it."""
         ...
 
+    def check_whole(self, tensor: Tensor) -> None:
+        """Check that an operation that needs all elements may have a tensor that is not sharded."""
+        ...
+
     def note_write(self, tensor: Tensor) -> None:
         """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
         ...
@@ -223,6 +227,9 @@ class NoAccess:
 
     def reach_model(self) -> None:
         """Do nothing: the optimizer steps on the model's weights."""
+
+    def check_whole(self, tensor: Tensor) -> None:
+        """Do nothing: flat parameters are known as such."""
 
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing: version counters show changes."""
@@ -404,6 +411,9 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
+        if not (name in _NOT_OF_VALUES or name in _OF_ATTRIBUTES or is_element_by_element(name)):
+            for one in _tensors(args, kwargs):
+                self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
         if self._open and args and (reads_data or name == "detach" or name in _UNCOUNTED):
             opened = next((one for one in self._open.values() if share_memory(one.full, args[0])), None)
@@ -676,13 +686,12 @@ class GlobalTensors(TorchFunctionMode):
 
     @torch.no_grad()
     def _opened(self, tensor: Tensor) -> OpenTensor:
-        shard = self._shard(tensor)
-        if isinstance(tensor, FlatParameter) or (isinstance(shard, FlatShard) and shard.place.holds_several):
+        if isinstance(tensor, FlatParameter) or (isinstance(tensor, FlatShard) and tensor.place.holds_several):
             raise RuntimeError(
-                "A flat parameter was used in a way that is not element-wise (its shape, rows, norm, or random "
-                "values): it holds several of the model's parameters. Under FSDP1 set use_orig_params=True (the "
-                "default). Under ZeRO, optimizer.param_groups has flat parameters; use self.parameters()."
+                "A flat parameter of FSDP1 was used in a way that is not element-wise (its shape, rows, norm, or "
+                "random values): it holds several of the model's parameters. Set use_orig_params=True (the default)."
             )
+        shard = self._shard(tensor)
         original = self._aliases.original(tensor)
         if id(original) not in self._open:
             kept = self._aliases.kept.pop(id(original), None)

@@ -104,7 +104,7 @@ class FlatLayout:
     """What is the same on all ranks: where the parameter begins in what the ranks have cut, and the size of a rank's
     part of that."""
     holds_several: bool = False
-    """Whether the parameter is a flat one, of FSDP1's or of ZeRO's, of several of the model's."""
+    """Whether the parameter is a flat one of FSDP1's, of several of the model's."""
     why_alone: str = ""
     """Why this rank cannot gather the tensor: not every rank has it."""
 
