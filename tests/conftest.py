@@ -25,6 +25,8 @@ _TEST_LIMIT_S = 300.0
 _MINUTES = float(os.environ.get("ACCELIGHT_MINUTES", "inf"))
 """How long exhaustive tests may begin; the rest is skipped. Which files come first is another each day."""
 _BEGAN_AT = float(os.environ.setdefault("ACCELIGHT_TESTS_BEGAN_AT", str(time.time())))  # workers inherit it
+_SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
+"""Their names, a line each; ``python -m tools.slow_tests`` writes it."""
 _OF_DEEPSPEED = (
     *("deepspeed", "deepspeed.runtime.engine", "deepspeed.module_inject", "accelight.strategies.deepspeed.strategy"),
     *("accelerate", "networkx", "torch.ao.quantization", "torch.utils.cpp_extension"),  # it imports them when it trains
@@ -44,11 +46,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:
-    """Mark the cells that ``@pytest.mark.core(*words)`` leaves to `make test-all`: no word is in their names.
+    """Mark what is left to `make test-all`: slow tests, and cells that ``@pytest.mark.core(*words)`` does not name.
 
     Raises:
-        pytest.UsageError: If a word is in no cell's name, and all tests are here.
+        pytest.UsageError: If a word is in no cell's name, or a slow test is not there, and all tests are here.
     """
+    slow = set(_SLOW_TESTS.read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.exhaustive)
+    gone = {name.partition("[")[0] for name in slow} - {item.nodeid.partition("[")[0] for item in items}
+    if complete and gone:
+        raise pytest.UsageError(f"{_SLOW_TESTS} has tests that are not there: {', '.join(sorted(gone))}. Remove them.")
     named: set[tuple[str, str]] = set()
     found: set[tuple[str, str]] = set()
     for item in items:
