@@ -137,7 +137,7 @@ class ZeroAccess:
         return FlatShard(held.detach().narrow(0, 0, count), layout)
 
     def check_whole(self, tensor: Tensor) -> None:
-        """Check that what needs all elements does not meet a flat parameter, out of the optimizer's groups.
+        """Check that a reduction does not meet a flat parameter, out of the optimizer's groups.
 
         Raises:
             RuntimeError: If it does.
@@ -145,9 +145,8 @@ class ZeroAccess:
         groups = self._engine.optimizer.param_groups if self._pieces else ()
         if any(share_memory(each, tensor) for group in groups for each in group["params"]):
             raise RuntimeError(
-                "A flat parameter out of optimizer.param_groups was used in a way that is not element-wise (its norm, "
-                "rows, or random values): under ZeRO it is this process's part of several of the model's parameters. "
-                "Use self.parameters()."
+                "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups was computed: "
+                "under ZeRO it is this process's part of several of the model's parameters. Use self.parameters()."
             )
 
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:

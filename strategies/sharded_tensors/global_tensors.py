@@ -175,7 +175,7 @@ class ShardAccess(Protocol):
         ...
 
     def check_whole(self, tensor: Tensor) -> None:
-        """Check that an operation that needs all elements may have a tensor that is not sharded."""
+        """Check that a reduction over all elements may have a tensor that is not sharded."""
         ...
 
     def note_write(self, tensor: Tensor) -> None:
@@ -411,7 +411,7 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
-        if not (name in _NOT_OF_VALUES or name in _OF_ATTRIBUTES or is_element_by_element(name)):
+        if name in _REDUCTIONS:
             for one in _tensors(args, kwargs):
                 self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))

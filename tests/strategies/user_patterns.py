@@ -2097,7 +2097,7 @@ class NormSchedule(LRScheduler):
         return [0.05 / (1.0 + sum(float(p.detach().norm()) for p in group["params"])) for group in groups]
 
 
-FLAT_WEIGHTS = Refused("A flat parameter out of optimizer.param_groups was used", "`self.parameters()`")
+FLAT_WEIGHTS = Refused("reduction of a flat parameter out of optimizer.param_groups", "`self.parameters()`")
 
 
 @pattern("weights in `optimizer.param_groups`, read by a schedule", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
