@@ -3,7 +3,7 @@
 All sides are alive at once and take turns of 24 steps (`turns`); differences are those within a round, with intervals
 of 95 % by bootstrap (`paired`)::
 
-    python -m benchmarks watch    # five minutes on two idle cores
+    python -m benchmarks watch    # five minutes for one process, more than ten for two
 
 ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"), ``ACCELIGHT_BENCH_REPEATS`` the rounds.
 """

@@ -212,6 +212,8 @@ def _renew_group(batch_size: int, advice: str) -> None:
 # The largest batch size for a Trainer that has not run.
 
 Method = Literal["fit", "validate", "test", "predict"]
+_BATCHES: dict[Method, str] = {"fit": "training", "validate": "val", "test": "test", "predict": "predict"}
+"""What the Trainer calls a method's batches."""
 
 
 class Tuner(lightning.Tuner):
@@ -229,7 +231,7 @@ class Tuner(lightning.Tuner):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self.trainer = trainer
+        self.trainer: Any = trainer
 
     @override
     def scale_batch_size(
@@ -288,7 +290,7 @@ class Tuner(lightning.Tuner):
             datamodule, given = given.pop(), []
         search = _Search(mode, init_val, max_trials, max_val, margin)
         self._check(method, given, steps_per_trial)
-        if self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self.trainer.fast_dev_run:
             rank_zero_info("There is no search for a batch size under Trainer(fast_dev_run=True).")
             return None
         with _BatchSize(batch_arg_name, model, datamodule).restored_on_error() as batch_size:
@@ -306,8 +308,8 @@ class Tuner(lightning.Tuner):
         return found
 
     def _check(self, method: str, loaders: list[Any], steps_per_trial: int) -> None:
-        if method not in Method.__args__:  # type: ignore[attr-defined]
-            raise ValueError(f"method must be one of {', '.join(Method.__args__)}, got {method!r}.")  # type: ignore[attr-defined]
+        if method not in _BATCHES:
+            raise ValueError(f"method must be one of {', '.join(_BATCHES)}, got {method!r}.")
         if loaders:
             raise ValueError(
                 "scale_batch_size() cannot change the batch size of loaders that exist. Let the module, or a "
@@ -328,32 +330,29 @@ class Tuner(lightning.Tuner):
             if trainer.limit_val_batches:
                 trainer.limit_val_batches = trainer.num_sanity_val_steps = steps
         else:
-            setattr(trainer, f"limit_{_LIMITED[method]}_batches", max(2, steps))  # two tell whether a size may grow
+            # The second batch shows that a larger one is possible.
+            setattr(trainer, f"limit_{_BATCHES[method]}_batches", max(2, steps))
         module: Any = copy.deepcopy(model, {id(model._trainer): None})
         module.configure_callbacks = list
         getattr(trainer, method)(module, datamodule=datamodule)
-        limits = {"fit": "num_training_batches", **{name: f"num_{part}_batches" for name, part in _LIMITED.items()}}
-        found = getattr(trainer, limits[method])
+        found = getattr(trainer, f"num_{_BATCHES[method]}_batches")
         num_batches = min(found, default=math.inf) if isinstance(found, list) else found
         agree = trainer.strategy.reduce_boolean_decision if live_group() is not None else bool
         return _Usable(bool(agree(num_batches > 0)), bool(agree(num_batches > 1)))
 
     def _copy_of_trainer(self) -> Trainer:
-        trainer: Any = self.trainer
+        trainer = self.trainer
         strategy, callbacks, loggers = trainer.strategy, trainer.callbacks, trainer.loggers
         copied = object.__new__(type(strategy))  # ours are copied without what the Trainer has given them
         memo: dict[int, Any] = {id(strategy): copied}
         trainer.callbacks, trainer.loggers = [], []
         try:
             vars(copied).update(copy.deepcopy(vars(strategy), memo))
-            trial = copy.deepcopy(self.trainer, memo)
+            trial: Trainer = copy.deepcopy(trainer, memo)
             trial.loggers = [DummyLogger() for _ in loggers]
             return trial
         finally:
             trainer.callbacks, trainer.loggers = callbacks, loggers
-
-
-_LIMITED = {"validate": "val", "test": "test", "predict": "predict"}
 
 
 @dataclass(frozen=True)
@@ -369,10 +368,9 @@ class _BatchSize:
 
     def __init__(self, name: str, *owners: Any) -> None:
         self._name = name
-        present = [each for each in owners if each is not None]
-        self._objects = [each for each in present if hasattr(each, name)]
-        self._dicts = [each.hparams for each in present if name in each.hparams]
-        if not self._objects and not self._dicts:
+        places = (place for each in owners if each is not None for place in (each, each.hparams))
+        self._places = [place for place in places if hasattr(place, name)]
+        if not self._places:
             raise ValueError(
                 f"Neither the module nor a data module has {name!r} as an attribute or in its hparams. Set "
                 f"self.{name} in its __init__ and use it in train_dataloader(), or give batch_arg_name=...."
@@ -380,23 +378,18 @@ class _BatchSize:
 
     def set(self, value: int) -> None:
         """Set it wherever it is."""
-        for owner in self._objects:
-            setattr(owner, self._name, value)
-        for hparams in self._dicts:
-            hparams[self._name] = value
+        for place in self._places:
+            setattr(place, self._name, value)
 
     @contextmanager
     def restored_on_error(self) -> Iterator[_BatchSize]:
         """Leave the values that were there if the search fails."""
-        objects = [getattr(each, self._name) for each in self._objects]
-        dicts = [each[self._name] for each in self._dicts]
+        before = [getattr(place, self._name) for place in self._places]
         try:
             yield self
         except BaseException:
-            for owner, value in zip(self._objects, objects, strict=True):
-                setattr(owner, self._name, value)
-            for hparams, value in zip(self._dicts, dicts, strict=True):
-                hparams[self._name] = value
+            for place, value in zip(self._places, before, strict=True):
+                setattr(place, self._name, value)
             raise
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ class ZeroAccess:
     def resume(self, engine: Any) -> None:
         """Find parameters in an engine that another access has followed before."""
         self._engine, self._window = engine, window_of(engine)
-        if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+        if self._is_partitioned:
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
     def follow(self, engine: Any) -> None:
@@ -64,8 +64,12 @@ class ZeroAccess:
             old_memory = OldMemory.of(self._module)
             for name, parameter in self._module.named_parameters():
                 _gather_as_library(parameter, old_memory, clean_name(name))
-        if self._window is not None and zero_optimizer.is_partitioned_optimizer(engine.optimizer):
+        if self._is_partitioned:
             self._refuse_state_dicts(engine.optimizer)
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self._window is not None and zero_optimizer.is_partitioned_optimizer(self._engine.optimizer)
 
     def _refuse_state_dicts(self, zero: Any) -> None:
         """Let users' code get an error for state dicts that are not those of an optimizer of torch's."""
@@ -142,8 +146,7 @@ class ZeroAccess:
         Raises:
             RuntimeError: If it does.
         """
-        groups = self._engine.optimizer.param_groups if self._pieces else ()
-        if any(share_memory(each, tensor) for group in groups for each in group["params"]):
+        if any(share_memory(each, tensor) for each in self._flat_parameters()):
             raise RuntimeError(
                 "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups was computed: "
                 "under ZeRO it is this process's part of several of the model's parameters. Use self.parameters()."
@@ -157,7 +160,7 @@ class ZeroAccess:
         """
         zero: Any = None if self._window is None else self._engine.optimizer
         masters: dict[int, FlatShard] = {}
-        if self._window is not None and zero_optimizer.is_partitioned_optimizer(zero):
+        if self._window is not None and self._is_partitioned:
             self._window.follow_changed_weights()
             masters = self._master_shards(zero)
         found: dict[str, tuple[Tensor, bool]] = {}
@@ -255,9 +258,12 @@ class ZeroAccess:
         return bool(self._window is not None and (self._window.keeps(tensor) or self._is_flat(tensor)))
 
     def _is_flat(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of the flat parameters that a ZeRO optimizer has in its groups."""
-        groups = self._engine.optimizer.param_groups if self._pieces else ()
-        return any(each is tensor for group in groups for each in group["params"])
+        return any(each is tensor for each in self._flat_parameters())
+
+    def _flat_parameters(self) -> Iterator[Tensor]:
+        """Yield the flat parameters that a ZeRO optimizer has in its groups."""
+        for group in self._engine.optimizer.param_groups if self._pieces else ():
+            yield from group["params"]
 
     def _check_not_flat(self, tensor: Tensor) -> None:
         if self._is_flat(tensor):

@@ -54,7 +54,7 @@ class Trained(Protocol):
     def run_backward(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a backward."""
 
-    def run_users_backward(self, backward: Callable[[], None]) -> None:
+    def run_backward_of_user(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a ``backward()`` that the user has written."""
 
     def finish_gradients(self, optimizer: Optimizer) -> bool:
@@ -135,9 +135,9 @@ class AccelFSDPPrecision(FSDPPrecision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         backward = partial(super().backward, tensor, model, optimizer, *args, **kwargs)
-        if is_overridden("backward", model):
-            backward = partial(self._strategy.run_users_backward, backward)
-        self._strategy.run_backward(backward, keeps_graph=bool(kwargs.get("retain_graph")))
+        is_users = is_overridden("backward", model)
+        run = self._strategy.run_backward_of_user if is_users else self._strategy.run_backward
+        run(backward, keeps_graph=bool(kwargs.get("retain_graph")))
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -180,14 +180,19 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         """
         self._running.backward(backward, keeps_graph=keeps_graph)
 
-    def run_users_backward(self, backward: Callable[[], None]) -> None:
+    def run_backward_of_user(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a ``backward()`` that the user has written, which may look at weights and at gradients.
 
         Args:
             backward: The module's, with its arguments.
+            keeps_graph: Whether there may be another one of the same graph.
         """
-        with nullcontext() if self._user_code is None else self._user_code.in_own_backward():
-            backward()
+
+        def as_users_code() -> None:
+            with nullcontext() if self._user_code is None else self._user_code.in_own_backward():
+                backward()
+
+        self.run_backward(as_users_code, keeps_graph=keeps_graph)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
         self.engine.discard_unreduced_grads(self.form.root, parameters)

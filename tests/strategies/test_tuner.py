@@ -227,9 +227,10 @@ def test_searches_that_are_refused() -> None:
     def tuner(**more: Any) -> Tuner:
         return Tuner(quiet_trainer("auto", 1, max_epochs=1, **more))
 
+    unknown: Any = "train"
     module = _Limited((0,), batch_size=3)
     with pytest.raises(ValueError, match="method must be one of fit, validate, test, predict, got 'train'"):
-        tuner().scale_batch_size(module, method="train")  # type: ignore[arg-type]
+        tuner().scale_batch_size(module, method=unknown)
     with pytest.raises(ValueError, match="mode must be 'power' or 'binsearch', got 'linear'"):
         tuner().scale_batch_size(module, mode="linear")
     with pytest.raises(ValueError, match="margin must be >= 0 and < 1, got 1"):

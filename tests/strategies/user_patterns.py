@@ -2014,14 +2014,6 @@ class AdaptersMergedInTraining(Pattern):
                     module.out.zero_()
 
 
-def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return patterns by their rows in the docs, in the order of this file."""
-    rows: dict[str, list[Entry]] = {}
-    for entry in entries:
-        rows.setdefault(entry.does, []).append(entry)
-    return rows
-
-
 # ------------------------------------------------------------------------------------------------
 # Users' methods that are no hooks between steps: ``backward()``, schedules, what brings a batch, the end of a fit.
 
@@ -2127,3 +2119,11 @@ class EndOfFit(Pattern):
 
     def teardown(self, stage: str) -> None:
         self.see("teardown", numbers_of(self))
+
+
+def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return patterns by their rows in the docs, in the order of this file."""
+    rows: dict[str, list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(entry.does, []).append(entry)
+    return rows
