@@ -806,6 +806,11 @@ def refusals(script: Script, kind: str) -> list[str]:
         "Processes use different parts of the model at the same time": is_fsdp
         and script.unused == "unit_rank"
         and has_units,
+        "p.grad was used in a hook after the optimizer step": is_zero
+        and any(
+            event.action == "gradients" and event.hook not in ("on_after_backward", "on_before_optimizer_step")
+            for event in events
+        ),
         "a DeepSpeed engine has only one": is_zero and script.manual is not None,
         "was frozen when ": is_zero  # fit() began, or the checkpoint was saved
         and "freeze" in actions
