@@ -6,6 +6,7 @@ metrics receive; empty outputs, logged values and the states of torchmetrics' me
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -273,7 +274,7 @@ class ExactEvaluation(Callback):
 
     # ------------------------------------------------------------------ the module's methods, meanwhile
     def _masking(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)
+        @wraps(inspect.unwrap(step))  # Lightning unwraps once, and looks whether it takes batch_idx
         def masked_step(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
             return without_samples(output) if self.is_padding else output

@@ -8,6 +8,7 @@ these names: inside hooks that users have written, operations on sharded tensors
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -162,7 +163,7 @@ class UserCode:
     def _wrap_step(self, module: LightningModule, name: str) -> None:
         step = getattr(module, name)
 
-        @functools.wraps(step)
+        @functools.wraps(inspect.unwrap(step))  # Lightning unwraps once, and looks whether it takes batch_idx
         def run_step(*args: Any, **kwargs: Any) -> Any:
             uses_kept = self._in_steps.old_memory.begin_step()
             if not uses_kept and name == "training_step" and not self._is_in_steps(module):
