@@ -662,9 +662,16 @@ class FlatAccess(NoAccess):
         """Return the gradient; an empty one where only other ranks have elements.
 
         Raises:
-            RuntimeError: In a ``backward()`` of the user's: the ranks agree after it on who has a gradient.
+            RuntimeError: In a ``backward()`` of the user's, and after one in a hook: the ranks agree after the step's
+                own backward on who has a gradient.
         """
         if self._watch.in_backward and is_step():
+        if self._watch.used_in_hooks:
+            raise RuntimeError(
+                "backward() of a loss ran in a hook, and p.grad was used in one before the next backward of a step: "
+                "with FSDP1 the processes do not agree on which parameters have a gradient until then. Use p.grad in "
+                "on_before_optimizer_step(), or fsdp_version=2, or manual optimization with self.manual_backward(loss)."
+            )
             raise RuntimeError(
                 "p.grad was used in backward(): with FSDP1, gradients are complete after it. Use p.grad in "
                 "on_after_backward(), or in on_before_optimizer_step() where gradients accumulate, or fsdp_version=2."
@@ -847,6 +854,8 @@ class UsedParameterTracker:
     def __init__(self, root: nn.Module, path: CollectiveOrder, is_in_step: Callable[[], bool]) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
+        self.used_in_hooks: set[tuple[int, int]] = set()
+        """Units and parameters that a backward in a hook has reached, on which the ranks do not agree yet."""
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
         self.reduced: set[int] = set()
@@ -901,14 +910,11 @@ class UsedParameterTracker:
     def _arrive(
         self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
     ) -> torch.Tensor | None:
+        if is_hook():
+            self.used_in_hooks.add(place)
         """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
-        if is_hook():
-            raise RuntimeError(
-                "backward() of a loss ran in a hook: with FSDP1 the processes would not agree on which parameters have "
-                "a gradient. Use fsdp_version=2, or manual optimization with self.manual_backward(loss)."
-            )
         self._used.add(place)
         return run_hooks(owner, gradient) if owner._backward_hooks else None
 
@@ -943,7 +949,7 @@ class UsedParameterTracker:
         """
         sizes = [len(unit._handle.flat_param._param_infos) for unit in self._units]
         places = [(number, index) for number, size in enumerate(sizes) for index in range(size)]
-        used, self._used = self._used, set()
+        used, self._used, self.used_in_hooks = self._used, set(), set()
         of_all = all_reduce_max_async([int(place in used) for place in places])
         if len(used) < len(places):  # else there is nothing to learn from the others
             used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
@@ -969,10 +975,12 @@ class UsedParameterTracker:
         self._used.add(place)
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+            self.used_in_hooks.clear()
         """Gradients of these parameters, or of all, are cleared, also those of an accumulation window under way."""
         if parameters is None:
             self.reduced.clear()
             self._used.clear()
+        self.used_in_hooks &= self._used
             return
         cleared = set(map(id, parameters))
         self.reduced -= cleared
