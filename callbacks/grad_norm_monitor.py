@@ -20,11 +20,20 @@ from typing_extensions import override
 
 from ..checkpoint.names import clean_name
 from ..state.utils import named_arguments
-from ..strategies.common.grads import dtype_of_powers, local_tensor, norm_powers, reduce_powers
+from ..strategies.common.grads import (
+    dtype_of_powers,
+    global_norm,
+    gradients_of,
+    local_tensor,
+    norm_powers,
+    reduce_powers,
+)
 from ..strategies.fsdp.sharded_model import unwrap_root
+from ..strategies.fsdp.strategy import AccelFSDPStrategy
 from ..strategies.upstream.lightning import (
     Callback,
     DeepSpeedStrategy,
+    FSDPStrategy,
     GradClipAlgorithmType,
     LightningModule,
     Trainer,
@@ -135,11 +144,12 @@ class GradNormMonitor(Callback):
 
     def _measure(self, trainer: Trainer, optimizer: Optimizer, name: str) -> None:
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            gradients = _deepspeed_gradients(trainer)
+            norms = norms_by_label(_deepspeed_gradients(trainer), self._labels, self.norm_type)
+        elif self.groups:
+            root = trainer.strategy.model or trainer.lightning_module
+            norms = norms_by_label(named_gradients(root, _parameters_of(optimizer)), self._labels, self.norm_type)
         else:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
-        norms = norms_by_label(gradients, self._labels, self.norm_type)
+            norms = {"": total_norm(trainer, optimizer, self.norm_type)}
         self._measured |= {f"{name}/{label}" if label else name: norm for label, norm in norms.items()}
 
     def _name_for(self, trainer: Trainer, optimizer: Optimizer) -> str:
@@ -193,6 +203,26 @@ def will_clip_by_norm(trainer: Trainer, pl_module: LightningModule) -> bool:
         and not is_overridden("configure_gradient_clipping", pl_module)
         and not is_overridden("clip_gradients", pl_module)
     )
+
+
+def total_norm(trainer: Trainer, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of an optimizer's gradients, before its step and outside of DeepSpeed; every process calls it.
+
+    Returns:
+        float32 or float64 scalar. The same on every process, except for gradients that differ there under ``ddp``.
+    """
+    strategy = trainer.strategy
+    parameters = _parameters_of(optimizer)
+    if isinstance(strategy, AccelFSDPStrategy):
+        return strategy.grad_norm(optimizer, norm_type)
+    if isinstance(strategy, FSDPStrategy):  # Lightning's own, whose gradients do not show that they are sharded
+        gradients = named_gradients(strategy.model or trainer.lightning_module, parameters)
+        return norms_by_label(gradients, {"": None}, norm_type)[""]
+    return global_norm(gradients_of(parameters), norm_type)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _deepspeed_gradients(trainer: Trainer) -> Iterator[NamedGradient]:

@@ -38,7 +38,7 @@ from ..strategies.upstream.lightning import (
     rank_zero_warn,
 )
 from ..strategies.upstream.patches import Patches
-from .grad_norm_monitor import named_gradients, norms_by_label, will_clip_by_norm
+from .grad_norm_monitor import total_norm, will_clip_by_norm
 
 _log = logging.getLogger(__name__)
 _GAUSSIAN = 1.4826
@@ -442,9 +442,7 @@ def _check_optimizer(trainer: Trainer) -> None:
 
 def _measure(trainer: Trainer, optimizer: Optimizer) -> Tensor:
     """Return the global norm of the gradients, or infinity instead of NaN where ranks compute it each for itself."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = named_gradients(trainer.strategy.model or trainer.lightning_module, parameters)
-    norm = norms_by_label(gradients, {"": None})[""]
+    norm = total_norm(trainer, optimizer)
     if isinstance(trainer.strategy, DDPStrategy) and trainer.world_size > 1:
         # Gradients that ddp does not reduce may differ, and ranks that decide differently never agree again. MAX over
         # ranks does not always return NaN.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -317,10 +317,8 @@ class Engine(ABC, Generic[SettingsT]):
         """Accumulate gradients locally inside this context: nothing is reduced."""
 
     @abstractmethod
-    def clip_grad_norm(
-        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
+    def grad_norm(self, root: nn.Module, parameters: Collection[nn.Parameter], norm_type: float) -> torch.Tensor:
+        """Return the norm of the gradients over all ranks, each of which calls it; a scalar."""
 
     def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Return the norm of gradients of the model over all ranks, each of which calls it; None if torch knows it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
-from ..common.grads import clip_to_norm, gradients_of, norm_of_parts, refuse_second_derivatives
+from ..common.grads import gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.shards import FlatLayout, FlatShard, with_plain_states
@@ -385,10 +385,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             stash(root, self._watch.without)  # what backwards of the user's own left
 
     @override
-    def clip_grad_norm(
-        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        parameters = list(parameters)
+    def grad_norm(self, root: nn.Module, parameters: Collection[nn.Parameter], norm_type: float) -> torch.Tensor:
         sharded = _sharded_parameters(root)
         ours = [parameter for parameter in parameters if parameter in sharded]
         whole = [parameter for parameter in parameters if parameter not in sharded]
@@ -396,8 +393,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         if ours:  # also where this rank has no gradient of them: the others wait for it
             parts[self._sharding] = gradients_of(ours)
         parts[None, ()] = gradients_of(whole)
-        total = norm_of_parts(parts, norm_type, self._devices(ours, whole))
-        return clip_to_norm(gradients_of(parameters), total, max_norm)
+        return norm_of_parts(parts, norm_type, self._devices(ours, whole))
 
     @property
     def _sharding(self) -> Sharding:
@@ -666,15 +662,15 @@ class FlatAccess(NoAccess):
                 own backward on who has a gradient.
         """
         if self._watch.in_backward and is_step():
+            raise RuntimeError(
+                "p.grad was used in backward(): with FSDP1, gradients are complete after it. Use p.grad in "
+                "on_after_backward(), or in on_before_optimizer_step() where gradients accumulate, or fsdp_version=2."
+            )
         if self._watch.used_in_hooks:
             raise RuntimeError(
                 "backward() of a loss ran in a hook, and p.grad was used in one before the next backward of a step: "
                 "with FSDP1 the processes do not agree on which parameters have a gradient until then. Use p.grad in "
                 "on_before_optimizer_step(), or fsdp_version=2, or manual optimization with self.manual_backward(loss)."
-            )
-            raise RuntimeError(
-                "p.grad was used in backward(): with FSDP1, gradients are complete after it. Use p.grad in "
-                "on_after_backward(), or in on_before_optimizer_step() where gradients accumulate, or fsdp_version=2."
             )
         layout, gradient = self._layouts[id(parameter)], parameter.grad
         if gradient is None:
@@ -854,12 +850,12 @@ class UsedParameterTracker:
     def __init__(self, root: nn.Module, path: CollectiveOrder, is_in_step: Callable[[], bool]) -> None:
         self._units = units_of(root)
         self._used: set[tuple[int, int]] = set()
-        self.used_in_hooks: set[tuple[int, int]] = set()
-        """Units and parameters that a backward in a hook has reached, on which the ranks do not agree yet."""
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
         self.reduced: set[int] = set()
         """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
+        self.used_in_hooks: set[tuple[int, int]] = set()
+        """Units and parameters that a backward in a hook has reached, on which the ranks do not agree yet."""
         self._prepared: set[Any] = set()
         """Units that a forward has prepared for the backward that runs, which undoes it when it ends."""
         self.in_backward = False
@@ -910,12 +906,12 @@ class UsedParameterTracker:
     def _arrive(
         self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
     ) -> torch.Tensor | None:
-        if is_hook():
-            self.used_in_hooks.add(place)
         """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
         self._used.add(place)
+        if is_hook():
+            self.used_in_hooks.add(place)
         return run_hooks(owner, gradient) if owner._backward_hooks else None
 
     def _prepare_gradient(self, unit: Any, is_in_step: Callable[[], bool]) -> None:
@@ -975,16 +971,16 @@ class UsedParameterTracker:
         self._used.add(place)
 
     def forget_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-            self.used_in_hooks.clear()
         """Gradients of these parameters, or of all, are cleared, also those of an accumulation window under way."""
         if parameters is None:
             self.reduced.clear()
             self._used.clear()
-        self.used_in_hooks &= self._used
+            self.used_in_hooks.clear()
             return
         cleared = set(map(id, parameters))
         self.reduced -= cleared
         self._used = {place for place in self._used if id(self._owner(*place)) not in cleared}
+        self.used_in_hooks &= self._used
 
     def _check_flat(self, number: int, unit: Any, size: int, used: set[tuple[int, int]]) -> None:
         flat_param = unit._handle.flat_param

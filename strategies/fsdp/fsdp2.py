@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from typing_extensions import override
 from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
-from ..common.grads import clip_to_norm, global_norm, gradients_of, refuse_second_derivatives
+from ..common.grads import global_norm, gradients_of, refuse_second_derivatives
 from ..parallelism.config import build_named_mesh
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
@@ -242,11 +242,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
                 unit.set_reshard_after_backward(True)
 
     @override
-    def clip_grad_norm(
-        self, root: nn.Module, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        gradients = gradients_of(parameters)
-        return clip_to_norm(gradients, global_norm(gradients, norm_type), max_norm)
+    def grad_norm(self, root: nn.Module, parameters: Collection[nn.Parameter], norm_type: float) -> torch.Tensor:
+        return global_norm(gradients_of(parameters), norm_type)
 
     @override
     def total_norm(self, root: nn.Module, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:

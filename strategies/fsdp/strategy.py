@@ -42,7 +42,7 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces, seed_workers
-from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, gradients_of, scale_gradients
+from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, clip_to_norm, gradients_of, scale_gradients
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
@@ -305,8 +305,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         Raises:
             RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; on every rank.
         """
-        self.prepare_to_clip(optimizer)
-        norm = self.engine.clip_grad_norm(self.form.root, self._parameters_of(optimizer), max_norm, norm_type)
+        norm = self.grad_norm(optimizer, norm_type)
+        clip_to_norm(gradients_of(self._parameters_of(optimizer)), norm, max_norm)
         self.last_grad_norm = norm
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -317,6 +317,19 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
         if self._is_manual:
+    def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the global norm of the optimizer's gradients over all shards, in one reduction; all ranks call it.
+
+        Args:
+            optimizer: Whose gradients. Those of all micro-batches have to be there: after the last backward.
+            norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+
+        Returns:
+            Scalar on the gradients' device, the same on every rank; float32, or float64 as the gradients are.
+        """
+        self.prepare_to_clip(optimizer)
+        return self.engine.grad_norm(self.form.root, self._parameters_of(optimizer), norm_type)
+
             self._average_unsharded(optimizer)
             self.precision_plugin.unscale(optimizer)
 

@@ -133,7 +133,7 @@ class Module(LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        norm = cast("AccelFSDPStrategy", self.trainer.strategy).clip_grad_norm(optimizer, math.inf)  # clips nothing
+        norm = cast("AccelFSDPStrategy", self.trainer.strategy).grad_norm(optimizer)
         self.trace.norms.append(norm.item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
