@@ -125,25 +125,29 @@ def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], nor
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
 
 
+@torch.no_grad()
 def average_over_ranks(parameters: Iterable[nn.Parameter]) -> None:
     """Replace the gradients of unsharded parameters by their mean over all ranks, as sharded ones have been already.
 
-    One reduction for each dtype. A parameter without a gradient counts as zero, so that ranks cannot disagree on what
-    is sent.
+    One reduction for each dtype. A parameter without a gradient on this rank counts as zero; one that has none on any
+    rank gets none.
     """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype[parameter.dtype].append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+            by_dtype[parameter.dtype].append(parameter)
+    for alike in by_dtype.values():
+        own = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
+        exist = own[0].new_tensor([one.grad is not None for one in alike])
+        flat = torch.cat([*(gradient.flatten() for gradient in own), exist])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        means = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        *means, exist = torch.split(flat, [*(gradient.numel() for gradient in own), len(alike)])
+        # Only what this rank lacks has to be known on the host.
+        missing = [False] * len(alike) if len(gradients_of(alike)) == len(alike) else (exist == 0).tolist()
+        for parameter, gradient, mean, is_missing in zip(alike, own, means, missing, strict=True):
+            if not is_missing:
+                parameter.grad = gradient.copy_(mean.view_as(gradient))
 
 
 def refuse_second_derivatives(unit: str | None) -> None:

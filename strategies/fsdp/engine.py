@@ -649,6 +649,11 @@ class StepRunner:
             self._engine.end_forward()
         return result
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced at the end of a backward."""
+        return not self._accumulating
+
     def before_backward(self) -> None:
         """End what the step opened; hooks come between this and the backward."""
         if self._is_manual():
@@ -678,7 +683,7 @@ class StepRunner:
                 if instead is not None:
                     raise instead from error
                 raise
-            self._engine.end_backward(root, reduced=not self._accumulating)
+            self._engine.end_backward(root, reduced=self.reduces)
             if keeps_graph:
                 self._engine.keep_graph()
             if not (self.kept_gathered and self._accumulating):  # a step follows: also units that this batch left out

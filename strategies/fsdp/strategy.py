@@ -179,6 +179,9 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             keeps_graph: Whether there may be another one of the same graph.
         """
         self._running.backward(backward, keeps_graph=keeps_graph)
+        is_seen = self._is_manual or (self._user_code is not None and self._user_code.has_hook("on_after_backward"))
+        if is_seen and self._running.reduces:  # else the optimizer step averages them
+            average_over_ranks(self._unsharded())
 
     def run_backward_of_user(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
         """Run a ``backward()`` that the user has written, which may look at weights and at gradients.
@@ -189,7 +192,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         """
 
         def as_users_code() -> None:
-            with nullcontext() if self._user_code is None else self._user_code.in_own_backward():
+            with nullcontext() if self._user_code is None else self._user_code.in_own_backward(self._unsharded()):
                 backward()
 
         self.run_backward(as_users_code, keeps_graph=keeps_graph)
@@ -314,9 +317,6 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             )
         return norm
 
-    def prepare_to_clip(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
-        if self._is_manual:
     def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> torch.Tensor:
         """Return the global norm of the optimizer's gradients over all shards, in one reduction; all ranks call it.
 
@@ -330,6 +330,9 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self.prepare_to_clip(optimizer)
         return self.engine.grad_norm(self.form.root, self._parameters_of(optimizer), norm_type)
 
+    def prepare_to_clip(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
+        if self._is_manual:
             self._average_unsharded(optimizer)
             self.precision_plugin.unscale(optimizer)
 
@@ -340,8 +343,13 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         if gradients and not any(isinstance(one, FlatShard) or id(one) in known for one in gradients):
             return None
         if self._is_manual:
-            average_over_ranks(parameter for parameter in parameters if parameter in self.form.unsharded)
+            average_over_ranks(self._unsharded())
         return self.engine.total_norm(self.form.root, gradients, norm_type)
+
+    def _unsharded(self) -> list[nn.Parameter]:
+        """Return the parameters of ignored modules, in the same order on each rank."""
+        unsharded = self.form.unsharded
+        return [parameter for parameter in self.form.root.parameters() if parameter in unsharded] if unsharded else []
 
     def _average_unsharded(self, optimizer: Optimizer) -> None:
         unsharded = self.form.unsharded

@@ -17,7 +17,7 @@ random numbers too, which are drawn for the full tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -280,6 +280,8 @@ class GlobalTensors(TorchFunctionMode):
         self._gradients: dict[int, Tensor] = {}
         """Of parameters whose gradient is made for each use: the first one since the hook began."""
         self._is_entered = self._is_paused = False
+        self.unreduced: Collection[int] = ()
+        """Identities of parameters that are not sharded, and whose gradients are of this rank alone now."""
         self.has_met_shards = False
         """Whether an operation has had a sharded tensor."""
         self.hook = ""
@@ -326,8 +328,15 @@ class GlobalTensors(TorchFunctionMode):
         if self.old_memory.replaced:
             args, kwargs = self._map(args, self.old_memory.present), self._map(kwargs, self.old_memory.present)
         owner = getattr(func, "__self__", None)
-        if getattr(owner, "__name__", None) == "grad" and not self._is_paused and self._access.owns_gradient(args[0]):
-            return self._own_gradient(args[0], func.__name__, args[1:])
+        if getattr(owner, "__name__", None) == "grad" and not self._is_paused:
+            if id(args[0]) in self.unreduced:
+                raise RuntimeError(
+                    "p.grad of a parameter of ignored_modules was used in backward(): the processes average it after "
+                    "that. Use p.grad in on_after_backward(), or in on_before_optimizer_step() where gradients "
+                    "accumulate."
+                )
+            if self._access.owns_gradient(args[0]):
+                return self._own_gradient(args[0], func.__name__, args[1:])
         if self._is_paused:
             return func(*args, **kwargs)
         if func.__name__ in _COLLECTIVES and func.__module__.startswith("torch.distributed"):

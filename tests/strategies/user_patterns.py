@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -62,6 +62,8 @@ class Pattern(LightningModule):
     validates: ClassVar[bool] = False
     leaves_unused: ClassVar[bool] = False
     """Whether ``ddp`` needs ``find_unused_parameters``."""
+    ignored: ClassVar[str | None] = None
+    """``ignored_modules`` of FSDP."""
     referee: ClassVar[type[Pattern] | None] = None
     """A pattern that means the same, where ``ddp`` is wrong itself: it reduces only the first backward of a step."""
     model: Net
@@ -2119,6 +2121,62 @@ class EndOfFit(Pattern):
 
     def teardown(self, stage: str) -> None:
         self.see("teardown", numbers_of(self))
+
+
+IN_IGNORED = "gradients of `ignored_modules` in `on_after_backward` and in the step of manual optimization"
+
+
+@pattern(IN_IGNORED)
+class IgnoredAfterBackward(Pattern):
+    ignored = "model.head"
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(1 / (1 + parameter.grad.norm()))  # type: ignore[union-attr]
+        self.see("norm", self.model.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+@pattern(IN_IGNORED)
+class IgnoredInManualStep(ManualPattern):
+    ignored = "model.head"
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.see("norm", self.model.head.weight.grad.norm())  # type: ignore[union-attr]
+        self.model.head.bias.grad.mul_(1 / (1 + self.model.head.bias.grad.norm()))  # type: ignore[union-attr]
+        optimizer.step()
+
+
+@pattern(
+    "gradients of `ignored_modules` in an overridden `backward()`",
+    fsdp1=Refused("of ignored_modules was used in backward", "`on_after_backward`"),
+    fsdp2=Refused("of ignored_modules was used in backward", "`on_after_backward`"),
+)
+class IgnoredInOwnBackward(Pattern):
+    ignored = "model.head"
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        self.see("norm", self.model.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
+@pattern("`ignored_modules` that some steps leave out")
+class IgnoredAndLeftOut(Pattern):
+    ignored = "model.extra"
+    leaves_unused = True
+
+    def build(self) -> Net:
+        net = Net()
+        net.extra = nn.Linear(OUTPUTS, OUTPUTS)
+        return net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.model(batch[0])
+        if batch_idx % 2 == 0:
+            outputs = outputs + cast("nn.Linear", self.model.extra)(outputs)
+        return functional.mse_loss(outputs, batch[1])
 
 
 def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
