@@ -20,10 +20,12 @@ from time import perf_counter
 from types import TracebackType
 
 import torch
+from torch import Tensor
 
 from ...state.rendezvous import is_cause, text_of
 from ..upstream.lightning import Callback, PassThroughProfiler, Profiler, Trainer
 from ..upstream.patches import Patches
+from .grads import gradients_of, local_tensor
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
 """What actions belong to, in the order of tables."""
@@ -369,9 +371,10 @@ def describe_failure(error: BaseException, trainer: Trainer | None, device: torc
         text = f"failed {section} at step {place} with {text_of(error)}"
     if not is_out_of_memory(error):
         return text
+    parts = "" if trainer is None else _at_rest(trainer)
     return (
-        f"{text.rstrip('.')}. Its memory peaked at {_peak(device)}. Resume from the last checkpoint with smaller "
-        "batches, or with more accumulation; 'accelight plan' lists what a process needs."
+        f"{text.rstrip('.')}. Its memory peaked at {_peak(device)}{parts}. Resume from the last checkpoint with "
+        "smaller batches, or with more accumulation; 'accelight plan' lists what a process needs."
     )
 
 
@@ -381,6 +384,29 @@ def _section(frames: TracebackType | None) -> str:
         found = _IN_WORDS.get(frames.tb_frame.f_code.co_name, found)
         frames = frames.tb_next
     return found
+
+
+def _at_rest(trainer: Trainer) -> str:
+    """Return what a process holds between steps, which smaller batches do not change."""
+    found, counted = {"weights": 0, "gradients": 0, "optimizer state": 0}, set[int]()
+
+    def count(part: str, *tensors: object) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = local_tensor(getattr(tensor, "ds_tensor", tensor)).untyped_storage()
+                if storage.data_ptr() not in counted:
+                    counted.add(storage.data_ptr())
+                    found[part] += storage.nbytes()
+
+    with contextlib.suppress(Exception):  # a run may fail in the middle of setting these up
+        parameters = list(trainer.lightning_module.parameters())
+        count("weights", *parameters)
+        count("gradients", *gradients_of(parameters))
+        for optimizer in trainer.optimizers:
+            count("optimizer state", *(one for group in optimizer.param_groups for one in group["params"]))
+            count("optimizer state", *(value for state in optimizer.state.values() for value in state.values()))
+    sizes = [f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in found.items() if num_bytes]
+    return f", of which it held {', '.join(sizes)} when it failed" if sizes else ""
 
 
 def _peak(device: torch.device) -> str:

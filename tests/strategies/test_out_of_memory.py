@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,8 @@ def test_a_rank_out_of_memory_ends_all_with_its_error(case: str, tmp_path: Path)
     first, second = run_on_ranks(2, _fit, kind, section, f"{tmp_path}", timeout_s=40, group_timeout_s=1800)
     sentence = f"Process 1 failed {WHERE[section]} with OutOfMemoryError: {TOO_MUCH}. Its memory peaked at "
     assert sentence in first[0]
+    assert re.search(r"peaked at [\d.]+ GiB of resident memory, of which it held weights [\d.]+ GiB", first[0])
+    assert ("optimizer state 0.00 GiB when it failed." in first[0]) == (section not in ("setup", "configure_model"))
     assert first[1] in ("RuntimeError", "ProcessFailedError")
     assert "0 * unit" not in first[0]
     assert second[1] == "OutOfMemoryError"
