@@ -139,9 +139,16 @@ def _train(kind: str, work: Work) -> tuple[list[float], float]:
 
 
 def train(
-    kind: str, work: Work, loader: DataLoader[Any], callbacks: Sequence[Callback] = ()
+    kind: str,
+    work: Work,
+    loader: DataLoader[Any],
+    callbacks: Sequence[Callback] = (),
+    max_norm: float | None = None,
 ) -> tuple[list[float], float]:
-    """Train on every batch of a loader, and return when each began or ended, and the last loss."""
+    """Train on every batch of a loader, and return when each began or ended, and the last loss.
+
+    Callbacks and clipping are for Trainers only.
+    """
     if kind in (BY_HAND, DDP_BY_HAND):
         return _train_by_hand(kind, work, loader)
     if kind == ACCELERATE:
@@ -152,6 +159,7 @@ def train(
         strategy=_strategy(kind, world_size), accelerator="cpu", devices=world_size, max_epochs=1, logger=False,
         accumulate_grad_batches=work.accumulate, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=list(callbacks),
+        gradient_clip_val=max_norm,
     )  # fmt: skip
     trainer.fit(module, loader)
     return module.ticks, float(trainer.callback_metrics.get("loss", 0.0))

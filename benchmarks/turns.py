@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -151,12 +151,14 @@ Train = Callable[[str, "DataLoader[Any]"], object]
 """Trains one side, in one of its processes, on every batch of a loader."""
 
 
-class _Batches(Dataset[list[Tensor]]):
+class Batches(Dataset[list[Tensor]]):
     """The same small batch again and again; each turn's first is there when it is this side's turn."""
 
     def __init__(self, turns: Turns, connection: Connection, batch: Tensor) -> None:
         self._turns, self._connection, self._batch = turns, connection, batch
         self._start = 0.0
+        self.on_turn: Callable[[str], object] = str
+        """Called with what the side is told, before each turn."""
 
     def __len__(self) -> int:
         return self._turns.num_batches
@@ -166,7 +168,7 @@ class _Batches(Dataset[list[Tensor]]):
         if place == 0:
             if index:
                 self._connection.send((time.perf_counter() - self._start) / self._turns.num_steps)
-            self._connection.recv()
+            self.on_turn(self._connection.recv())
         elif place == self._turns.num_unmeasured:
             self._start = time.perf_counter()
         return [self._batch]
@@ -181,10 +183,30 @@ class _Steps:
     batch: Tensor
 
     def __call__(self, side: str, connection: Connection) -> None:
-        self.train(side, DataLoader(_Batches(self.turns, connection, self.batch), batch_size=None))
+        self.train(side, DataLoader(Batches(self.turns, connection, self.batch), batch_size=None))
 
 
 def take_turns(sides: Sequence[str], world_size: int, train: Train, turns: Turns, batch: Tensor) -> Rounds:
     """Return seconds per step, of the slowest process, of each side in each round."""
     with alive(sides, world_size, _Steps(train, turns, batch)) as live:
         return in_rounds({side: partial(turn, live, side) for side in sides}, turns.num_rounds)
+
+
+WITH, WITHOUT = "with", "without"
+
+
+def switch_in_turns(side: str, world_size: int, train: Train, turns: Turns, batch: Tensor) -> Rounds:
+    """Return seconds per step, of the slowest process, `WITH` and `WITHOUT` something, in each round.
+
+    The same processes take both turns, so that what distinguishes one process from another hits both alike.
+
+    Args:
+        side: What ``train`` is called with. It sets the data's `Batches.on_turn`, which is called with either word.
+        world_size: Processes.
+        train: Trains on every batch.
+        turns: How many; each round has two.
+        batch: Every batch.
+    """
+    twice = replace(turns, num_rounds=2 * turns.num_rounds + _WARM_UP)
+    with alive([side], world_size, _Steps(train, twice, batch)) as live:
+        return in_rounds({what: partial(turn, live, side, what) for what in (WITH, WITHOUT)}, turns.num_rounds)

@@ -1,55 +1,89 @@
 """``watch``: what the callbacks that watch over a run add to a step of FSDP2.
 
-All sides are alive at once and take turns of 24 steps (`turns`); differences are those within a round, with intervals
-of 95 % by bootstrap (`paired`)::
+One run puts a callback in for a turn of 24 steps and takes it out for another, again and again; differences are those
+within a round of two turns, with intervals of 95 % by bootstrap (`paired`)::
 
-    python -m benchmarks watch    # five minutes for one process, more than ten for two
+    python -m benchmarks watch    # four minutes
 
-``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"), ``ACCELIGHT_BENCH_REPEATS`` the rounds.
+`Watchdog` sends a message every quarter of a second here, which is twenty times as often as by default, so that each
+turn has one. ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"), ``ACCELIGHT_BENCH_REPEATS`` the rounds.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from accelight.callbacks import ReplicaCheck, StepGuard, Watchdog
 from benchmarks import paired, results
 from benchmarks.sharded_training import OURS_FSDP2, Work, train
-from benchmarks.turns import Turns, take_turns
+from benchmarks.turns import WITH, WITHOUT, Batches, Rounds, Turns, switch_in_turns
 
 WIDTH = 32
-NONE = "no callback"
-SIDES: dict[str, Callable[[], Sequence[Callback]]] = {
-    NONE: tuple,
-    "Watchdog": lambda: [Watchdog(dirpath=tempfile.mkdtemp())],
-    "ReplicaCheck": lambda: [ReplicaCheck()],
-    "StepGuard": lambda: [StepGuard()],
+CLIPPING = ", clipping"
+"""Of a side: gradients are clipped by norm, with the callback and without it."""
+SIDES: dict[str, Callable[[], Callback]] = {
+    "Watchdog": lambda: Watchdog(dirpath=tempfile.mkdtemp(), every_s=0.25),
+    "ReplicaCheck": ReplicaCheck,
+    f"StepGuard{CLIPPING}": StepGuard,
+    "StepGuard": StepGuard,
 }
+_TARGET = "   target: <= 0.05 ms"
 
 
 def run() -> None:
     """Print what each adds; the target stands beside it."""
-    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "150")))
-    measured = {}
+    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "200")))
+    measured: dict[str, dict[str, Rounds]] = {}
     for world_size in map(int, os.environ.get("ACCELIGHT_BENCH_PROCESSES", "1,2").split(",")):
-        rounds = take_turns(list(SIDES), world_size, _train, turns, torch.randn(2, WIDTH))
+        of_size = measured[str(world_size)] = {}
         for side in SIDES:
+            rounds = of_size[side] = switch_in_turns(side, world_size, _train, turns, torch.randn(2, WIDTH))
             print(
-                f"{world_size} x {side:14} {paired.median_of(rounds, side).in_ms()} a step   added "
-                f"{paired.difference(rounds, side, NONE).in_ms()}"
-                + ("   target: <= 0.05 ms" if side in ("Watchdog", "ReplicaCheck") and world_size == 1 else "")
+                f"{world_size} x {side:19} {paired.median_of(rounds, WITHOUT).in_ms()} a step without   added "
+                f"{paired.difference(rounds, WITH, WITHOUT).in_ms()}{_TARGET if world_size == 1 else ''}",
+                flush=True,
             )
-        measured[str(world_size)] = {"seconds_per_step": rounds}
-    results.keep("watch", {"turns": asdict(turns), "processes": measured})
+    results.keep("watch", {"turns": asdict(turns), "seconds_per_step": measured})
+
+
+class _Switch(Callback):
+    """Puts a callback into a running fit, and takes it out again."""
+
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
+        self._fit: tuple[Trainer, LightningModule] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._fit = trainer, pl_module
+
+    def __call__(self, what: str) -> None:
+        """Follow what a side is told, between two batches."""
+        assert self._fit is not None
+        trainer, module = self._fit
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if (what == WITH) == (self._callback in callbacks):
+            return
+        if what == WITH:
+            callbacks.append(self._callback)
+            self._callback.setup(trainer, module, "fit")
+            self._callback.on_train_start(trainer, module)
+        else:
+            callbacks.remove(self._callback)
+            self._callback.on_train_end(trainer, module)
+            self._callback.teardown(trainer, module, "fit")
 
 
 def _train(side: str, loader: DataLoader[Any]) -> None:
-    train(OURS_FSDP2, Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5), loader, SIDES[side]())
+    batches = loader.dataset
+    assert isinstance(batches, Batches)
+    batches.on_turn = switch = _Switch(SIDES[side]())
+    work = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
+    train(OURS_FSDP2, work, loader, [switch], max_norm=1.0 if side.endswith(CLIPPING) else None)

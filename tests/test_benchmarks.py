@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import __main__ as runner
 from benchmarks import merge_zero, paired, plots, results, scale, timeline
-from benchmarks.turns import Turns, take_turns
+from benchmarks.turns import WITH, WITHOUT, Batches, Turns, switch_in_turns, take_turns
 
 
 def _rounds() -> dict[str, list[float]]:
@@ -124,6 +125,23 @@ def test_sides_take_turns() -> None:
     rounds = take_turns(["a", "b"], 2, _train, Turns(5, 3, 2), torch.zeros(2, 4))
     assert {side: len(values) for side, values in rounds.items()} == {"a": 5, "b": 5}
     assert all(value > 0 for values in rounds.values() for value in values)
+
+
+def _train_switched(side: str, loader: DataLoader[list[torch.Tensor]]) -> None:
+    batches = loader.dataset
+    assert isinstance(batches, Batches)
+    told: list[str] = []
+    batches.on_turn = told.append
+    for index, _ in enumerate(loader):
+        if told[-1] == WITH and index % 5 >= 2:  # a measured step
+            time.sleep(0.01)
+
+
+@pytest.mark.exhaustive
+def test_one_process_takes_turns_with_and_without() -> None:
+    rounds = switch_in_turns("a", 2, _train_switched, Turns(5, 3, 2), torch.zeros(2, 4))
+    assert {what: len(values) for what, values in rounds.items()} == {WITH: 5, WITHOUT: 5}
+    assert min(rounds[WITH]) >= 0.01
 
 
 @pytest.mark.exhaustive
