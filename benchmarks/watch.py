@@ -3,7 +3,7 @@
 One run puts a callback in for a turn of 24 steps and takes it out for another, again and again; differences are those
 within a round of two turns, with intervals of 95 % by bootstrap (`paired`)::
 
-    python -m benchmarks watch    # four minutes
+    python -m benchmarks watch    # six minutes for one process, more for two
 
 `Watchdog` sends a message every quarter of a second here, which is twenty times as often as by default, so that each
 turn has one. ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"), ``ACCELIGHT_BENCH_REPEATS`` the rounds.

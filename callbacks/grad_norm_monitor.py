@@ -26,6 +26,7 @@ from ..strategies.common.grads import (
     gradients_of,
     local_tensor,
     norm_powers,
+    parameters_of,
     reduce_powers,
 )
 from ..strategies.fsdp.sharded_model import unwrap_root
@@ -147,7 +148,7 @@ class GradNormMonitor(Callback):
             norms = norms_by_label(_deepspeed_gradients(trainer), self._labels, self.norm_type)
         elif self.groups:
             root = trainer.strategy.model or trainer.lightning_module
-            norms = norms_by_label(named_gradients(root, _parameters_of(optimizer)), self._labels, self.norm_type)
+            norms = norms_by_label(named_gradients(root, parameters_of(optimizer)), self._labels, self.norm_type)
         else:
             norms = {"": total_norm(trainer, optimizer, self.norm_type)}
         self._measured |= {f"{name}/{label}" if label else name: norm for label, norm in norms.items()}
@@ -212,17 +213,13 @@ def total_norm(trainer: Trainer, optimizer: Optimizer, norm_type: float = 2.0) -
         float32 or float64 scalar. The same on every process, except for gradients that differ there under ``ddp``.
     """
     strategy = trainer.strategy
-    parameters = _parameters_of(optimizer)
+    parameters = parameters_of(optimizer)
     if isinstance(strategy, AccelFSDPStrategy):
         return strategy.grad_norm(optimizer, norm_type)
     if isinstance(strategy, FSDPStrategy):  # Lightning's own, whose gradients do not show that they are sharded
         gradients = named_gradients(strategy.model or trainer.lightning_module, parameters)
         return norms_by_label(gradients, {"": None}, norm_type)[""]
     return global_norm(gradients_of(parameters), norm_type)
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _deepspeed_gradients(trainer: Trainer) -> Iterator[NamedGradient]:

@@ -36,6 +36,11 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return what an optimizer has in its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm over all elements of all gradients, each counted once whatever its sharding.
 

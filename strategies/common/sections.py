@@ -25,7 +25,7 @@ from torch import Tensor
 from ...state.rendezvous import is_cause, text_of
 from ..upstream.lightning import Callback, PassThroughProfiler, Profiler, Trainer
 from ..upstream.patches import Patches
-from .grads import gradients_of, local_tensor
+from .grads import gradients_of, local_tensor, parameters_of
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
 """What actions belong to, in the order of tables."""
@@ -403,7 +403,7 @@ def _at_rest(trainer: Trainer) -> str:
         count("weights", *parameters)
         count("gradients", *gradients_of(parameters))
         for optimizer in trainer.optimizers:
-            count("optimizer state", *(one for group in optimizer.param_groups for one in group["params"]))
+            count("optimizer state", *parameters_of(optimizer))
             count("optimizer state", *(value for state in optimizer.state.values() for value in state.values()))
     sizes = [f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in found.items() if num_bytes]
     return f", of which it held {', '.join(sizes)} when it failed" if sizes else ""

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..common.grads import SkippedSteps, gradients_of, local_tensor, scale_gradients
+from ..common.grads import SkippedSteps, gradients_of, local_tensor, parameters_of, scale_gradients
 from ..sharded_tensors.user_code import callers_code
 from ..upstream.lightning import (
     FSDPPrecision,
@@ -200,8 +200,7 @@ class AccelFSDPPrecision(FSDPPrecision):
                 if step_goes_on:
                     self.scaler._per_optimizer_states[id(optimizer)] = state
             elif factor != 1.0:  # of one that has stepped, too: it may have new gradients, or some that nobody uses
-                parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                scale_gradients(gradients_of(parameters), factor)
+                scale_gradients(gradients_of(parameters_of(optimizer)), factor)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

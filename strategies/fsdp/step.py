@@ -11,7 +11,7 @@ Modules carry no hooks for it: one global hook of torch's stands while no step r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -26,11 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.rendezvous import CollectiveOrderChecker, num_ranks
+from ..common.grads import parameters_of
 from ..parallelism.tensor import is_cut, own_part
 from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.shards import local_part, part_of
 from ..sharded_tensors.user_code import call_of_module
-from ..upstream.lightning import Callback, LightningModule, Trainer, is_overridden
+from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 
 Close = Callable[[Any], Any]
@@ -472,7 +473,7 @@ class ZeroGradFollowing:
         self._attach(module, lambda: module.parameters())
         given: Any = module.optimizers()
         for optimizer in (*optimizers, *(given if isinstance(given, list) else [given])):
-            self._attach(optimizer, partial(_parameters_of, optimizer))
+            self._attach(optimizer, partial(parameters_of, optimizer))
 
     def detach(self) -> None:
         """Undo `follow`."""
@@ -486,10 +487,6 @@ class ZeroGradFollowing:
             return clear(*args, **kwargs)
 
         self._patches.put(owner, "zero_grad", zero_grad)
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -524,6 +521,11 @@ def looks_before_backward(trainer: Trainer, module: LightningModule) -> bool:
     return _overrides(trainer, module, _BEFORE_BACKWARD)
 
 
+def looks_after_backward(trainer: Trainer, module: LightningModule) -> bool:
+    """Return whether anybody's code runs between a backward and the optimizer step that it is for."""
+    return _overrides(trainer, module, ("on_after_backward",))
+
+
 def looks_between_batches(trainer: Trainer, module: LightningModule) -> bool:
     """Return whether anybody's code runs between the micro-batches of a window."""
     return _overrides(trainer, module, _BETWEEN_BATCHES)
@@ -540,4 +542,5 @@ def _overrides(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
 
 def _only_looks(callback: Callback) -> bool:
     changes = any(cls.__name__ in _CHANGE_WEIGHTS for cls in type(callback).__mro__)
-    return type(callback).__module__.startswith(_ONLY_LOOK) and not changes
+    is_users = isinstance(callback, LambdaCallback)
+    return type(callback).__module__.startswith(_ONLY_LOOK) and not changes and not is_users

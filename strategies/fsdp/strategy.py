@@ -42,7 +42,15 @@ from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
 from ..common.dataloader_state import LoaderPlaces, seed_workers
-from ..common.grads import SkippedSteps, TotalNorms, average_over_ranks, clip_to_norm, gradients_of, scale_gradients
+from ..common.grads import (
+    SkippedSteps,
+    TotalNorms,
+    average_over_ranks,
+    clip_to_norm,
+    gradients_of,
+    parameters_of,
+    scale_gradients,
+)
 from ..common.items import factor_for
 from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
@@ -77,7 +85,7 @@ from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
 from .sharded_model import ShardedModel, build_mesh, recall_form, unwrap_root
-from .step import UnshardOnCall, ZeroGradFollowing, looks_before_backward, looks_between_batches
+from .step import UnshardOnCall, ZeroGradFollowing, looks_after_backward, looks_before_backward, looks_between_batches
 from .summary import summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
 from .weights import materialize_alike, parameters_on_meta, prepare_with_weights
@@ -99,6 +107,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     _running: StepRunner
     _user_code: UserCode | None = None
     _reshard_during_accumulation: bool
+    _averages_early: bool = False
+    """Whether users' code sees gradients of ignored modules before the optimizer step, which averages them too."""
     _checkpointer: Checkpointer
     _same_batches: SameBatches | None = None
     _zero_grads: ZeroGradFollowing
@@ -179,8 +189,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             keeps_graph: Whether there may be another one of the same graph.
         """
         self._running.backward(backward, keeps_graph=keeps_graph)
-        is_seen = self._is_manual or (self._user_code is not None and self._user_code.has_hook("on_after_backward"))
-        if is_seen and self._running.reduces:  # else the optimizer step averages them
+        if self._averages_early and self._running.reduces:
             average_over_ranks(self._unsharded())
 
     def run_backward_of_user(self, backward: Callable[[], None], *, keeps_graph: bool = False) -> None:
@@ -267,7 +276,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             self.engine.tensor_parallel.check_gradients(optimizer, unwrap_root(self.form.root))
         self._average_unsharded(optimizer)
         factor = self._tracker.gradient_factor() if self._is_automatic else 1.0
-        parameters = self._parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         if factor == 0:  # no items in this window: no optimizer steps without gradients
             for parameter in parameters:
                 parameter.grad = None
@@ -289,7 +298,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             ValueError: On every rank, if no rank has an item.
         """
         self._average_unsharded(optimizer)
-        scale_gradients(gradients_of(self._parameters_of(optimizer)), factor_for(num_items))
+        scale_gradients(gradients_of(parameters_of(optimizer)), factor_for(num_items))
 
     def clip_grad_norm(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -309,7 +318,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             RuntimeError: If ``error_if_nonfinite`` and the norm is not finite; on every rank.
         """
         norm = self.grad_norm(optimizer, norm_type)
-        clip_to_norm(gradients_of(self._parameters_of(optimizer)), norm, max_norm)
+        clip_to_norm(gradients_of(parameters_of(optimizer)), norm, max_norm)
         self.last_grad_norm = norm
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -328,7 +337,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             Scalar on the gradients' device, the same on every rank; float32, or float64 as the gradients are.
         """
         self.prepare_to_clip(optimizer)
-        return self.engine.grad_norm(self.form.root, self._parameters_of(optimizer), norm_type)
+        return self.engine.grad_norm(self.form.root, parameters_of(optimizer), norm_type)
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
@@ -354,11 +363,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     def _average_unsharded(self, optimizer: Optimizer) -> None:
         unsharded = self.form.unsharded
         if unsharded:
-            average_over_ranks(parameter for parameter in self._parameters_of(optimizer) if parameter in unsharded)
-
-    @staticmethod
-    def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            average_over_ranks(parameter for parameter in parameters_of(optimizer) if parameter in unsharded)
 
     # ------------------------------------------------------------------ checkpoints
     @override
@@ -864,6 +869,7 @@ class AccelFSDPStrategy(TrainerHooks):
         module = self.lightning_module
         if module is not None:
             self._total_norms.follow()
+            self._averages_early = self._is_manual or looks_after_backward(trainer, module)
             self._running.resharded_before_backward = looks_before_backward(trainer, module)
             kept = not self._reshard_during_accumulation and not looks_between_batches(trainer, module)
             self._running.kept_gathered = kept

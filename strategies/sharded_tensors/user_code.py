@@ -106,8 +106,6 @@ class UserCode:
         self._in_modules = _InModules()
         self._has_compiled = False
         self._trainer: Trainer | None = None
-        self._hooks: frozenset[str] = frozenset()
-        """The hooks of users, as the Trainer reports them to its profiler."""
 
     # ------------------------------------------------------------------ attached
     def attach(self, trainer: Trainer, module: LightningModule) -> None:
@@ -124,14 +122,14 @@ class UserCode:
         self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             self._wrap_step(module, name)
-        self._hooks, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
+        actions, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profile = profiler.profile
 
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
             context = profile(action_name)
-            if action_name in self._hooks:
+            if action_name in actions:
                 context = self._hook(context, action_name.rpartition(".")[2])
             return self._until_detached(context) if action_name == last else context
 
@@ -223,12 +221,8 @@ class UserCode:
         finally:
             self.access.ends_window = False
 
-    def has_hook(self, name: str) -> bool:
-        """Return whether the module or a callback of the user's has a hook of this name."""
-        return any(action.endswith(f".{name}") for action in self._hooks)
-
     @contextmanager
-    def in_own_backward(self, unreduced: Iterable[Tensor] = ()) -> Iterator[None]:
+    def in_own_backward(self, unreduced: Iterable[Tensor]) -> Iterator[None]:
         """Run a ``backward()`` that the user has written; what engines do in a backward of torch's is not of it.
 
         Args:

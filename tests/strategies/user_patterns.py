@@ -2137,6 +2137,16 @@ class IgnoredAfterBackward(Pattern):
 
 
 @pattern(IN_IGNORED)
+class IgnoredInLambdaCallback(Pattern):
+    ignored = "model.head"
+
+    def callbacks(self) -> list[Callback]:
+        return [
+            LambdaCallback(on_after_backward=lambda _, module: module.see("norm", module.model.head.bias.grad.norm()))
+        ]
+
+
+@pattern(IN_IGNORED)
 class IgnoredInManualStep(ManualPattern):
     ignored = "model.head"
 
