@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelight.callbacks import Watchdog
 from accelight.callbacks.watchdog import _join_ranks, _Limits, _timings
 from accelight.strategies import AccelFSDPStrategy
+from accelight.strategies.common import sections
 from accelight.strategies.common.sections import PARTS, SECTIONS, SectionClock, Spread, Timings, section_of
 from accelight.strategies.upstream.patches import Patches
 from tests.ranks import run_on_ranks
@@ -419,45 +420,53 @@ def test_timings_are_those_of_the_window_per_micro_batch() -> None:
             Timings.from_json(text)
 
 
-def test_the_clock_counts_each_second_once() -> None:
-    profiler = PassThroughProfiler()
+class Hands:
+    """Stands for ``time.perf_counter`` in `SectionClock`: time passes where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(sections, "perf_counter", lambda: self.now)
+
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_clock_counts_each_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands, profiler = Hands(monkeypatch), PassThroughProfiler()
     clock = SectionClock(profiler, Patches("callbacks"))
-    began = time.perf_counter()
+    hands.turn(1.0)
     with profiler.profile("run_training_batch"):
-        time.sleep(0.01)
+        hands.turn(2.0)
         with profiler.profile("[Strategy]X.training_step"):
-            time.sleep(0.02)
+            hands.turn(4.0)
         profiler.start(
             "[_TrainingEpochLoop].train_dataloader_next"
         )  # a loader that raises StopIteration is not stopped
-        time.sleep(0.01)
+        hands.turn(8.0)
     with profiler.profile("[Callback]Y.on_train_epoch_end"):
-        time.sleep(0.01)
-    whole = clock.since - began
-    seconds = {each.name: each.seconds for each in clock.all_actions()}
-    assert sum(seconds.values()) == pytest.approx(whole, abs=1e-3)
-    assert seconds["[Strategy]X.training_step"] >= 0.02 > 0.01 <= seconds["run_training_batch"]
+        hands.turn(16.0)
+    assert {each.name: each.seconds for each in clock.all_actions()} == {
+        "between hooks": 1.0,
+        "run_training_batch": 2.0,
+        "[Strategy]X.training_step": 4.0,
+        "[_TrainingEpochLoop].train_dataloader_next": 8.0,
+        "[Callback]Y.on_train_epoch_end": 16.0,
+    }
     assert [each.name for each in clock.open] == ["between hooks"]
 
 
-def test_the_clock_has_how_micro_batches_differ() -> None:
-    profiler = PassThroughProfiler()
-    clock, spent = SectionClock(profiler, Patches("callbacks")), []
-    for seconds, waited in ((0.0, 0.0), (0.02, 0.01), (0.0, 0.0), (0.05, 0.02), (0.0, 0.0)):
+def test_the_clock_has_how_micro_batches_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    hands, profiler = Hands(monkeypatch), PassThroughProfiler()
+    clock = SectionClock(profiler, Patches("callbacks"))
+    for loaded, waited in ((0.0, 0.0), (4.0, 1.0), (0.0, 0.0), (8.0, 3.0), (0.0, 0.0)):
         with profiler.profile("run_training_batch"), profiler.profile("[Strategy]X.backward"):
-            time.sleep(0.001)
-        before = clock.action("train_dataloader_next").seconds
-        if seconds:
+            hands.turn(1.0)
+        if loaded:
             with profiler.profile("train_dataloader_next"):
-                time.sleep(seconds)
+                hands.turn(loaded)
             clock.waited["data"] += waited
-        spent.append(clock.action("train_dataloader_next").seconds - before - waited)
-    data = clock.spreads["data"]  # what follows the last micro-batch's beginning is not known yet
-    in_some = [each for each in spent[:4] if each]
-    assert data.count == len(in_some) == 2
-    assert data.total == pytest.approx(sum(in_some))
-    assert data.squares == pytest.approx(sum(each**2 for each in in_some))
-    assert clock.spreads["compute"].count == 5
+    assert clock.spreads["data"] == Spread(2, 3.0 + 5.0, 9.0 + 25.0)
+    assert clock.spreads["compute"] == Spread(4, 4.0, 4.0)  # the last micro-batch's end is not known yet
     assert clock.spreads["save"] == Spread()
 
 
