@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 # Tests wait for processes that start and end: two workers for each core, at most four.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) * 2))')
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS)
+# Some hundred processes import the same files: all but the first find them compiled.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup demo docs test test-all test-gpu test-machines test-slurm test-orders check lint mypy format bench clean
 

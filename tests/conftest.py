@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from tests import deepspeed_ops
 from tests.gpu import TRIED_ON_CPU
-from tests.ranks import preload, reset_singletons
+from tests.ranks import find_entry_points_once, preload, reset_singletons
 from tests.slowness import slowness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: threads would only fight
+find_entry_points_once()
 _TEST_LIMIT_S = 300.0
 _MINUTES = float(os.environ.get("ACCELIGHT_MINUTES", "inf"))
 """How long exhaustive tests may begin; the rest is skipped. Which files come first is another each day."""

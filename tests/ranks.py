@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib.metadata
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -283,6 +285,7 @@ def _serve(connection: multiprocessing.connection.Connection, log: str, stacks: 
     import torch
 
     torch.set_num_threads(1)
+    find_entry_points_once()
     _fill_what_nobody_wrote()
     _keep_dumping_stacks()
     pristine = _Pristine()
@@ -388,7 +391,7 @@ class _Pristine:
     def collect(self) -> None:
         """Free what a test left: each group that lives on has three threads, which wake up a hundred times a second."""
         gc.collect()
-        if len(sys.modules) > self.num_modules + 100:  # what was imported stays, and need not be looked at every time
+        if len(sys.modules) > self.num_modules + 20:  # what was imported stays, and need not be looked at every time
             gc.freeze()
             self.num_modules = len(sys.modules)
 
@@ -452,6 +455,14 @@ def _forget_deepspeed() -> None:
     for name, value in vars(groups).items() if groups is not None else ():
         if name.startswith("_") and name.isupper():
             setattr(groups, name, {} if isinstance(value, dict) else value if isinstance(value, str) else None)
+
+
+def find_entry_points_once() -> None:
+    """Let each Trainer find the installed packages' callbacks without reading every package's description again."""
+    for package in ("lightning.fabric", "lightning_fabric"):
+        registry = sys.modules.get(f"{package}.utilities.registry")
+        if registry is not None:
+            vars(registry).update(entry_points=functools.cache(importlib.metadata.entry_points))
 
 
 def tell_lightning_its_rank(rank: int) -> None:

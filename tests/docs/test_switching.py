@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import set_seed
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainingArguments
 
 from accelight.checkpoint import load_state_dict
 from accelight.strategies.convert_config import convert, read_config
@@ -94,6 +93,8 @@ def test_the_config_file_of_accelerate_gives_the_arguments_of_the_script_after_i
 
 
 def test_the_table_names_arguments_of_transformers() -> None:
+    from transformers import TrainingArguments  # seconds, which each worker would pay that collects the tests
+
     page = (ROOT / "docs" / "from-transformers.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page[page.index("## TrainingArguments") :], re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
