@@ -101,7 +101,8 @@ def pytest_unconfigure() -> None:
 
 @cache
 def _uses_deepspeed(file: Path) -> bool:
-    return re.search("deepspeed|zero[0-3]", file.read_text(encoding="utf-8"), re.IGNORECASE) is not None
+    text = file.read_text(encoding="utf-8")
+    return re.search("deepspeed|zero([0-3]|_checkpoints|_universal)", text, re.IGNORECASE) is not None
 
 
 @pytest.fixture(autouse=True, scope="module")
