@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from ...checkpoint.names import clean_name
@@ -47,6 +48,8 @@ class ZeroAccess:
         self._window: GradientAccumulator | None = None
         self.in_step = self.ends_window = False
         self._pieces: dict[int, zero_optimizer.Piece] = {}
+        self._of_flat = WeakIdKeyDictionary()
+        """Tensors that users' code has computed from the optimizer's flat parameters."""
 
     def resume(self, engine: Any) -> None:
         """Find parameters in an engine that another access has followed before."""
@@ -141,16 +144,26 @@ class ZeroAccess:
         return FlatShard(held.detach().narrow(0, 0, count), layout)
 
     def check_whole(self, tensor: Tensor) -> None:
-        """Check that a reduction does not meet a flat parameter, out of the optimizer's groups.
+        """Check that a reduction does not meet a flat parameter, out of the optimizer's groups, nor a result of one.
 
         Raises:
             RuntimeError: If it does.
         """
-        if any(share_memory(each, tensor) for each in self._flat_parameters()):
+        if self._is_of_flat(tensor):
             raise RuntimeError(
                 "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups was computed: "
                 "under ZeRO it is this process's part of several of the model's parameters. Use self.parameters()."
             )
+
+    def note_result(self, result: Any, inputs: Iterable[Tensor]) -> None:
+        """Take note of results of flat parameters: they are this rank's part as well."""
+        if self._pieces and isinstance(result, Tensor | list | tuple) and any(map(self._is_of_flat, inputs)):
+            for one in [result] if isinstance(result, Tensor) else result:
+                if isinstance(one, Tensor) and not any(share_memory(each, one) for each in self._flat_parameters()):
+                    self._of_flat[one] = True
+
+    def _is_of_flat(self, tensor: Tensor) -> bool:
+        return any(share_memory(each, tensor) for each in [*self._flat_parameters(), *self._of_flat])
 
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains.

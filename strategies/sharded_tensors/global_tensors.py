@@ -17,7 +17,7 @@ random numbers too, which are drawn for the full tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -178,6 +178,10 @@ class ShardAccess(Protocol):
         """Check that a reduction over all elements may have a tensor that is not sharded."""
         ...
 
+    def note_result(self, result: Any, inputs: Iterable[Tensor]) -> None:
+        """Take note of what an operation has made of tensors that are not sharded, for `check_whole`."""
+        ...
+
     def note_write(self, tensor: Tensor) -> None:
         """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
         ...
@@ -230,6 +234,9 @@ class NoAccess:
 
     def check_whole(self, tensor: Tensor) -> None:
         """Do nothing: flat parameters are known as such."""
+
+    def note_result(self, result: Any, inputs: Iterable[Tensor]) -> None:
+        """Do nothing: a result of a flat parameter is known as such, too."""
 
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing: version counters show changes."""
@@ -420,7 +427,7 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
-        if name in _REDUCTIONS:
+        if name.removeprefix("_foreach_") in _REDUCTIONS:
             for one in _tensors(args, kwargs):
                 self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
@@ -439,8 +446,11 @@ class GlobalTensors(TorchFunctionMode):
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
         if not (assigns or _is_in_place(name)) or not args:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._access.note_result(result, _tensors(args, kwargs))
+            return result
         self._note_write(args[0], assigns=assigns)
+        self._access.note_result(args[0], _tensors(args[1:], kwargs))
         if not isinstance(args[0], Tensor) or (torch.is_grad_enabled() and not assigns):
             return func(*args, **kwargs)
         target = self._access.writable(args[0], assigns=assigns)

@@ -2101,6 +2101,27 @@ class ScheduleClass(Pattern):
         return [optimizer], [{"scheduler": NormSchedule(optimizer), "interval": "step"}]
 
 
+def squares_in_groups(optimizer: Any) -> float:
+    return float(sum(p.detach().pow(2).sum() for group in optimizer.param_groups for p in group["params"]))
+
+
+@pattern("squares and moves of weights in `optimizer.param_groups`", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
+class SquaresInGroups(Pattern):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.see("squares", squares_in_groups(optimizer))
+
+
+@pattern("squares and moves of weights in `optimizer.param_groups`", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
+class MovesInGroups(Pattern):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = [p.detach() for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
+        moves = [one - old for one, old in zip(now, self.before, strict=True)]
+        self.see("move", sum(move.norm() for move in moves))
+
+
 BATCHES_FROM_WEIGHTS = "`on_after_batch_transfer` and the other hooks on batches, with weights read"
 
 
