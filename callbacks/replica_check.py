@@ -178,9 +178,11 @@ class ReplicaCheck(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._second is None:
+            return
         step = trainer.global_step
         is_due = self._computed_step is None or (step + 1) % self.every_n_steps == 0
-        if self._second is not None and is_due and step != self._computed_step:
+        if is_due and step != self._computed_step:
             self._computed_step = step
             self._second.begin(pl_module, trainer.strategy.root_device)
 
@@ -192,8 +194,9 @@ class ReplicaCheck(Callback):
         if self._second is not None:
             self._miscomputed += self._second.end()
         if self._comparer is None:
-            self._report([_miscomputed(name, 0) for name in self._miscomputed], [socket.gethostname()])
-            self._miscomputed = []
+            if self._second is not None:
+                self._report([_miscomputed(name, 0) for name in self._miscomputed], [socket.gethostname()])
+                self._miscomputed = []
             return
         every, step = self.every_n_steps, self._last_step
         is_due = self._due_step is not None and step >= self._due_step

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import statistics
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -51,6 +52,40 @@ _LEAST_DEVIATION = 0.1
 
 Place = tuple[int, int]
 """Epoch of a micro-batch, and its number there."""
+
+
+class _Norms:
+    """The norms of the last steps, also in order: their median is asked for at every step."""
+
+    def __init__(self, window: int, values: Sequence[float] = ()) -> None:
+        self._last: deque[float] = deque(maxlen=window)
+        self._ordered: list[float] = []
+        for value in values:
+            self.add(value)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def add(self, norm: float) -> None:
+        """Add a norm, in the place of the oldest one where there are as many as the window has."""
+        if len(self._last) == self._last.maxlen:
+            del self._ordered[bisect_left(self._ordered, self._last[0])]
+        self._last.append(norm)
+        insort(self._ordered, norm)
+
+    def values(self) -> list[float]:
+        """Return the norms, oldest first."""
+        return list(self._last)
+
+    def median(self) -> float:
+        """Return their median."""
+        middle = len(self._ordered) // 2
+        return (self._ordered[middle] + self._ordered[~middle]) / 2
+
+    def deviation(self) -> float:
+        """Return the median of their distances from the median."""
+        median = self.median()
+        return statistics.median(abs(norm - median) for norm in self._ordered)
 
 
 class _MicroBatch(NamedTuple):
@@ -150,7 +185,7 @@ class StepGuard(Callback):
 
     def _begin(self) -> None:
         self.num_skipped = 0
-        self._norms: deque[float] = deque(maxlen=self.window)
+        self._norms = _Norms(self.window)
         self._skipped_in_a_row: list[tuple[int, float]] = []
         self._micro_batches: list[_MicroBatch] = []
         self._decided: tuple[float, float] | None = None  # norm and threshold of this step
@@ -219,7 +254,7 @@ class StepGuard(Callback):
         else:
             norm = float(strategy.grad_norm() if is_deepspeed else _measure(trainer, optimizer))
             clip(model, optimizer, *args, **kwargs)
-        threshold, is_finite, self._has_ended = self._threshold(), math.isfinite(norm), True
+        threshold, is_finite, self._has_ended = self._threshold(norm), math.isfinite(norm), True
         self._is_left_out = self._leaves_out(trainer)
         self._skips = self._schedules.last = self._is_left_out or not norm <= threshold or not is_finite
         if self._skips and not is_finite and _loss_scale(trainer) > 1.0:
@@ -231,15 +266,18 @@ class StepGuard(Callback):
         elif self._skips:
             self._drop_gradients(optimizer)
         elif norm > 0:  # without any gradient nothing steps
-            self._norms.append(norm)
+            self._norms.add(norm)
 
-    def _threshold(self) -> float:
-        limits = [math.inf if self.max_norm is None else float(self.max_norm)]
-        if self.spike_factor is not None and len(self._norms) == self.window:
-            median = statistics.median(self._norms)
-            deviation = _GAUSSIAN * statistics.median(abs(norm - median) for norm in self._norms)
-            limits.append(median + self.spike_factor * max(deviation, _LEAST_DEVIATION * median))
-        return min(limits)
+    def _threshold(self, norm: float) -> float:
+        """Return the largest norm that is not skipped, or less than that where ``norm`` is lower still."""
+        limit = math.inf if self.max_norm is None else float(self.max_norm)
+        if self.spike_factor is None or len(self._norms) < self.window:
+            return limit
+        median = self._norms.median()
+        spike = median + self.spike_factor * _LEAST_DEVIATION * median
+        if not norm <= spike:  # the deviation takes longer, and most norms need none
+            spike = max(spike, median + self.spike_factor * _GAUSSIAN * self._norms.deviation())
+        return min(limit, spike)
 
     def _drop_gradients(self, optimizer: Optimizer) -> None:
         """Leave the optimizer nothing to step on: it passes over parameters without a gradient."""
@@ -258,9 +296,8 @@ class StepGuard(Callback):
         if self._restoring is not None:  # not in the hook itself: torch is going through the hooks then
             self._restoring.remove()
             self._restoring = None
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None  # detached by Lightning
         kept = batch if self.save_batches_to is not None else None
-        loss = loss.detach() if isinstance(loss, Tensor) else None
         self._micro_batches.append(_MicroBatch(trainer.current_epoch, batch_idx, loss, kept))
         self._began = self._began or self._micro_batches[-1].place
         if self._has_ended:
@@ -376,6 +413,8 @@ class StepGuard(Callback):
 
     def _leaves_out(self, trainer: Trainer) -> bool:
         """Return whether a micro-batch of the window that is about to step is listed."""
+        if not self._left_out:
+            return False
         places = [*(each.place for each in self._micro_batches), (trainer.current_epoch, trainer.fit_loop.batch_idx)]
         found = [one for one in self._left_out if any(one.first <= place <= one.last for place in places)]
         if found and self.leave_out_before and not self._windows and found[0].first < places[0]:
@@ -391,14 +430,14 @@ class StepGuard(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "num_skipped": self.num_skipped,
-            "norms": list(self._norms),
+            "norms": self._norms.values(),
             "skipped_in_a_row": [list(each) for each in self._skipped_in_a_row],
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_skipped = state_dict["num_skipped"]
-        self._norms = deque(state_dict["norms"], maxlen=self.window)
+        self._norms = _Norms(self.window, state_dict["norms"])
         self._skipped_in_a_row = [(step, norm) for step, norm in state_dict["skipped_in_a_row"]]
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
@@ -881,3 +883,24 @@ def test_other_strategies_are_refused(strategy: type, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Trainer, "strategy", strategy())
     with pytest.raises(ValueError, match=f"StepGuard cannot skip steps of {strategy.__name__}"):
         StepGuard().setup(trainer, Poisoned(Case(), {}), "fit")
+
+
+@hypothesis.given(
+    st.lists(st.one_of(st.floats(1e-6, 1e6), st.sampled_from([1.0, 1.5, 2.0, math.inf])), min_size=8, max_size=40),
+    st.floats(0.5, 20.0),
+)
+def test_spikes_are_those_of_medians_over_the_window(norms: list[float], spike_factor: float) -> None:
+    guard, before = StepGuard(spike_factor=spike_factor, window=5), list[float]()
+    for norm in norms:
+        is_spike = False
+        if len(before) >= 5:
+            median = statistics.median(before[-5:])
+            deviation = 1.4826 * statistics.median(abs(one - median) for one in before[-5:])
+            threshold = median + spike_factor * max(deviation, 0.1 * median)
+            is_spike = not norm <= threshold
+            hypothesis.assume(not math.isclose(norm, threshold, rel_tol=1e-9))  # the order of products
+        assert (not norm <= guard._threshold(norm)) == is_spike
+        if not is_spike and math.isfinite(norm):
+            before.append(norm)
+            guard._norms.add(norm)
+    assert guard.state_dict()["norms"] == before[-5:]
