@@ -159,6 +159,8 @@ class Batches(Dataset[list[Tensor]]):
         self._start = 0.0
         self.on_turn: Callable[[str], object] = str
         """Called with what the side is told, before each turn."""
+        self.clock: Callable[[], float] = time.perf_counter
+        """What counts, in seconds."""
 
     def __len__(self) -> int:
         return self._turns.num_batches
@@ -167,10 +169,10 @@ class Batches(Dataset[list[Tensor]]):
         place = index % self._turns.steps_in_turn
         if place == 0:
             if index:
-                self._connection.send((time.perf_counter() - self._start) / self._turns.num_steps)
+                self._connection.send((self.clock() - self._start) / self._turns.num_steps)
             self.on_turn(self._connection.recv())
-        elif place == self._turns.num_unmeasured:
-            self._start = time.perf_counter()
+        if place == self._turns.num_unmeasured:
+            self._start = self.clock()
         return [self._batch]
 
 

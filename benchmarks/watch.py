@@ -1,20 +1,24 @@
 """``watch``: what the callbacks that watch over a run add to a step of FSDP2.
 
-One run puts a callback in for a turn of 24 steps and takes it out for another, again and again; differences are those
-within a round of two turns, with intervals of 95 % by bootstrap (`paired`)::
+One run puts a callback in for a turn of six steps and takes it out for another, again and again: so short that whatever
+else the machine does hits both. The last four steps of a turn count. Differences are those within a round of two turns,
+with intervals of 95 % by bootstrap (`paired`). A callback that does nothing shows what the Trainer takes for any::
 
-    python -m benchmarks watch    # six minutes for one process, more for two
+    python -m benchmarks watch    # ten minutes for one process, twice as many for two
 
-`Watchdog` sends a message every quarter of a second here, which is twenty times as often as by default, so that each
-turn has one. ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"), ``ACCELIGHT_BENCH_REPEATS`` the rounds.
+The threads of `Watchdog` work beside the steps, every few seconds; what they add is the processor time that Linux
+counts for them in turns of 200 steps. ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"),
+``ACCELIGHT_BENCH_REPEATS`` the rounds.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,33 +28,40 @@ from torch.utils.data import DataLoader
 from accelight.callbacks import ReplicaCheck, StepGuard, Watchdog
 from benchmarks import paired, results
 from benchmarks.sharded_training import OURS_FSDP2, Work, train
-from benchmarks.turns import WITH, WITHOUT, Batches, Rounds, Turns, switch_in_turns
+from benchmarks.turns import WITH, WITHOUT, Batches, Rounds, Turns, switch_in_turns, take_turns
 
 WIDTH = 32
 CLIPPING = ", clipping"
 """Of a side: gradients are clipped by norm, with the callback and without it."""
 SIDES: dict[str, Callable[[], Callback]] = {
-    "Watchdog": lambda: Watchdog(dirpath=tempfile.mkdtemp(), every_s=0.25),
+    "nothing": Callback,
+    "Watchdog": lambda: Watchdog(dirpath=tempfile.mkdtemp()),
     "ReplicaCheck": ReplicaCheck,
     f"StepGuard{CLIPPING}": StepGuard,
     "StepGuard": StepGuard,
 }
+_OF_THREADS = Turns(num_rounds=20, num_steps=200, num_unmeasured=1)
 _TARGET = "   target: <= 0.05 ms"
 
 
 def run() -> None:
     """Print what each adds; the target stands beside it."""
-    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "200")))
+    turns = Turns(int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "1500")), num_steps=4, num_unmeasured=2)
     measured: dict[str, dict[str, Rounds]] = {}
     for world_size in map(int, os.environ.get("ACCELIGHT_BENCH_PROCESSES", "1,2").split(",")):
         of_size = measured[str(world_size)] = {}
+        target = _TARGET if world_size == 1 else ""
+        batch = torch.randn(2, WIDTH)
         for side in SIDES:
-            rounds = of_size[side] = switch_in_turns(side, world_size, _train, turns, torch.randn(2, WIDTH))
+            rounds = of_size[side] = switch_in_turns(side, world_size, _train, turns, batch)
             print(
                 f"{world_size} x {side:19} {paired.median_of(rounds, WITHOUT).in_ms()} a step without   added "
-                f"{paired.difference(rounds, WITH, WITHOUT).in_ms()}{_TARGET if world_size == 1 else ''}",
+                f"{paired.difference(rounds, WITH, WITHOUT).in_ms()}{target if side != 'nothing' else ''}",
                 flush=True,
             )
+        [side] = of_threads = take_turns(["threads of Watchdog"], world_size, _train_watched, _OF_THREADS, batch)
+        print(f"{world_size} x {side:19} {paired.median_of(of_threads, side).in_ms()} a step, beside it{target}")
+        of_size |= {side: of_threads}
     results.keep("watch", {"turns": asdict(turns), "seconds_per_step": measured})
 
 
@@ -87,3 +98,17 @@ def _train(side: str, loader: DataLoader[Any]) -> None:
     batches.on_turn = switch = _Switch(SIDES[side]())
     work = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
     train(OURS_FSDP2, work, loader, [switch], max_norm=1.0 if side.endswith(CLIPPING) else None)
+
+
+def _train_watched(side: str, loader: DataLoader[Any]) -> None:
+    batches = loader.dataset
+    assert isinstance(batches, Batches)
+    batches.clock = _time_of_threads
+    work = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
+    train(OURS_FSDP2, work, loader, [SIDES["Watchdog"]()])
+
+
+def _time_of_threads() -> float:
+    """Return the processor time of Watchdog's threads so far, in seconds."""
+    own = [one.native_id for one in threading.enumerate() if one.name.startswith("accelight-watchdog")]
+    return sum(int(Path(f"/proc/self/task/{one}/schedstat").read_text().split()[0]) for one in own) / 1e9
