@@ -495,9 +495,9 @@ _REFUSED_CALLBACKS = {
 
 @running_as_library(
     *("setup", "teardown", "training_step", "validation_step", "test_step", "predict_step", "backward", "run_backward"),
-    *("optimizer_step", "finish_gradients", "clip_grad_norm", "save_checkpoint", "load_checkpoint", "optimizer_state"),
-    *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "save_safetensors"),
-    *("divide_by_items", "parameter_shards", "wait_for_saves", "barrier", "on_exception"),
+    *("optimizer_step", "finish_gradients", "clip_grad_norm", "grad_norm", "save_checkpoint", "load_checkpoint"),
+    *("lightning_module_state_dict", "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state"),
+    *("save_safetensors", "divide_by_items", "parameter_shards", "wait_for_saves", "barrier", "on_exception"),
 )
 @pickle_by_init_args
 @named_arguments

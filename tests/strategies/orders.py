@@ -71,9 +71,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "fsdp1": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
         "fsdp2": {"gradient_accumulation": GradientAccumulationPlugin(sync_each_batch=True)},
     },
-    "ignored": {
-        engine: {"ignored_modules": r"net\.(emb|branch|blocks\.1\.norm)"} for engine in ("fsdp1", "fsdp2")
-    },
+    "ignored": {engine: {"ignored_modules": r"net\.(emb|branch|blocks\.1\.norm)"} for engine in ("fsdp1", "fsdp2")},
     "background": {engine: {"async_save": True} for engine in ("fsdp1", "fsdp2", "zero")},
     "process": {
         engine: {"async_save": "process", "state_dict_type": "sharded_state_dict"} for engine in ("fsdp1", "fsdp2")

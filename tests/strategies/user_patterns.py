@@ -914,6 +914,18 @@ class BackwardInAHook(Pattern):
         self.zero_grad()
 
 
+@pattern("`strategy.grad_norm(...)` in a hook")
+class NormAskedOfTheStrategy(Pattern):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        of_one = () if isinstance(self.trainer.strategy, DeepSpeedStrategy) else (optimizer,)
+        if hasattr(strategy, "grad_norm"):
+            norm = strategy.grad_norm(*of_one)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.see("norm", norm)
+
+
 CLIPPING = "`torch.nn.utils.clip_grad_norm_` of all parameters, a module, or one, in hooks"
 
 
