@@ -4,7 +4,7 @@ One run puts a callback in for a turn of six steps and takes it out for another,
 else the machine does hits both. The last four steps of a turn count. Differences are those within a round of two turns,
 with intervals of 95 % by bootstrap (`paired`). A callback that does nothing shows what the Trainer takes for any::
 
-    python -m benchmarks watch    # ten minutes for one process, twice as many for two
+    python -m benchmarks watch    # nine minutes for one process, more for two
 
 The threads of `Watchdog` work beside the steps, every few seconds; what they add is the processor time that Linux
 counts for them in turns of 200 steps. ``ACCELIGHT_BENCH_PROCESSES`` sets the processes (default "1,2"),
