@@ -40,6 +40,7 @@ SIDES: dict[str, Callable[[], Callback]] = {
     f"StepGuard{CLIPPING}": StepGuard,
     "StepGuard": StepGuard,
 }
+_WORK = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
 _OF_THREADS = Turns(num_rounds=20, num_steps=200, num_unmeasured=1)
 _TARGET = "   target: <= 0.05 ms"
 
@@ -93,19 +94,18 @@ class _Switch(Callback):
 
 
 def _train(side: str, loader: DataLoader[Any]) -> None:
-    batches = loader.dataset
-    assert isinstance(batches, Batches)
-    batches.on_turn = switch = _Switch(SIDES[side]())
-    work = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
-    train(OURS_FSDP2, work, loader, [switch], max_norm=1.0 if side.endswith(CLIPPING) else None)
+    _batches(loader).on_turn = switch = _Switch(SIDES[side]())
+    train(OURS_FSDP2, _WORK, loader, [switch], max_norm=1.0 if side.endswith(CLIPPING) else None)
 
 
 def _train_watched(side: str, loader: DataLoader[Any]) -> None:
-    batches = loader.dataset
-    assert isinstance(batches, Batches)
-    batches.clock = _time_of_threads
-    work = Work(num_layers=4, width=WIDTH, accumulate=1, num_steps=5)
-    train(OURS_FSDP2, work, loader, [SIDES["Watchdog"]()])
+    _batches(loader).clock = _time_of_threads
+    train(OURS_FSDP2, _WORK, loader, [SIDES["Watchdog"]()])
+
+
+def _batches(loader: DataLoader[Any]) -> Batches:
+    assert isinstance(loader.dataset, Batches)
+    return loader.dataset
 
 
 def _time_of_threads() -> float:

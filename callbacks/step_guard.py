@@ -79,8 +79,7 @@ class _Norms:
 
     def median(self) -> float:
         """Return their median."""
-        middle = len(self._ordered) // 2
-        return (self._ordered[middle] + self._ordered[~middle]) / 2
+        return statistics.median(self._ordered)  # which are in order already
 
     def deviation(self) -> float:
         """Return the median of their distances from the median."""

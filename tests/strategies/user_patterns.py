@@ -918,9 +918,9 @@ class BackwardInAHook(Pattern):
 class NormAskedOfTheStrategy(Pattern):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
-        of_one = () if isinstance(self.trainer.strategy, DeepSpeedStrategy) else (optimizer,)
+        has_one_optimizer = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         if hasattr(strategy, "grad_norm"):
-            norm = strategy.grad_norm(*of_one)
+            norm = strategy.grad_norm() if has_one_optimizer else strategy.grad_norm(optimizer)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         self.see("norm", norm)
@@ -2113,17 +2113,17 @@ class ScheduleClass(Pattern):
         return [optimizer], [{"scheduler": NormSchedule(optimizer), "interval": "step"}]
 
 
-def squares_in_groups(optimizer: Any) -> float:
-    return float(sum(p.detach().pow(2).sum() for group in optimizer.param_groups for p in group["params"]))
+IN_GROUPS = "squares and moves of weights in `optimizer.param_groups`"
 
 
-@pattern("squares and moves of weights in `optimizer.param_groups`", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
+@pattern(IN_GROUPS, zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
 class SquaresInGroups(Pattern):
     def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.see("squares", squares_in_groups(optimizer))
+        weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        self.see("squares", sum(weight.pow(2).sum() for weight in weights))
 
 
-@pattern("squares and moves of weights in `optimizer.param_groups`", zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
+@pattern(IN_GROUPS, zero2=FLAT_WEIGHTS, zero3=FLAT_WEIGHTS)
 class MovesInGroups(Pattern):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.before = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
