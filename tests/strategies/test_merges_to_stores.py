@@ -159,16 +159,19 @@ def test_small_requests_are_made_at_once(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_less_than_a_hundredth_passes_through_this_process(store: Store, tmp_path: Path) -> None:
-    weights = _weights(270 * 1024, 2)
-    store.files().put(f"{_save(tmp_path / 'saved', weights)}/", f"{BUCKET}/saved.ckpt/", recursive=True)
-    store.requests.clear()
-    assert main(["merge-weights", f"{URL}/saved.ckpt", f"{URL}/merged"]) == 0
-    passed = sum(
-        one.num_sent + one.num_received for one in store.requests if ".ckpt" in one.path or "merged" in one.path
-    )
-    assert passed < 2 * 0.01 * 2 * 270 * MIB  # read and sent
-    _assert_equal(_merged(store, "merged"), weights)
+def test_what_passes_through_this_process_does_not_grow(store: Store, tmp_path: Path) -> None:
+    """Of 32 MiB and of 128, a part of 5 MiB is read and sent: of two tensors of 270 MiB, that is below 1 %."""
+    for rows in (16 * 1024, 64 * 1024):
+        weights = _weights(rows)
+        name = f"{rows}.ckpt"
+        store.files().put(f"{_save(tmp_path / name, weights)}/", f"{BUCKET}/{name}/", recursive=True)
+        store.requests.clear()
+        assert main(["merge-weights", f"{URL}/{name}", f"{URL}/merged"]) == 0
+        passed = sum(
+            one.num_sent + one.num_received for one in store.requests if ".ckpt" in one.path or "merged" in one.path
+        )
+        assert passed < 10.5 * MIB
+        _assert_equal(_merged(store, "merged"), weights)
 
 
 def test_a_merge_replaces_an_earlier_one(store: Store, saved: Path, tmp_path: Path) -> None:
