@@ -29,14 +29,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from ..state.deadlocks import describe_place, own_connection, waits_for_ranks, waits_on_store, watch_for_deadlocks
+from ..state.deadlocks import (
+    describe_place,
+    own_connection,
+    stack_of,
+    waits_for_ranks,
+    waits_on_store,
+    watch_for_deadlocks,
+)
 from ..state.process_group import group_store, live_group
 from ..state.rendezvous import is_cause, shared_number, store_messages
 from ..state.upstream import dump_flight_record
@@ -286,23 +292,17 @@ class _Observer:
     def _run(self, check: Callable[[], None]) -> None:
         looked = time.monotonic()
         while not self._ends.wait(_LOOK_S):
-            frame = self.frame()
-            now = time.monotonic()
-            if frame is not None and self._waits_now(frame):
+            waits, now = self._waits_now(stack_of(self.thread_id)), time.monotonic()
+            if waits:
                 self.clock.waited[self.clock.open[-1].section] += now - looked
             looked = now
-            del frame  # it would keep the thread's locals alive
             check()
 
-    def frame(self) -> FrameType | None:
-        """Return the innermost frame of the thread that trains."""
-        return sys._current_frames().get(self.thread_id)
-
-    def _waits_now(self, frame: FrameType) -> bool:
+    def _waits_now(self, stack: list[FrameType]) -> bool:
         """Guess whether the thread waits for other processes, from where it is and whether it sleeps."""
-        code = frame.f_code
-        if waits_on_store(frame):
-            return True
+        if not stack or waits_on_store(stack):
+            return bool(stack)
+        code = stack[0].f_code
         is_collective = f"torch{os.sep}distributed" in code.co_filename
         if not is_collective and code.co_name != "_engine_run_backward":  # in which ddp reduces
             return False
@@ -324,16 +324,16 @@ class _Observer:
         since, action, stands_s = self.clock.since, self.clock.open[-1], self.stands_s()
         limit_s = self.limits.of(action, compiles=False)
         place = waits = None
-        if stands_s > min(_STANDS_S, limit_s / 2) and (frame := self.frame()) is not None:
-            if any(part in each.f_code.co_filename for each, _ in walk_stack(frame) for part in _COMPILERS):
+        if stands_s > min(_STANDS_S, limit_s / 2) and (stack := stack_of(self.thread_id)):
+            if any(part in each.f_code.co_filename for each in stack for part in _COMPILERS):
                 limit_s = self.limits.of(action, compiles=True)
-            place = describe_place(frame)
-            waits = waits_for_ranks(self.thread_id, frame)
+            place = describe_place(stack)
+            waits = waits_for_ranks(self.thread_id, stack)
             if waits is not None:
                 self._waited_until = time.perf_counter()
-                if unit := self._unit(frame):
+                if unit := self._unit(stack):
                     waits += f", for {unit}"
-            del frame
+            del stack  # it would keep the thread's locals alive
         alone_s = time.perf_counter() - max(since, self._waited_until)
         return {
             **self._progress(),
@@ -362,12 +362,12 @@ class _Observer:
             "batches": self.clock.action(MICRO_BATCH).count,
         }
 
-    def _unit(self, frame: FrameType) -> str:
+    def _unit(self, stack: list[FrameType]) -> str:
         """Return the name of the module, or of FSDP2's unit, that the thread is in."""
         trainer = self._trainer()
         if not self._names and trainer is not None and trainer.lightning_module is not None:
             self._names = {id(module): name for name, module in trainer.lightning_module.named_modules() if name}
-        for one, _ in walk_stack(frame):
+        for one in stack:
             for value in one.f_locals.copy().values():
                 if isinstance(value, nn.Module):
                     if name := self._names.get(id(value)):

@@ -22,6 +22,7 @@ and has waited for two seconds, ends its own wait with that text, so that nobody
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import linecache
 import logging
@@ -152,18 +153,18 @@ class DeadlockWatch:
         return group is not None and group is live_group()
 
     def _look(self) -> None:
-        frame = sys._current_frames().get(self.thread_id)
-        if frame is None:
+        stack = stack_of(self.thread_id)
+        if not stack:
             return
-        waits = _frame_of(frame, poll.__code__)
-        now = (id(waits), 0) if waits is not None else (id(frame), frame.f_lasti)
+        waits = _wait_in(stack)
+        now = (id(waits), 0) if waits is not None else (id(stack[0]), stack[0].f_lasti)
         if now != self._before:
             self._before, self._num_still, self._pause_s = now, 0, _LOOKS_EVERY_S
             self._withdraw()
             return
         self._num_still += 1
         if self._num_still >= _STILL_LOOKS:
-            self._report(frame, waits)
+            self._report(stack)
         if self._num_still >= 3 * _STILL_LOOKS:
             self._pause_s = _LOOKS_LATER_EVERY_S
 
@@ -173,13 +174,14 @@ class DeadlockWatch:
             self._store.add("num_waiting", -1)
             self._hear("verdict")  # the other end of a connection may have been shut down before this rank had heard
 
-    def _report(self, frame: FrameType, waits: FrameType | None) -> None:
+    def _report(self, stack: list[FrameType]) -> None:
         pending, issued = _collectives(f"{self.thread_id}")
-        if waits is None and not pending:
+        waits = waits_on_store(stack)
+        if not waits and not pending:
             self._withdraw()
             return
-        what = "on the store" if waits is not None else f"in {' and '.join(dict.fromkeys(one[2] for one in pending))}"
-        text = Report(f"waits {what} {describe_place(frame)}", () if waits else pending, issued).to_json()
+        what = "on the store" if waits else f"in {' and '.join(dict.fromkeys(one[2] for one in pending))}"
+        text = Report(f"waits {what} {describe_place(stack)}", () if waits else pending, issued).to_json()
         if text != self._reported:
             is_new, self._reported = self._reported is None, text
             self._store.set(f"report/{self._rank}", json.dumps([0, text]))
@@ -298,16 +300,36 @@ def own_connection(store: dist.Store) -> dist.Store:
 
 
 # ------------------------------------------------------------------ what the watched thread does
-def waits_for_ranks(thread_id: int, frame: FrameType) -> str | None:
+def stack_of(thread_id: int) -> list[FrameType]:
+    """Return the frames of another thread, innermost first; none if it has ended.
+
+    Python 3.11 makes these objects when they are asked for. If that begins a garbage collection, the other thread may
+    go on and leave the frame that an object is being made for, which is a segmentation fault some time later: garbage
+    waits meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        stack, frame = [], sys._current_frames().get(thread_id)
+        while frame is not None:
+            stack.append(frame)
+            frame = frame.f_back
+        return stack
+    finally:
+        if collects:
+            gc.enable()
+
+
+def waits_for_ranks(thread_id: int, stack: list[FrameType]) -> str | None:
     """Return what a thread that stands still waits for: the store, or collectives with their numbers in their groups.
 
     None if it waits for no other rank. Takes 0.1 s of a core where torch's flight recorder is full.
 
     Args:
         thread_id: Of the thread.
-        frame: Its innermost frame.
+        stack: Its frames, see `stack_of`.
     """
-    if waits_on_store(frame):
+    if waits_on_store(stack):
         return "the store"
     pending, _ = _collectives(f"{thread_id}")
     return " and ".join(f"{one[2]} {one[1]} of group {one[0]}" for one in pending) or None
@@ -333,27 +355,26 @@ def _collectives(thread: str) -> tuple[tuple[_Collective, ...], dict[str, int]]:
     return tuple((*one[:4], ranks_of(one[0])) for one in pending), issued
 
 
-def waits_on_store(frame: FrameType) -> bool:
-    """Return whether a thread, given its innermost frame, waits on the store for another rank."""
-    return _frame_of(frame, poll.__code__) is not None
+def waits_on_store(stack: list[FrameType]) -> bool:
+    """Return whether a thread with these frames waits on the store for another rank."""
+    return _wait_in(stack) is not None
 
 
-def _frame_of(frame: FrameType | None, code: CodeType) -> FrameType | None:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
+def _wait_in(stack: list[FrameType]) -> FrameType | None:
+    return next((frame for frame in stack if frame.f_code is poll.__code__), None)
 
 
-def describe_place(frame: FrameType) -> str:
+def describe_place(stack: list[FrameType]) -> str:
     """Return the user's line that a thread is in, and the last function outside of torch that it has called."""
-    one, called = frame, ""
-    while _is_of_a_library(one.f_code.co_filename) and one.f_back is not None:
-        if not called and not _is_of_torch(one.f_code):
-            called = f", in {getattr(one.f_code, 'co_qualname', one.f_code.co_name)}"
-        one = one.f_back
-    file, line = one.f_code.co_filename, one.f_lineno
+    called = ""
+    for frame in stack:
+        if not _is_of_a_library(frame.f_code.co_filename) or frame is stack[-1]:
+            break
+        if not called and not _is_of_torch(frame.f_code):
+            called = f", in {getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
+    file, line = frame.f_code.co_filename, frame.f_lineno
     source = linecache.getline(file, line).strip()
-    return f"at {file}:{line} in {one.f_code.co_name}" + (f" ({source})" if source else "") + called
+    return f"at {file}:{line} in {frame.f_code.co_name}" + (f" ({source})" if source else "") + called
 
 
 def _is_of_a_library(file: str) -> bool:

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -234,3 +236,36 @@ def _threads_after_a_group() -> list[str]:
 def test_the_watch_ends_with_its_group() -> None:
     """It would free a `FileStore` later, which waits for its file with the GIL held where somebody has removed it."""
     assert run_on_ranks(2, _threads_after_a_group) == [[], []]
+
+
+_LOOKS_AT_A_THREAD = """
+import gc, sys, threading, time
+from accelight.state.deadlocks import stack_of
+
+class Garbage:
+    def __init__(self): self.own = self
+    def __del__(self): time.sleep(0)
+
+def look():
+    for _ in range(2000):
+        garbage = [Garbage() for _ in range(3)]
+        del garbage
+        stack = stack_of(threading.main_thread().ident)
+        looks.append(len(stack))
+
+def descend(depth):
+    return 1 + descend(depth - 1) if depth else time.sleep(0) or 0
+
+looks = []
+gc.set_threshold(5, 2, 2)
+thread = threading.Thread(target=look)
+thread.start()
+while thread.is_alive():
+    descend(30)
+assert len(looks) == 2000 and max(looks) > 30 and gc.isenabled(), (len(looks), max(looks))
+"""
+
+
+def test_a_collection_of_garbage_lets_no_frame_end_that_is_looked_at() -> None:
+    """In Python 3.11, the first look would crash."""
+    subprocess.run([sys.executable, "-X", "faulthandler", "-c", _LOOKS_AT_A_THREAD], check=True, timeout=60)
