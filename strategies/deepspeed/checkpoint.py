@@ -61,6 +61,7 @@ from ..common.modules import (
 )
 from ..saving.async_save import AsyncCheckpointer, AsyncSaver, SavingStrategy
 from ..sharded_tensors.shards import local_part, part_of
+from ..sharded_tensors.user_code import OwnStateDict
 from ..upstream.lightning import RunningStage, TrainerFn, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
 from . import universal, zero_optimizer
@@ -361,7 +362,8 @@ def save(
 
     def save_engine(into: LocalFiles | ObjectFiles | StagedFiles) -> None:
         aside = constants_aside(engine.module) if exclude_frozen else nullcontext()
-        with guarded_files(engine, into, folder.path), with_trained_parameters(engine), aside:
+        own = OwnStateDict.in_save(engine.module)
+        with guarded_files(engine, into, folder.path), with_trained_parameters(engine), aside, own:
             engine.save_checkpoint(
                 into.place,
                 tag=into.tag,

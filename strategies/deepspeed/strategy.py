@@ -40,7 +40,14 @@ from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, keep_packing, refuse_module_of_fsdp, with_constants
 from ..common.signals import Termination
 from ..saving.async_save import describe_async_mode, make_async_saver
-from ..sharded_tensors.user_code import FullTensors, UserCode, callers_code, running_as_library, step_hooks
+from ..sharded_tensors.user_code import (
+    FullTensors,
+    OwnStateDict,
+    UserCode,
+    callers_code,
+    running_as_library,
+    step_hooks,
+)
 from ..upstream.lightning import (
     Callback,
     DDPStrategy,
@@ -316,6 +323,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def push_parameter_shards(self) -> None:
         """Let the model compute with what `parameter_shards` has been changed to; every rank calls it."""
         self._access.push_parameter_shards()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with nullcontext() if self.lightning_module is None else OwnStateDict.in_save(self.lightning_module):
+            return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(
@@ -649,6 +661,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         with_parameters = [each for each in module.modules() if next(each.parameters(), None) is not None]
         partitions = self.deepspeed_plugin.zero_stage == 3
         self._user_code = UserCode(access, with_parameters, always_in_steps=partitions)
+        OwnStateDict.follow(module, access)
         self._user_code.attach(trainer, module)
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:

@@ -196,7 +196,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
             _lazy_init(root, root)  # with CPU offload torch copies what there is into pinned memory then
         reshard(form.root)
         module = self.state_dict_module(form.root)
-        state = model_state_dict(module)
+        state = model_state_dict(module, is_checkpoint=False)
         extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
         names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
         for alias, name in form.ties.items():
@@ -205,7 +205,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         tensors += [named for named in named_tensors(module) if not named.persistent]
         yield tensors, lambda: [named.local() for named in tensors]
         state.update({alias: state[name] for alias, name in form.ties.items()})
-        load_model_state_dict(module, {**state, **extra})
+        load_model_state_dict(module, {**state, **extra}, is_checkpoint=False)
 
     def _sharding_strategy(self) -> ShardingStrategy:
         """Return the strategy that fits the mesh.

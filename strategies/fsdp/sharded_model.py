@@ -28,7 +28,7 @@ from ..parallelism.config import build_named_mesh
 from ..parallelism.sequence import HOOKED, SequenceParallel
 from ..parallelism.tensor import TensorParallel
 from ..sharded_tensors.shards import gathered, part_of
-from ..sharded_tensors.user_code import in_backward
+from ..sharded_tensors.user_code import OwnStateDict, in_backward
 from ..upstream.torch_core import compute_local_shape_and_global_offset
 from ..upstream.torch_fsdp2 import groups_of_state
 
@@ -586,16 +586,36 @@ def _holders_of(held: list[nn.Parameter], ours: Mapping[int, object]) -> list[st
 
 
 def model_state_dict(
-    module: nn.Module, options: StateDictOptions | None = None, *, with_constants: bool = False
+    module: nn.Module,
+    options: StateDictOptions | None = None,
+    *,
+    with_constants: bool = False,
+    is_checkpoint: bool = True,
 ) -> dict[str, Any]:
-    """Return what torch has of a sharded model; ``with_constants``, those of quantized weights, too."""
+    """Return what torch has of a sharded model.
+
+    Args:
+        module: What ``Engine.state_dict_module`` returns of it.
+        options: Torch's.
+        with_constants: Whether to include those of quantized weights.
+        is_checkpoint: Whether a ``state_dict()`` that the user has written has its say.
+    """
     with _findable_extra_states(module), constants_aside(module) as constants:
         state = cast("dict[str, Any]", get_model_state_dict(module, options=options))
+        own = OwnStateDict.of(module) if is_checkpoint else None
+        if own is not None:
+            state = own.applied_to(state)
     return {**state, **constants} if with_constants else state
 
 
-def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: bool = True) -> None:
-    """Let torch load a state dict of a sharded model."""
+def load_model_state_dict(
+    module: nn.Module, state: dict[str, Any], *, strict: bool = True, is_checkpoint: bool = True
+) -> None:
+    """Let torch load a state dict of a sharded model, as `model_state_dict` returns one."""
+    own = OwnStateDict.of(module) if is_checkpoint else None
+    if own is not None:  # a wrapper would load without the user's load_state_dict()
+        own.load(state, strict=strict)
+        return
     with _findable_extra_states(module):
         set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
 

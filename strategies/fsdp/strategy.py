@@ -61,7 +61,7 @@ from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..saving.async_save import describe_async_mode, make_async_saver
 from ..sharded_tensors.shards import FlatShard, note_copies, with_plain_states
-from ..sharded_tensors.user_code import FullTensors, UserCode, running_as_library
+from ..sharded_tensors.user_code import FullTensors, OwnStateDict, UserCode, running_as_library
 from ..upstream.lightning import (
     DoublePrecision,
     FSDPPrecision,
@@ -814,8 +814,9 @@ class AccelFSDPStrategy(TrainerHooks):
             self.frozen_base = FrozenBase(
                 with_constants(self.parameter_shards(), self.lightning_module), self.root_device
             )
-        self._held_weights.model_is_set_up()
         access, root = self.engine.shard_access(self.form.root), self.form.root
+        OwnStateDict.follow(self.lightning_module, access)
+        self._held_weights.model_is_set_up()
         self._user_code = UserCode(access, self._modules_with_shards(), always_in_steps=self.engine.hides_shards(root))
         self._user_code.attach(trainer, self.lightning_module)
         self.barrier()

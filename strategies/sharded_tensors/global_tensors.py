@@ -81,7 +81,7 @@ _ELEMENT_BY_ELEMENT = frozenset(
 """Names of operations that treat every element alone and do not have torch's tag for it."""
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 """Hooks that the Trainer runs between a forward and its backward."""
-_OF_THE_SHARD = frozenset(
+OF_THE_SHARD = frozenset(
     [
         "requires_grad",
         "requires_grad_",
@@ -125,7 +125,7 @@ _OF_THE_SHAPE = frozenset(
     ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
 )
 _OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
-_NOT_OF_VALUES = _OF_THE_SHARD | _OF_THE_SHAPE
+_NOT_OF_VALUES = OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
 _COLLECTIVES = frozenset(["all_reduce", "broadcast", "recv"])
@@ -312,6 +312,10 @@ class GlobalTensors(TorchFunctionMode):
         else:
             self._is_paused = True
 
+    def pause(self) -> None:
+        """Do nothing from now on, wherever this mode is on torch's stack."""
+        self._is_paused = True
+
     @torch.no_grad()
     def write_back(self, *, forget: bool = True) -> None:
         """Let shards have what was changed through views of full tensors.
@@ -368,7 +372,7 @@ class GlobalTensors(TorchFunctionMode):
         name = func.__name__
         if name in _OF_ATTRIBUTES:
             return self._attribute(func, func.__self__.__name__, name, args)
-        if name in _OF_THE_SHARD:
+        if name in OF_THE_SHARD:
             return func(*args, **kwargs)
         if name in _OF_THE_SHAPE:
             return func(*self._map(args, self._shard), **kwargs)
@@ -521,7 +525,7 @@ class GlobalTensors(TorchFunctionMode):
             return self._data(tensor) if action == "__get__" else self._assign(tensor, args[1])
         if name == "grad":
             return self._gradient(func, tensor, action, args[1:])
-        if name in _OF_THE_SHARD:
+        if name in OF_THE_SHARD:
             return func(*args)
         if name in _OF_THE_SHAPE:
             return func(self._shard(tensor))

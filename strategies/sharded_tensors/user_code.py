@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -32,6 +34,7 @@ from ...state.rendezvous import CollectiveOrderChecker
 from ..upstream.lightning import (
     Callback,
     LambdaCallback,
+    LightningDataModule,
     LightningModule,
     Trainer,
     TrainerFn,
@@ -39,9 +42,9 @@ from ..upstream.lightning import (
     is_overridden,
 )
 from ..upstream.patches import Patches, replace_for_good
-from .global_tensors import GlobalTensors, ShardAccess
+from .global_tensors import OF_THE_SHARD, GlobalTensors, ShardAccess
 from .kept_tensors import Aliases, OldMemory
-from .shards import Sharded, gathered, local_part, part_of
+from .shards import FlatShard, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
 _NOT_ABOUT_TENSORS = frozenset(
@@ -67,6 +70,11 @@ _CALLS_USERS_CODE = frozenset(["lr_scheduler_step"])
 _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
+)
+_IN_FORK = (
+    "A process that this one has forked, such as a worker of a DataLoader, used a sharded parameter or a module that "
+    "has some: no other process gathers them with it. Compute what depends on weights in a hook of the module, or "
+    "load data with num_workers=0."
 )
 _ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
 _CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
@@ -94,7 +102,8 @@ class UserCode:
         self._in_hooks = GlobalTensors(access, aliases=aliases)
         self._in_steps = GlobalTensors(access, in_step=True, aliases=aliases)
         self._in_backward = GlobalTensors(access, in_backward=True, aliases=aliases)
-        self._modes = self._in_hooks, self._in_steps, self._in_backward
+        self._in_fetches = GlobalTensors(access, aliases=aliases)
+        self._modes = self._in_hooks, self._in_steps, self._in_backward, self._in_fetches
         self._aliases = aliases
         self.places: CollectiveOrderChecker | None = None
         """Compares the lines at which ranks gather; None on one rank."""
@@ -105,6 +114,8 @@ class UserCode:
         self._always_in_steps = always_in_steps
         self._in_modules = _InModules()
         self._has_compiled = False
+        self._has_stepped = False
+        self._fetch = ExitStack()
         self._trainer: Trainer | None = None
 
     # ------------------------------------------------------------------ attached
@@ -134,6 +145,7 @@ class UserCode:
             return self._until_detached(context) if action_name == last else context
 
         self._patches.put(profiler, "profile", profile_hook)
+        self._follow_fetches(profiler)
 
     @contextmanager
     def _until_detached(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
@@ -143,6 +155,30 @@ class UserCode:
                 yield value
         finally:
             self.detach()
+
+    def _follow_fetches(self, profiler: Any) -> None:
+        """Run datasets, samplers and ``collate_fn`` of this process as users' code.
+
+        Lightning reports each batch that it waits for. Batches of the first one of each epoch are looked at, and all
+        once one has met shards.
+        """
+        start, stop = profiler.start, profiler.stop
+
+        @functools.wraps(start)
+        def start_action(name: str) -> None:
+            start(name)
+            if _is_fetch(name) and (self._in_fetches.has_met_shards or self._is_first_batch()):
+                self._fetch.enter_context(nullcontext() if self._has_compiled else self._in_modules)
+                self._fetch.enter_context(running(self._in_fetches))
+
+        @functools.wraps(stop)
+        def stop_action(name: str) -> None:
+            if _is_fetch(name):
+                self._fetch.close()
+            stop(name)
+
+        self._patches.put(profiler, "start", start_action)
+        self._patches.put(profiler, "stop", stop_action)
 
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
@@ -154,11 +190,25 @@ class UserCode:
         global _attached
         self._trainer = None
         self._patches.remove()
+        self._fetch.close()
         self.follow_calls(follows=False)
         if self._buffer_hook is not None:
             self._buffer_hook.remove()
         if _attached is self:
             _attached = None
+
+    def refuse_in_fork(self) -> None:
+        """Let parameters that are sharded refuse all use, and modules that have some all calls, in this process."""
+        module = None if self._trainer is None else self._trainer.lightning_module
+        for mode in self._modes:
+            mode.pause()
+        _running.clear()
+        for parameter in () if module is None else module.parameters():
+            shard = parameter if isinstance(parameter, Sharded) else self.access.shard_of(parameter)
+            if shard is not None and (self.places is not None or parameter.shape != shard.shape):
+                cls: Any = type(parameter)
+                replace_for_good("user code", parameter, __class__=types.new_class(cls.__name__, (_InFork, cls)))
+        register_module_forward_pre_hook(_refuse_call)
 
     def _wrap_step(self, module: LightningModule, name: str) -> None:
         step = getattr(module, name)
@@ -170,10 +220,11 @@ class UserCode:
                 return step(*args, **kwargs)
             self.access.in_step = True
             try:
-                with self._looking_into_modules(_is_first_batch(module.trainer)), running(self._in_steps):
+                with self._looking_into_modules(self._is_first_batch()), running(self._in_steps):
                     return step(*args, **kwargs)
             finally:
                 self.access.in_step = False
+                self._has_stepped = self._has_stepped or name == "training_step"
 
         self._patches.put(module, name, run_step)
 
@@ -185,9 +236,21 @@ class UserCode:
         """
         if self._always_in_steps or self._in_steps.has_met_shards or not module.automatic_optimization:
             return True
-        if self._aliases.kept:
-            return True
-        return _is_first_batch(module.trainer)
+        return bool(self._aliases.kept) or self._is_first_batch()
+
+    def _is_first_batch(self) -> bool:
+        """Return whether the batch is the first one of an epoch, of a run, or of a loader to evaluate."""
+        if self._trainer is None:
+            return False
+        if self._trainer.training:
+            return not self._has_stepped or self._trainer.fit_loop.epoch_loop.batch_idx <= 0
+        loops: dict[Any, Any] = {
+            TrainerFn.FITTING: self._trainer.fit_loop.epoch_loop.val_loop,
+            TrainerFn.VALIDATING: self._trainer.validate_loop,
+            TrainerFn.TESTING: self._trainer.test_loop,
+            TrainerFn.PREDICTING: self._trainer.predict_loop,
+        }
+        return bool(loops[self._trainer.state.fn].batch_progress.current.ready <= 1)
 
     def _looking_into_modules(self, is_first_batch: bool) -> AbstractContextManager[Any]:
         """Look at what the forwards of modules do as well, in first batches, and in all once one has met shards.
@@ -338,17 +401,9 @@ def _is_recomputed(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _is_first_batch(trainer: Trainer) -> bool:
-    """Return whether the batch is the first one of an epoch, or of a loader to evaluate."""
-    if trainer.training:
-        return trainer.fit_loop.epoch_loop.batch_idx == 0
-    loops: dict[Any, Any] = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    return bool(loops[trainer.state.fn].batch_progress.current.ready <= 1)
+def _is_fetch(action: str) -> bool:
+    """Return whether an action of Lightning's profilers is the wait for a batch."""
+    return action.endswith("_next") and action.startswith("[")
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -363,6 +418,34 @@ def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dic
 
 
 _attached: UserCode | None = None
+
+
+def _refuse_in_fork() -> None:
+    """Let a process that this one has just forked, a loader's worker as a rule, refuse what is sharded here."""
+    if _attached is not None:
+        _attached.refuse_in_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_refuse_in_fork)
+
+
+class _InFork:
+    """A parameter in a forked process."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run what has nothing to do with values."""
+        owner = getattr(func, "__self__", None)
+        if getattr(owner, "__name__", func.__name__) not in OF_THE_SHARD:
+            raise RuntimeError(_IN_FORK)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _refuse_call(module: nn.Module, _: Any) -> None:
+    if any(isinstance(one, _InFork) for one in module.parameters()):
+        raise RuntimeError(_IN_FORK)
 
 
 def in_backward() -> AbstractContextManager[None]:
@@ -484,6 +567,10 @@ def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]
         for hook in dir(LightningModule)
         if _is_hook(LightningModule, hook) and (hook in _CALLS_USERS_CODE or is_overridden(hook, module))
     }
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if data is not None:
+        hooks = [hook for hook in dir(LightningDataModule) if _is_hook(LightningDataModule, hook)]
+        found |= {f"[LightningDataModule]{type(data).__name__}.{hook}" for hook in hooks if is_overridden(hook, data)}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES):
             hooks = [hook for hook in dir(Callback) if _is_hook(Callback, hook)]
@@ -518,6 +605,86 @@ def follow_state_dicts(modules: Iterable[nn.Module], access: ShardAccess) -> Non
             module.register_state_dict_post_hook(_after_saving)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
         module.__dict__[_MARK] = access
+
+
+class OwnStateDict:
+    """A ``state_dict()`` of a LightningModule that the user has written: the library runs it in saves, as users' code.
+
+    Args:
+        module: Sharded.
+        access: Where the shards are.
+    """
+
+    def __init__(self, module: LightningModule, access: ShardAccess) -> None:
+        self.access = access
+        self._module, self._own = module, module.state_dict
+        self._is_saving = False
+
+    @classmethod
+    def follow(cls, module: LightningModule, access: ShardAccess) -> None:
+        """Put one in place, once, where the user has written the method."""
+        if (found := cls.of(module)) is not None:
+            found.access = access
+        elif is_overridden("state_dict", module):
+            replace_for_good("sharded modules", module, state_dict=cls(module, access))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> OwnStateDict | None:
+        """Return the one of a LightningModule, or of the one in a wrapper."""
+        found = (vars(module).get("state_dict") for module in model.modules())
+        return next((one for one in found if isinstance(one, cls)), None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the method."""
+        if not is_library():
+            return self._own(*args, **kwargs)
+        if not self._is_saving:
+            return nn.Module.state_dict(self._module, *args, **kwargs)
+        plain, shards = nn.Module.state_dict(self._module), {}
+
+        def note(_: nn.Module, found: dict[str, Any], prefix: str, __: Any) -> None:
+            shards.update({id(value): (value, name.removeprefix(prefix)) for name, value in found.items()})
+
+        state = self._run(note, *args, **kwargs)
+        for name, value in state.items():
+            if isinstance(value, FlatShard):  # of stage 3, whose weights DeepSpeed saves elsewhere
+                state[name] = plain[shards[id(value)][1]] if id(value) in shards else gathered(value)
+        return state
+
+    def _run(self, hook: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+        with running(GlobalTensors(self.access)):
+            handle = self._module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+            try:
+                return self._own(*args, **kwargs)
+            finally:
+                handle.remove()
+
+    @classmethod
+    @contextmanager
+    def in_save(cls, model: nn.Module) -> Iterator[None]:
+        """Let the library's calls of ``model.state_dict()`` be those of a save."""
+        own = cls.of(model)
+        if own is not None:
+            own._is_saving = True
+        try:
+            yield
+        finally:
+            if own is not None:
+                own._is_saving = False
+
+    def applied_to(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what the method makes of a state dict of the library's, which ``super().state_dict()`` gives it."""
+
+        def replace(_: nn.Module, found: dict[str, Any], prefix: str, __: Any) -> None:
+            found.clear()
+            found.update({f"{prefix}{name}": value for name, value in state.items()})
+
+        return dict(self._run(replace))
+
+    def load(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Let the user's module load what `applied_to` has returned, or what was read in its place."""
+        with running(GlobalTensors(self.access)):
+            self._module.load_state_dict(state, strict=strict)
 
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -73,12 +73,12 @@ TABLE: dict[str, Patch] = {
         "a run: setup() to teardown(); accumulation: one fit's loop",
     ),
     "user code": Patch(
-        "the Trainer's profiler, the LightningModule, its optimizers, metrics and loaders",
-        "profile training_step validation_step test_step predict_step zero_grad lr_scheduler_step step "
-        "_step_supports_amp_scaling dist_sync_fn worker_init_fn",
-        "hooks see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped steps, some "
-        "optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a model seed "
-        "workers alike and count once in metrics; the Trainer has no hook for these",
+        "the Trainer's profiler, the LightningModule, its optimizers, metrics and loaders; in workers, parameters",
+        "profile start stop training_step validation_step test_step predict_step zero_grad lr_scheduler_step step "
+        "_step_supports_amp_scaling dist_sync_fn worker_init_fn __class__",
+        "hooks and loaders see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped "
+        "steps, some optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a "
+        "model seed workers alike and count once in metrics, workers refuse shards; the Trainer has no hook for these",
         "a run: setup() to teardown(); scaling: one step",
     ),
     "callbacks": Patch(
@@ -109,9 +109,10 @@ TABLE: dict[str, Patch] = {
     ),
     "sharded modules": Patch(
         "units of FSDP1 and FSDP2, and modules in them",
-        "forward apply named_modules requires_grad_ __deepcopy__ __class__ support_avx512bf16_for_cpu",
-        "units are compiled inside their hooks; users see the names and shards that there are; copies, and freezing a "
-        "part of a flat parameter, are refused; pickles have the modules' own classes; 4-bit weights are not repacked",
+        "forward apply named_modules requires_grad_ state_dict __deepcopy__ __class__ support_avx512bf16_for_cpu",
+        "units are compiled inside their hooks; users see the names and shards that there are, and their state_dict() "
+        "whole tensors; copies, and freezing a part of a flat parameter, are refused; pickles have the modules' own "
+        "classes; 4-bit weights are not repacked",
         "the module is sharded; classes: while it is pickled or checked",
     ),
     "ZeRO optimizers": Patch(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from accelight.callbacks import ReplicaCheck, ShardedEMA, Watchdog
 from accelight.state import GradientAccumulationPlugin
@@ -147,6 +147,8 @@ class Script(_Code):
     (``unit_rank``)."""
     iterable: bool = False
     """A dataset without a length."""
+    scaled_targets: bool = False
+    """Whether the ``collate_fn`` scales targets by the norm of a weight."""
     sharded: bool = False
     """The form of checkpoints."""
     option: str | None = None
@@ -269,9 +271,20 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         return (self.data[index] for index in range(len(self.data)))
 
 
-def loader(num_batches: int, rank: int | None, iterable: bool) -> Any:
-    data = Data(num_batches, rank)
-    return DataLoader(Stream(data) if iterable else data, ROWS * (WORLD_SIZE if rank is None else 1))
+def loader(num_batches: int, rank: int | None, module: Module | None = None, iterable: bool = False) -> Any:
+    data, scaled_by = Data(num_batches, rank), module if module is not None and module.script.scaled_targets else None
+
+    def collate(samples: Any) -> Any:
+        tokens, targets = default_collate(samples)
+        if scaled_by is not None:
+            targets = targets / (1 + next(scaled_by.net.blocks.parameters()).detach().norm())
+        return tokens, targets
+
+    return DataLoader(
+        Stream(data) if iterable else data,
+        ROWS * (WORLD_SIZE if rank is None else 1),
+        collate_fn=collate,
+    )
 
 
 class Module(LightningModule):
@@ -619,15 +632,15 @@ def _play(
             use_distributed_sampler=False,
             **where,
         )
-        validation = loader(2, data_rank, iterable=False) if fit.validate_every or fit.call == "validate" else None
+        validation = loader(2, data_rank, module) if fit.validate_every or fit.call == "validate" else None
         path = last[-min(fit.back, len(last))] if fit.start != "same" and last else None
         try:
             if fit.call == "fit":
-                trainer.fit(module, loader(fit.batches, data_rank, script.iterable), validation, ckpt_path=path)
+                trainer.fit(module, loader(fit.batches, data_rank, module, script.iterable), validation, ckpt_path=path)
             elif fit.call == "validate":
                 trainer.validate(module, validation, ckpt_path=path, verbose=False)
             else:
-                trainer.predict(module, loader(2, data_rank, iterable=False), ckpt_path=path)
+                trainer.predict(module, loader(2, data_rank, module), ckpt_path=path)
             outcome = "done"
         except Planned:
             outcome = "raised"

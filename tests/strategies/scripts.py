@@ -239,6 +239,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         every=pick([1, 2]) if manual in ("zbs", "bsz", "tzbs", "tbsz") else 1,
         unused=pick([None, None, None, "batch", "late", "rank", "never", "unit", "unit_rank"]),
         iterable=pick([False, True]),
+        scaled_targets=kind != "fsdp1_flat" and pick([False, False, True]),
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS] if is_fsdp else [None, "background"]),
         average=pick([None, None, 1, 2]),

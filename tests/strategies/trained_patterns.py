@@ -88,7 +88,7 @@ def _train(kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trai
         **where,
     )
     try:
-        trainer.fit(module, _loader(2, data_of), _loader(3, data_of) if kind.validates else None)
+        trainer.fit(module, **module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None))
     except Exception as error:  # noqa: BLE001 (compared with the words of the table)
         return Trained({}, {}, f"{type(error).__name__}: {error}")
     weights = {key: value.detach().cpu().clone() for key, value in full_state_dict(trainer.strategy, module).items()}

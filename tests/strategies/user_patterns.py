@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from accelight.strategies import full_state_dict
 
@@ -79,6 +80,10 @@ class Pattern(LightningModule):
 
     def callbacks(self) -> list[Callback]:
         return []
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        """Return where ``fit`` has its batches from."""
+        return {"train_dataloaders": training, "val_dataloaders": validation}
 
     def loss(self, batch: Any) -> Tensor:
         return functional.mse_loss(self.model(batch[0]), batch[1])
@@ -2154,6 +2159,90 @@ class EndOfFit(Pattern):
 
     def teardown(self, stage: str) -> None:
         self.see("teardown", numbers_of(self))
+
+
+IN_LOADERS = "weights in datasets, samplers and `collate_fn` of the main process, and in hooks of a DataModule"
+
+
+class _Scaled(Dataset[Any]):
+    """Samples that a weight's values scale."""
+
+    def __init__(self, samples: Dataset[Any], module: Pattern) -> None:
+        self.samples, self.module = samples, module
+
+    def __len__(self) -> int:
+        return len(self.samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.samples[index]
+        weight = self.module.first.weight.detach()
+        return inputs * float(weight[1].abs().max() + weight.norm()), targets
+
+
+@pattern(IN_LOADERS)
+class WeightsInDatasets(Pattern):
+    validates = True
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        loaders = [DataLoader(_Scaled(one.dataset, self), one.batch_size) for one in (training, validation)]
+        return super().data(*loaders)
+
+
+@pattern(IN_LOADERS)
+class WeightsInCollate(Pattern):
+    num_workers = 0
+
+    def collate(self, samples: Any) -> Any:
+        inputs, targets = default_collate(samples)
+        with torch.no_grad():
+            return inputs / (1 + self.first.weight.norm() + self.model(inputs).mean()), targets
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        options: Any = {"collate_fn": self.collate, "num_workers": self.num_workers}
+        if self.num_workers:
+            options["multiprocessing_context"] = "fork"  # others pickle the module
+        return super().data(DataLoader(training.dataset, training.batch_size, **options), validation)
+
+
+class _Data(LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        return batch[0] / (1 + module.first.weight.detach().norm()), batch[1]
+
+
+@pattern(IN_LOADERS)
+class WeightsInDataModules(Pattern):
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        return {"datamodule": _Data(training)}
+
+
+IN_WORKERS = Refused("forked, such as a worker", "a hook, or `num_workers=0`")
+
+
+@pattern(
+    "weights and modules in workers of a DataLoader", core=True, fsdp1=IN_WORKERS, fsdp2=IN_WORKERS, zero3=IN_WORKERS
+)
+class WeightsInWorkers(WeightsInCollate):
+    num_workers = 1
+
+
+@pattern("weights in an overridden `state_dict()`")
+class WeightsInStateDict(Pattern):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        self.seen["state"] = float(self.first.weight.norm() + state["model.head.weight"].norm())
+        return state
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.strategy.lightning_module_state_dict()
+        self.see("saved", self.seen["state"])
 
 
 IN_IGNORED = "gradients of `ignored_modules` in `on_after_backward` and in the step of manual optimization"

@@ -127,7 +127,7 @@ class Place:
         return AccelFSDPStrategy(**{**defaults, **by_kind.get(self.kind, {}), **self.options})
 
     def loader(self, num_batches: int) -> Any:
-        return loader(num_batches, self.rank, iterable=False)
+        return loader(num_batches, self.rank)
 
 
 Script = Callable[[Place], tuple[Trainer, UserModule]]
