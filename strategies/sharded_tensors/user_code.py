@@ -206,8 +206,7 @@ class UserCode:
         for parameter in () if module is None else module.parameters():
             shard = parameter if isinstance(parameter, Sharded) else self.access.shard_of(parameter)
             if shard is not None and (self.places is not None or parameter.shape != shard.shape):
-                cls: Any = type(parameter)
-                replace_for_good("user code", parameter, __class__=types.new_class(cls.__name__, (_InFork, cls)))
+                replace_for_good("user code", parameter, __class__=_refusing(type(parameter)))
         register_module_forward_pre_hook(_refuse_call)
 
     def _wrap_step(self, module: LightningModule, name: str) -> None:
@@ -441,6 +440,11 @@ class _InFork:
             raise RuntimeError(_IN_FORK)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _refusing(cls: type[nn.Parameter]) -> type:
+    return types.new_class(cls.__name__, (_InFork, cls))
 
 
 def _refuse_call(module: nn.Module, _: Any) -> None:
