@@ -2223,6 +2223,26 @@ class WeightsInDataModules(Pattern):
         return {"datamodule": _Data(training)}
 
 
+@pattern(IN_LOADERS)
+class WorkersBesideWeightsInDatasets(Pattern):
+    """Lightning starts the second loader's workers while it waits for that loader's first batch."""
+
+    validates = True
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        first = DataLoader(_Scaled(validation.dataset, self), validation.batch_size)
+        options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": _doubled}
+        return super().data(training, [first, DataLoader(validation.dataset, validation.batch_size, **options)])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("validation", self.loss(batch), sync_dist=True)
+
+
+def _doubled(samples: Any) -> Any:
+    inputs, targets = default_collate(samples)
+    return 2 * inputs, targets
+
+
 IN_WORKERS = Refused("forked, such as a worker", "a hook, or `num_workers=0`")
 
 
