@@ -145,7 +145,7 @@ class UserCode:
             return self._until_detached(context) if action_name == last else context
 
         self._patches.put(profiler, "profile", profile_hook)
-        self._follow_fetches(profiler)
+        self._follow_fetches(trainer)
 
     @contextmanager
     def _until_detached(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
@@ -156,20 +156,19 @@ class UserCode:
         finally:
             self.detach()
 
-    def _follow_fetches(self, profiler: Any) -> None:
+    def _follow_fetches(self, trainer: Any) -> None:
         """Run datasets, samplers and ``collate_fn`` of this process as users' code.
 
-        Lightning reports each batch that it waits for. Batches of the first one of each epoch are looked at, and all
-        once one has met shards.
+        Lightning reports each batch that it waits for: those of the first one of each epoch are looked at, and all once
+        one has met shards. Of a loader without a length it fetches one more in advance, which it does not report.
         """
-        start, stop = profiler.start, profiler.stop
+        start, stop = trainer.profiler.start, trainer.profiler.stop
 
         @functools.wraps(start)
         def start_action(name: str) -> None:
             start(name)
             if _is_fetch(name) and (self._in_fetches.has_met_shards or self._is_first_batch()):
-                self._fetch.enter_context(nullcontext() if self._has_compiled else self._in_modules)
-                self._fetch.enter_context(running(self._in_fetches))
+                self._fetch.enter_context(self._in_fetch())
 
         @functools.wraps(stop)
         def stop_action(name: str) -> None:
@@ -177,8 +176,25 @@ class UserCode:
                 self._fetch.close()
             stop(name)
 
-        self._patches.put(profiler, "start", start_action)
-        self._patches.put(profiler, "stop", stop_action)
+        self._patches.put(trainer.profiler, "start", start_action)
+        self._patches.put(trainer.profiler, "stop", stop_action)
+        self._patches.put(trainer.fit_loop, "setup_data", self._fetching(trainer.fit_loop.setup_data))
+        evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
+            self._patches.put(loop, "reset", self._fetching(loop.reset))
+
+    @contextmanager
+    def _in_fetch(self) -> Iterator[None]:
+        with nullcontext() if self._has_compiled else self._in_modules, running(self._in_fetches):
+            yield
+
+    def _fetching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._in_fetch():
+                return method(*args, **kwargs)
+
+        return run
 
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""

@@ -73,9 +73,9 @@ TABLE: dict[str, Patch] = {
         "a run: setup() to teardown(); accumulation: one fit's loop",
     ),
     "user code": Patch(
-        "the Trainer's profiler, the LightningModule, its optimizers, metrics and loaders; in workers, parameters",
-        "profile start stop training_step validation_step test_step predict_step zero_grad lr_scheduler_step step "
-        "_step_supports_amp_scaling dist_sync_fn worker_init_fn __class__",
+        "the Trainer's profiler and loops, the LightningModule, its optimizers, metrics, loaders; workers' parameters",
+        "profile start stop setup_data reset training_step validation_step test_step predict_step zero_grad "
+        "lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn __class__",
         "hooks and loaders see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped "
         "steps, some optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a "
         "model seed workers alike and count once in metrics, workers refuse shards; the Trainer has no hook for these",

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from accelight.strategies import full_state_dict
 
@@ -2186,6 +2186,25 @@ class WeightsInDatasets(Pattern):
     def data(self, training: Any, validation: Any) -> dict[str, Any]:
         loaders = [DataLoader(_Scaled(one.dataset, self), one.batch_size) for one in (training, validation)]
         return super().data(*loaders)
+
+
+class _Stream(IterableDataset[Any]):
+    """Samples of a dataset, without a length: Lightning fetches a batch in advance."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+@pattern(IN_LOADERS)
+class WeightsInStreams(Pattern):
+    validates = True
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        streams = [_Stream(_Scaled(one.dataset, self)) for one in (training, validation)]
+        return super().data(*(DataLoader(one, training.batch_size) for one in streams))
 
 
 @pattern(IN_LOADERS)
