@@ -355,7 +355,7 @@ class GlobalTensors(TorchFunctionMode):
         name = func.__name__
         if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
             self._check_kept(name, args, kwargs)
-        if not any(map(self._is_sharded, _tensors(args, kwargs))):
+        if not any(map(self.is_sharded, _tensors(args, kwargs))):
             return self._on_plain(func, args, kwargs)
         self.has_met_shards = True
         return self._on_sharded(func, args, kwargs)
@@ -364,7 +364,7 @@ class GlobalTensors(TorchFunctionMode):
         """Return whether an operation uses the values of sharded tensors, and not only of a tensor-parallel layer's."""
         name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
         return name not in _NOT_OF_VALUES and any(
-            self._is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",))
+            self.is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",))
             for one in _tensors(args, kwargs)
         )
 
@@ -477,7 +477,8 @@ class GlobalTensors(TorchFunctionMode):
         return args[0] if result is target else result
 
     # ------------------------------------------------------------------ what is sharded
-    def _is_sharded(self, tensor: Tensor) -> bool:
+    def is_sharded(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a part of one."""
         return isinstance(tensor, Sharded) or self._access.shard_of(tensor) is not None
 
     def _shard(self, tensor: Tensor) -> Any:
@@ -500,7 +501,7 @@ class GlobalTensors(TorchFunctionMode):
             and any(
                 one.requires_grad
                 and not isinstance(one, DTensor)
-                and (self._in_step or self._access.shows_shards or not self._is_sharded(one))
+                and (self._in_step or self._access.shows_shards or not self.is_sharded(one))
                 for one in _tensors(args, kwargs)
             )
         )
@@ -517,7 +518,7 @@ class GlobalTensors(TorchFunctionMode):
     # ------------------------------------------------------------------ attributes
     def _attribute(self, func: Any, name: str, action: str, args: Sequence[Any]) -> Any:
         tensor = args[0]
-        if not self._is_sharded(tensor):
+        if not self.is_sharded(tensor):
             if name == "data" and action == "__set__":  # a plain tensor takes the values of a sharded one
                 return self._on_plain(func, (tensor, self._full(args[1])), {})
             return func(*args)
@@ -681,7 +682,7 @@ class GlobalTensors(TorchFunctionMode):
         known = set(self._open)
 
         def full_of(tensor: Tensor) -> Tensor:
-            if not self._is_sharded(tensor):
+            if not self.is_sharded(tensor):
                 return tensor
             opened = self._opened(tensor)
             used[id(opened.full)] = opened
@@ -730,7 +731,7 @@ class GlobalTensors(TorchFunctionMode):
         return self._access.linked(opened.full, tensor) if self._in_step else opened.full
 
     def _full(self, tensor: Tensor) -> Tensor:
-        return gathered(self._shard(tensor)) if self._is_sharded(tensor) else tensor
+        return gathered(self._shard(tensor)) if self.is_sharded(tensor) else tensor
 
 
 def wait_for_streams(device_type: str) -> None:

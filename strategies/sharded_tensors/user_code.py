@@ -218,10 +218,11 @@ class UserCode:
         module = None if self._trainer is None else self._trainer.lightning_module
         for mode in self._modes:
             mode.pause()
+        self.follow_calls(follows=False)
         _running.clear()
         for parameter in () if module is None else module.parameters():
-            shard = parameter if isinstance(parameter, Sharded) else self.access.shard_of(parameter)
-            if shard is not None and (self.places is not None or parameter.shape != shard.shape):
+            is_partitioned = hasattr(parameter, "ds_tensor")  # stage 3; to ask for its shard may wait for a gather
+            if is_partitioned or (self.places is not None and self._in_hooks.is_sharded(parameter)):
                 replace_for_good("user code", parameter, __class__=_refusing(type(parameter)))
         register_module_forward_pre_hook(_refuse_call)
 

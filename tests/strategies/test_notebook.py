@@ -143,6 +143,7 @@ def _wait_forever(folder: str) -> None:
 def _interrupt_when_two_wait(folder: str) -> None:
     while len(list(Path(folder).glob("pid *"))) < 2:
         time.sleep(0.01)
+    time.sleep(1)  # the last fork has returned by then: an interrupt inside of it is lost
     os.kill(os.getpid(), signal.SIGINT)
 
 
