@@ -292,17 +292,18 @@ class _Observer:
     def _run(self, check: Callable[[], None]) -> None:
         looked = time.monotonic()
         while not self._ends.wait(_LOOK_S):
-            waits, now = self._waits_now(stack_of(self.thread_id)), time.monotonic()
-            if waits:
+            stack, now = stack_of(self.thread_id), time.monotonic()
+            if stack and self._waits_now(stack):
                 self.clock.waited[self.clock.open[-1].section] += now - looked
             looked = now
+            del stack  # it would keep the thread's locals alive
             check()
 
     def _waits_now(self, stack: list[FrameType]) -> bool:
         """Guess whether the thread waits for other processes, from where it is and whether it sleeps."""
-        if not stack or waits_on_store(stack):
-            return bool(stack)
         code = stack[0].f_code
+        if waits_on_store(stack):
+            return True
         is_collective = f"torch{os.sep}distributed" in code.co_filename
         if not is_collective and code.co_name != "_engine_run_backward":  # in which ddp reduces
             return False

@@ -168,7 +168,7 @@ class UserCode:
         def start_action(name: str) -> None:
             start(name)
             if _is_fetch(name) and (self._in_fetches.has_met_shards or self._is_first_batch()):
-                self._fetch.enter_context(self._in_fetch())
+                self._fetch.enter_context(self._in_code(self._in_fetches))
 
         @functools.wraps(stop)
         def stop_action(name: str) -> None:
@@ -178,23 +178,17 @@ class UserCode:
 
         self._patches.put(trainer.profiler, "start", start_action)
         self._patches.put(trainer.profiler, "stop", stop_action)
-        self._patches.put(trainer.fit_loop, "setup_data", self._fetching(trainer.fit_loop.setup_data))
+        in_fetch = self._in_code(self._in_fetches)
+        self._patches.put(trainer.fit_loop, "setup_data", in_fetch(trainer.fit_loop.setup_data))
         evaluations = trainer.validate_loop, trainer.test_loop, trainer.predict_loop
         for loop in (trainer.fit_loop.epoch_loop.val_loop, *evaluations):
-            self._patches.put(loop, "reset", self._fetching(loop.reset))
+            self._patches.put(loop, "reset", in_fetch(loop.reset))
 
     @contextmanager
-    def _in_fetch(self) -> Iterator[None]:
-        with nullcontext() if self._has_compiled else self._in_modules, running(self._in_fetches):
+    def _in_code(self, mode: GlobalTensors) -> Iterator[None]:
+        """Run users' code, and what the forwards of modules do in it; also a decorator."""
+        with nullcontext() if self._has_compiled else self._in_modules, running(mode):
             yield
-
-    def _fetching(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._in_fetch():
-                return method(*args, **kwargs)
-
-        return run
 
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
@@ -283,12 +277,12 @@ class UserCode:
         if not torch.is_grad_enabled():  # an evaluation's
             self.access.release()
         self._in_hooks.hook = name
-        with context as value, nullcontext() if self._has_compiled else self._in_modules, running(self._in_hooks):
+        with context as value, self._in_code(self._in_hooks):
             yield value
 
     @contextmanager
     def in_hook(self, *, ends_window: bool = False) -> Iterator[None]:
-        """Run a method of the user's that the Trainer does not profile as a hook.
+        """Run a method of the user's that the Trainer does not profile as a hook; also a decorator.
 
         Args:
             ends_window: Whether gradients that it asks for are those of a whole accumulation window.
@@ -320,20 +314,12 @@ class UserCode:
         found = [step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")]
         before = [dict(hooks) for hooks in found]
         for hooks in found:
-            hooks.update({key: self._in_hook(hook) for key, hook in hooks.items()})
+            hooks.update({key: self.in_hook()(hook) for key, hook in hooks.items()})
         try:
             yield
         finally:
             for hooks, own in zip(found, before, strict=True):
                 hooks.update({key: hook for key, hook in own.items() if key in hooks})
-
-    def _in_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.in_hook():
-                return hook(*args, **kwargs)
-
-        return run
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
@@ -583,20 +569,21 @@ def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]:
     """Return the names under which the Trainer profiles hooks that users have written."""
-    found = {
-        f"[LightningModule]{type(module).__name__}.{hook}"
-        for hook in dir(LightningModule)
-        if _is_hook(LightningModule, hook) and (hook in _CALLS_USERS_CODE or is_overridden(hook, module))
-    }
+    names = _written_hooks(LightningModule, module) | _CALLS_USERS_CODE
+    found = {f"[LightningModule]{type(module).__name__}.{hook}" for hook in names}
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None:
-        hooks = [hook for hook in dir(LightningDataModule) if _is_hook(LightningDataModule, hook)]
-        found |= {f"[LightningDataModule]{type(data).__name__}.{hook}" for hook in hooks if is_overridden(hook, data)}
+        names = _written_hooks(LightningDataModule, data)
+        found |= {f"[LightningDataModule]{type(data).__name__}.{hook}" for hook in names}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES):
-            hooks = [hook for hook in dir(Callback) if _is_hook(Callback, hook)]
-            found |= {f"[Callback]{callback.state_key}.{hook}" for hook in hooks if is_overridden(hook, callback)}
+            found |= {f"[Callback]{callback.state_key}.{hook}" for hook in _written_hooks(Callback, callback)}
     return frozenset(found)
+
+
+def _written_hooks(cls: type, instance: Any) -> set[str]:
+    """Return the hooks of one of Lightning's classes that an object's own class has written."""
+    return {name for name in dir(cls) if _is_hook(cls, name) and is_overridden(name, instance)}
 
 
 def _is_hook(cls: type, name: str) -> bool:
