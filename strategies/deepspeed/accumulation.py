@@ -36,6 +36,7 @@ from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.items import ItemAverage
 from ..sharded_tensors.global_tensors import wait_for_streams
+from ..sharded_tensors.guards import refuse_in_threads
 from ..sharded_tensors.user_code import library_code, running_as_library
 from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
@@ -844,7 +845,8 @@ class CollectiveOrder:
     """Refuses, by name, to gather the parameters of another layer than the other ranks.
 
     While DeepSpeed records in which order layers are used, ranks compare each of them. From then on nothing is
-    compared, until a rank leaves the recorded order: the others have to say the same.
+    compared, until a rank leaves the recorded order: the others have to say the same. A layer that users' code has let
+    use weights of other layers since then leaves it, too: DeepSpeed would fetch others than it has recorded.
 
     Args:
         engine: DeepSpeed's engine, of stage 3.
@@ -857,6 +859,8 @@ class CollectiveOrder:
         self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary(
             {layer: name for name, layer in engine.module.named_modules()}
         )
+        self._recorded: dict[int, int] = {}
+        """How many weights of other layers each layer uses in the recorded order."""
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
         replace_for_good(
@@ -864,6 +868,7 @@ class CollectiveOrder:
         )
 
     def _fetch_alike(self, layer: nn.Module, forward: bool) -> None:
+        refuse_in_threads()
         if not all(each is None or hasattr(each, "ds_id") for each in layer._parameters.values()):
             raise RuntimeError(
                 f"{self._name(layer)} was called with parameters other than the partitioned ones "
@@ -878,12 +883,22 @@ class CollectiveOrder:
 
     def _depart_together(self, layer: nn.Module) -> None:
         was_complete = self._coordinator.is_complete_trace()
+        if not was_complete:
+            self._recorded = {}
+        elif not self._recorded:
+            self._recorded = {id(each): _num_of_others(each) for each in self._names}
         self._check_trace(layer)
+        if self._coordinator.is_complete_trace() and self._recorded.get(id(layer), 0) != _num_of_others(layer):
+            self._coordinator._invalidate_trace()
         if was_complete and not self._coordinator.is_complete_trace():
             self._compared.compare(f"leaves the recorded order at {self._name(layer)!r}")
 
     def _name(self, layer: nn.Module) -> str:
         return self._names.get(layer) or type(layer).__name__
+
+
+def _num_of_others(layer: Any) -> int:
+    return sum(1 for _ in layer.ds_external_parameters()) if hasattr(layer, "ds_external_parameters") else 0
 
 
 def _coordinator(engine: Any) -> Any:

@@ -153,6 +153,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "release_backward_leftovers": (f"{_OFFLOAD}.DeepSpeedZeRoOffload", "releases what a failed backward has left"),
     "fetch_sub_module": (_COORDINATOR, "compared between ranks: which layer is gathered"),
     "is_complete_trace": (_COORDINATOR, "whether the order of the layers is recorded"),
+    "_invalidate_trace": (_COORDINATOR, "lets the order be recorded anew, as where it finds another layer"),
     "reset_step": (_COORDINATOR, "off where ranks may use different layers"),
     "trace_prologue": (_COORDINATOR, "compared between ranks: whether the recorded order is left"),
     # The library

@@ -355,7 +355,7 @@ class GlobalTensors(TorchFunctionMode):
         name = func.__name__
         if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
             self._check_kept(name, args, kwargs)
-        if not any(map(self.is_sharded, _tensors(args, kwargs))):
+        if not any(map(self.is_sharded, tensors_in(args, kwargs))):
             return self._on_plain(func, args, kwargs)
         self.has_met_shards = True
         return self._on_sharded(func, args, kwargs)
@@ -365,7 +365,7 @@ class GlobalTensors(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
         return name not in _NOT_OF_VALUES and any(
             self.is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",))
-            for one in _tensors(args, kwargs)
+            for one in tensors_in(args, kwargs)
         )
 
     def _on_sharded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -387,7 +387,7 @@ class GlobalTensors(TorchFunctionMode):
         if name == "detach":
             detached: Tensor = func(self._shard(args[0]))
             return self._aliases.add(args[0], detached)
-        if any(self._is_open(one) for one in _tensors(args, kwargs)):  # there are views of it, which see this
+        if any(self._is_open(one) for one in tensors_in(args, kwargs)):  # there are views of it, which see this
             return self._on_full(func, args, kwargs)
         if is_element_by_element(name) and not self._needs_full(name, args, kwargs):
             result = self._element_by_element(func, args, kwargs)
@@ -401,10 +401,10 @@ class GlobalTensors(TorchFunctionMode):
 
     def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
         """Let views that users have kept have the values of now; refuse those from before sharding."""
-        self.old_memory.check(_tensors(args, kwargs), self.hook, in_step=self._in_step)
-        for tensor in _tensors(args, kwargs) if name not in _OF_ATTRIBUTES else ():
+        self.old_memory.check(tensors_in(args, kwargs), self.hook, in_step=self._in_step)
+        for tensor in tensors_in(args, kwargs) if name not in _OF_ATTRIBUTES else ():
             check_not_freed(tensor, self.hook)
-        for tensor in _tensors(args, kwargs) if self._aliases.kept else ():
+        for tensor in tensors_in(args, kwargs) if self._aliases.kept else ():
             for one in list(self._aliases.kept.values()):
                 full = one.full()
                 if full is not None and share_memory(full, tensor):
@@ -432,7 +432,7 @@ class GlobalTensors(TorchFunctionMode):
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
         if name.removeprefix("_foreach_") in _REDUCTIONS:
-            for one in _tensors(args, kwargs):
+            for one in tensors_in(args, kwargs):
                 self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
         if self._open and args and (reads_data or name == "detach" or name in _UNCOUNTED):
@@ -451,10 +451,10 @@ class GlobalTensors(TorchFunctionMode):
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
         if not (assigns or _is_in_place(name)) or not args:
             result = func(*args, **kwargs)
-            self._access.note_result(result, _tensors(args, kwargs))
+            self._access.note_result(result, tensors_in(args, kwargs))
             return result
         self._note_write(args[0], assigns=assigns)
-        self._access.note_result(args[0], _tensors(args[1:], kwargs))
+        self._access.note_result(args[0], tensors_in(args[1:], kwargs))
         if not isinstance(args[0], Tensor) or (torch.is_grad_enabled() and not assigns):
             return func(*args, **kwargs)
         target = self._access.writable(args[0], assigns=assigns)
@@ -490,7 +490,7 @@ class GlobalTensors(TorchFunctionMode):
 
     def _needs_full(self, name: str, args: Any, kwargs: Any) -> bool:
         """Return whether an operation is a part of a graph that shards lack: FSDP1's, or full tensors next to them."""
-        tensors = [self._shard(one) for one in _tensors(args, kwargs)] if self._in_backward else []
+        tensors = [self._shard(one) for one in tensors_in(args, kwargs)] if self._in_backward else []
         first: Any = next((one for one in tensors if isinstance(one, Sharded)), None)
         if "out" in kwargs or any(not is_sharded_alike(one, first) for one in tensors):
             return True  # in a backward, ranks have other values in what is not sharded like parameters
@@ -502,7 +502,7 @@ class GlobalTensors(TorchFunctionMode):
                 one.requires_grad
                 and not isinstance(one, DTensor)
                 and (self._in_step or self._access.shows_shards or not self.is_sharded(one))
-                for one in _tensors(args, kwargs)
+                for one in tensors_in(args, kwargs)
             )
         )
 
@@ -575,7 +575,7 @@ class GlobalTensors(TorchFunctionMode):
     def _note_write(self, target: Any, *, assigns: bool = False) -> None:
         """Let the engine know of a training step's write to a tensor, or to a list of them, that is not sharded."""
         if self._in_step:
-            for one in _tensors((target,), {}):
+            for one in tensors_in((target,), {}):
                 if assigns or not (torch.is_grad_enabled() and one.requires_grad):
                     self._access.note_write(one)
 
@@ -628,7 +628,7 @@ class GlobalTensors(TorchFunctionMode):
     # ------------------------------------------------------------------ on shards
     def _element_by_element(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on the shards; NotImplemented where its result would not be one of theirs."""
-        tensors = [self._shard(one) for one in _tensors(args, kwargs)]
+        tensors = [self._shard(one) for one in tensors_in(args, kwargs)]
         is_in_place = _is_in_place(func.__name__)
         first = tensors[0] if is_in_place else next(one for one in tensors if isinstance(one, Sharded))
         if not isinstance(first, Sharded):
@@ -695,12 +695,12 @@ class GlobalTensors(TorchFunctionMode):
 
         full_args, full_kwargs = self._map(args, full_of), self._map(kwargs, full_of)
         if _is_in_place(func.__name__):
-            self._note_write(next(_tensors(full_args, full_kwargs)))
+            self._note_write(next(tensors_in(full_args, full_kwargs)))
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
                 self._write_back(one)
-        returned = {storage_of(one) for one in _tensors((result,), {}) if not isinstance(one, Sharded)}
+        returned = {storage_of(one) for one in tensors_in((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():
             if func.__name__ in _UNCOUNTED:
                 one.is_shown_uncounted = True
@@ -776,12 +776,13 @@ def _broadcast(one: torch.Size, other: torch.Size) -> torch.Size | None:
         return None
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments of an operation, and in lists and tuples of them."""
     for one in (*args, *kwargs.values()):
         if isinstance(one, Tensor):
             yield one
         elif type(one) in (list, tuple):
-            yield from _tensors(one, {})
+            yield from tensors_in(one, {})
 
 
 @cache

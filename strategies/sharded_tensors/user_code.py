@@ -11,12 +11,12 @@ import functools
 import inspect
 import os
 import sys
-import types
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from types import FrameType
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,9 @@ from ..upstream.lightning import (
     is_overridden,
 )
 from ..upstream.patches import Patches, replace_for_good
-from .global_tensors import OF_THE_SHARD, GlobalTensors, ShardAccess
+from ..upstream.torch_core import _get_current_function_mode
+from .global_tensors import GlobalTensors, ShardAccess
+from .guards import InThread, Watch, is_asked_by_library, is_in_call, is_recomputed, plainly, refuse_in_fork
 from .kept_tensors import Aliases, OldMemory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
 
@@ -71,13 +73,6 @@ _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
 )
-_IN_FORK = (
-    "A process that this one has forked, such as a worker of a DataLoader, used a sharded parameter or a module that "
-    "has some: no other process gathers them with it. Compute what depends on weights in a hook of the module, or "
-    "load data with num_workers=0."
-)
-_ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
-_CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
@@ -116,6 +111,9 @@ class UserCode:
         self._has_compiled = False
         self._has_stepped = False
         self._fetch = ExitStack()
+        self._error_in_thread: RuntimeError | None = None
+        self._watch: Watch | None = None
+        self._since_use = ExitStack()
         self._trainer: Trainer | None = None
 
     # ------------------------------------------------------------------ attached
@@ -131,21 +129,77 @@ class UserCode:
         for mode in self._modes:
             mode.places, mode.old_memory = self.places, OldMemory.of(module)
         self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
+        if sharded := self._sharded(module):  # else DeepSpeed partitions later, if at all
+            self._watch = Watch(sharded)
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             self._wrap_step(module, name)
-        actions, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
+        self._follow_hooks(trainer, module)
+        self._follow_fetches(trainer)
+        self._follow_threads(module)
+
+    def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
+        """Run users' hooks as such: all until the end of the run, those of a save as long as the Trainer lives."""
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        profile = profiler.profile
+        if (before := _followed.pop(profiler, None)) is not None:
+            before.remove()
+        actions, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
+        profile, own, its_trainer = profiler.profile, ref(self), ref(trainer)
 
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
-            context = profile(action_name)
-            if action_name in actions:
-                context = self._hook(context, action_name.rpartition(".")[2])
-            return self._until_detached(context) if action_name == last else context
+            context, user_code, trainer = profile(action_name), own(), its_trainer()
+            if user_code is None or trainer is None:
+                return context
+            if action_name == "save_checkpoint":
+                return user_code._save(context, trainer)
+            if action_name in actions and _attached is user_code:
+                context = user_code._hook(context, action_name.rpartition(".")[2])
+            return user_code._until_detached(context) if action_name == last else context
 
-        self._patches.put(profiler, "profile", profile_hook)
-        self._follow_fetches(trainer)
+        patches = _followed[profiler] = Patches("user code")
+        patches.put(profiler, "profile", profile_hook)
+        finalize(trainer, patches.remove)
+
+    @contextmanager
+    def _save(self, context: AbstractContextManager[Any], trainer: Trainer) -> Iterator[Any]:
+        """Save a checkpoint, in a run or after it; Lightning does not report ``state_dict()`` of callbacks as hooks."""
+        global _attached
+        before, _attached = _attached, self
+        try:
+            with Patches("user code") as patches, context as value:
+                for callback in _users_callbacks(trainer):
+                    if is_overridden("state_dict", callback):
+                        patches.put(callback, "state_dict", self.in_hook()(callback.state_dict))
+                yield value
+        finally:
+            _attached = before
+
+    def _follow_threads(self, module: LightningModule) -> None:
+        """Let threads that users' code starts refuse sharded parameters: no other process gathers with them."""
+        if self.places is None:
+            return
+        start, own = threading.Thread.start, threading.get_ident()
+
+        def note(error: RuntimeError) -> None:
+            self._error_in_thread = error
+
+        @functools.wraps(start)
+        def start_thread(thread: threading.Thread) -> None:
+            mode = InThread.of_this_thread()
+            if threading.get_ident() == own and is_user_code():
+                with library_code():
+                    mode = InThread(self._sharded(module), self.access.owns_gradient, note)
+            if mode is not None:
+                replace_for_good("user code", thread, run=partial(mode.run, thread.run))
+            start(thread)
+
+        self._patches.put(threading.Thread, "start", start_thread)
+
+    def _raise_from_thread(self) -> None:
+        """Raise what a thread has refused: its own error may have been printed alone."""
+        if self._error_in_thread is not None:
+            error, self._error_in_thread = self._error_in_thread, None
+            raise error
 
     @contextmanager
     def _until_detached(self, context: AbstractContextManager[Any]) -> Iterator[Any]:
@@ -160,15 +214,18 @@ class UserCode:
         """Run datasets, samplers and ``collate_fn`` of this process as users' code.
 
         Lightning reports each batch that it waits for: those of the first one of each epoch are looked at, and all once
-        one has met shards. Of a loader without a length it fetches one more in advance, which it does not report.
+        one has met shards, which parameters notice in the others. Of a loader without a length it fetches one more in
+        advance, which it does not report.
         """
         start, stop = trainer.profiler.start, trainer.profiler.stop
 
         @functools.wraps(start)
         def start_action(name: str) -> None:
             start(name)
-            if _is_fetch(name) and (self._in_fetches.has_met_shards or self._is_first_batch()):
-                self._fetch.enter_context(self._in_code(self._in_fetches))
+            if _is_fetch(name):
+                is_to_look = self._in_fetches.has_met_shards or self._is_first_batch()
+                context = self._in_code if is_to_look else self._watching
+                self._fetch.enter_context(context(self._in_fetches))
 
         @functools.wraps(stop)
         def stop_action(name: str) -> None:
@@ -190,6 +247,28 @@ class UserCode:
         with nullcontext() if self._has_compiled else self._in_modules, running(mode):
             yield
 
+    @contextmanager
+    def _watching(self, mode: GlobalTensors) -> Iterator[None]:
+        """Let users' code that begins to use shards in the midst of a run do so under a mode."""
+        if self._watch is None:
+            self._watch = Watch(() if self._trainer is None else self._sharded(self._trainer.lightning_module))
+        with ExitStack() as self._since_use, self._watch.until_end(partial(self._begin, mode)):
+            yield
+
+    def _begin(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the first use of shards in users' code that was not looked at; what follows runs under the mode, too."""
+        if not mode.meets_shards(func, args, kwargs):  # such as a parameter of stage 3 that is gathered now
+            return plainly(func, args, kwargs)
+        other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        with ExitStack() as this_use:
+            contexts = self._since_use if other is None else this_use  # one of the user's is left before ours
+            contexts.enter_context(running(mode))
+            if not is_in_call(sys._getframe(2)):
+                return func(*args, **kwargs)
+            contexts.enter_context(call_of_module())
+            contexts.enter_context(self._in_modules)
+            return self._in_modules.run(mode, func, args, kwargs)
+
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
         if self._trainer is None or self._trainer.state.status == TrainerStatus.INTERRUPTED:
@@ -198,7 +277,7 @@ class UserCode:
     def detach(self) -> None:
         """Undo `attach`."""
         global _attached
-        self._trainer = None
+        self._trainer = self._watch = None
         self._patches.remove()
         self._fetch.close()
         self.follow_calls(follows=False)
@@ -214,23 +293,27 @@ class UserCode:
             mode.pause()
         self.follow_calls(follows=False)
         _running.clear()
-        for parameter in () if module is None else module.parameters():
-            is_partitioned = hasattr(parameter, "ds_tensor")  # stage 3; to ask for its shard may wait for a gather
-            if is_partitioned or (self.places is not None and self._in_hooks.is_sharded(parameter)):
-                replace_for_good("user code", parameter, __class__=_refusing(type(parameter)))
-        register_module_forward_pre_hook(_refuse_call)
+        refuse_in_fork(() if module is None else self._sharded(module))
+
+    def _sharded(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of which other processes have parts; none is gathered for that."""
+        if self.places is None:
+            return []
+        own = [one for one in module.parameters() if not isinstance(one, FlatParameter)]  # that one is torch's
+        # Of stage 3 it is known: to ask for its shard may wait for a gather.
+        return [one for one in own if hasattr(one, "ds_tensor") or self._in_hooks.is_sharded(one)]
 
     def _wrap_step(self, module: LightningModule, name: str) -> None:
         step = getattr(module, name)
 
         @functools.wraps(inspect.unwrap(step))  # Lightning unwraps once, and looks whether it takes batch_idx
         def run_step(*args: Any, **kwargs: Any) -> Any:
+            self._raise_from_thread()
             uses_kept = self._in_steps.old_memory.begin_step()
-            if not uses_kept and name == "training_step" and not self._is_in_steps(module):
-                return step(*args, **kwargs)
+            is_to_look = uses_kept or name != "training_step" or self._is_in_steps(module)
             self.access.in_step = True
             try:
-                with self._looking_into_modules(self._is_first_batch()), running(self._in_steps):
+                with self._looking_into_modules(module), running(self._in_steps) if is_to_look else nullcontext():
                     return step(*args, **kwargs)
             finally:
                 self.access.in_step = False
@@ -242,7 +325,7 @@ class UserCode:
         """Return whether to look at what a training step does with sharded parameters; an evaluation's always is.
 
         Always in manual optimization, where none is gathered, and where the engine asks for it. Else in the first batch
-        of each epoch, and in all batches once a step has used a sharded parameter.
+        of each epoch, and in all batches once a step has used a sharded parameter, which parameters notice.
         """
         if self._always_in_steps or self._in_steps.has_met_shards or not module.automatic_optimization:
             return True
@@ -262,20 +345,25 @@ class UserCode:
         }
         return bool(loops[self._trainer.state.fn].batch_progress.current.ready <= 1)
 
-    def _looking_into_modules(self, is_first_batch: bool) -> AbstractContextManager[Any]:
+    def _looking_into_modules(self, module: LightningModule) -> AbstractContextManager[Any]:
         """Look at what the forwards of modules do as well, in first batches, and in all once one has met shards.
 
-        Not where a module is compiled: it would be compiled twice.
+        Not where a module is compiled: it would be compiled twice. Else parameters notice it, but where a step has
+        optimizers in it, which know them by their classes.
         """
+        is_first_batch = self._is_first_batch()
         if is_first_batch:
             self._has_compiled = any(map(_is_compiled, self._called))
-        is_to_look = (is_first_batch or self._in_modules.has_met_shards) and not self._has_compiled
-        return self._in_modules if is_to_look else nullcontext()
+        if (is_first_batch or self._in_modules.has_met_shards) and not self._has_compiled:
+            return self._in_modules
+        is_manual = self._trainer is None or (self._trainer.training and not module.automatic_optimization)
+        return nullcontext() if is_manual else self._watching(self._in_steps)
 
     @contextmanager
     def _hook(self, context: AbstractContextManager[Any], name: str) -> Iterator[Any]:
         if not torch.is_grad_enabled():  # an evaluation's
             self.access.release()
+        self._raise_from_thread()
         self._in_hooks.hook = name
         with context as value, self._in_code(self._in_hooks):
             yield value
@@ -287,12 +375,13 @@ class UserCode:
         Args:
             ends_window: Whether gradients that it asks for are those of a whole accumulation window.
         """
+        before = self.access.ends_window, self._in_hooks.hook
         self.access.ends_window, self._in_hooks.hook = ends_window, ""
         try:
             with running(self._in_hooks):
                 yield
         finally:
-            self.access.ends_window = False
+            self.access.ends_window, self._in_hooks.hook = before
 
     @contextmanager
     def in_own_backward(self, unreduced: Iterable[Tensor]) -> Iterator[None]:
@@ -370,11 +459,15 @@ class _InModules(TorchFunctionMode):
         """Run one operation."""
         kwargs = kwargs or {}
         is_in_call = is_library() and len(_running) not in _without_modules
-        mode = _callers_mode() if is_in_call and not _is_asked_by_library(sys._getframe(1)) else None
+        mode = _callers_mode() if is_in_call and not is_asked_by_library(sys._getframe(1)) else None
         if mode is None or not mode.meets_shards(func, args, kwargs):
             return func(*args, **kwargs)
+        return self.run(mode, func, args, kwargs)
+
+    def run(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation that meets shards."""
         self.has_met_shards = True
-        if _is_recomputed(sys._getframe(1)):
+        if is_recomputed(sys._getframe(1)):
             raise RuntimeError(
                 "A forward whose activations are recomputed reads a weight of another unit: in the backward it would "
                 "see this process's part. Read the weight outside of the checkpointed part, and hand it in, or train "
@@ -382,25 +475,6 @@ class _InModules(TorchFunctionMode):
             )
         with running(mode):
             return func(*args, **kwargs)
-
-
-def _is_asked_by_library(frame: FrameType | None) -> bool:
-    """Return whether code of torch's modules, an engine or accelight calls an operation, below functions and modes."""
-    while frame is not None:
-        name = "torch." if frame.f_code.co_name == "__torch_function__" else f"{frame.f_globals.get('__name__')}."
-        if name.startswith(_ENGINES):
-            return True
-        if not name.startswith("torch."):
-            return False
-        frame = frame.f_back
-    return True
-
-
-def _is_recomputed(frame: FrameType | None) -> bool:
-    """Return whether an operation runs inside of activation checkpointing, torch's or DeepSpeed's."""
-    while frame is not None and frame.f_globals.get("__name__") not in _CHECKPOINTING:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_fetch(action: str) -> bool:
@@ -420,6 +494,8 @@ def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dic
 
 
 _attached: UserCode | None = None
+_followed: WeakKeyDictionary[Any, Patches] = WeakKeyDictionary()
+"""What follows hooks of a Trainer, by its profiler."""
 
 
 def _refuse_in_fork() -> None:
@@ -430,29 +506,6 @@ def _refuse_in_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_refuse_in_fork)
-
-
-class _InFork:
-    """A parameter in a forked process."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run what has nothing to do with values."""
-        owner = getattr(func, "__self__", None)
-        if getattr(owner, "__name__", func.__name__) not in OF_THE_SHARD:
-            raise RuntimeError(_IN_FORK)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _refusing(cls: type[nn.Parameter]) -> type:
-    return types.new_class(cls.__name__, (_InFork, cls))
-
-
-def _refuse_call(module: nn.Module, _: Any) -> None:
-    if any(isinstance(one, _InFork) for one in module.parameters()):
-        raise RuntimeError(_IN_FORK)
 
 
 def in_backward() -> AbstractContextManager[None]:
@@ -574,11 +627,19 @@ def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None:
         names = _written_hooks(LightningDataModule, data)
+        names |= {"state_dict"} if is_overridden("state_dict", data) else set()
         found |= {f"[LightningDataModule]{type(data).__name__}.{hook}" for hook in names}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES):
-            found |= {f"[Callback]{callback.state_key}.{hook}" for hook in _written_hooks(Callback, callback)}
+    for callback in _users_callbacks(trainer):
+        found |= {f"[Callback]{callback.state_key}.{hook}" for hook in _written_hooks(Callback, callback)}
     return frozenset(found)
+
+
+def _users_callbacks(trainer: Trainer) -> list[Callback]:
+    return [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(_LIBRARIES)
+    ]
 
 
 def _written_hooks(cls: type, instance: Any) -> set[str]:
@@ -630,7 +691,13 @@ class OwnStateDict:
 
     @classmethod
     def follow(cls, module: LightningModule, access: ShardAccess) -> None:
-        """Put one in place, once, where the user has written the method."""
+        """Put one in place, once, where the user has written the method; extra states of modules see whole tensors."""
+        for each in module.modules():
+            for name in ("get_extra_state", "set_extra_state"):
+                method = getattr(type(each), name)
+                if method is not getattr(nn.Module, name):
+                    run = partial(_run_in_save, access, method, each)
+                    replace_for_good("sharded modules", each, **{name: run})
         if (found := cls.of(module)) is not None:
             found.access = access
         elif is_overridden("state_dict", module):
@@ -693,6 +760,11 @@ class OwnStateDict:
         """Let the user's module load what `applied_to` has returned, or what was read in its place."""
         with running(GlobalTensors(self.access)):
             self._module.load_state_dict(state, strict=strict)
+
+
+def _run_in_save(access: ShardAccess, method: Callable[..., Any], *args: Any) -> Any:
+    with running(GlobalTensors(access)) if is_library() else nullcontext():
+        return method(*args)
 
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

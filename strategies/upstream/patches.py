@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from typing_extensions import Self
 
@@ -73,13 +73,16 @@ TABLE: dict[str, Patch] = {
         "a run: setup() to teardown(); accumulation: one fit's loop",
     ),
     "user code": Patch(
-        "the Trainer's profiler and loops, the LightningModule, its optimizers, metrics, loaders; workers' parameters",
-        "profile start stop setup_data reset training_step validation_step test_step predict_step zero_grad "
-        "lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn __class__",
+        "the Trainer's profiler, loops and callbacks, the LightningModule, its parameters, optimizers, metrics, "
+        "loaders; threading.Thread",
+        "profile start run stop setup_data reset training_step validation_step test_step predict_step zero_grad "
+        "lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn state_dict __class__",
         "hooks and loaders see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped "
         "steps, some optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a "
-        "model seed workers alike and count once in metrics, workers refuse shards; the Trainer has no hook for these",
-        "a run: setup() to teardown(); scaling: one step",
+        "model seed workers alike and count once in metrics, workers and threads refuse shards; the Trainer has no "
+        "hook for these",
+        "a run: setup() to teardown(); profile(): the Trainer lives; state_dict(): one save; classes: one step, one "
+        "batch's loading, a forked process; scaling: one step",
     ),
     "callbacks": Patch(
         "the Trainer, its strategy, profiler, precision plugin and data connector, the LightningModule, metrics",
@@ -109,7 +112,8 @@ TABLE: dict[str, Patch] = {
     ),
     "sharded modules": Patch(
         "units of FSDP1 and FSDP2, and modules in them",
-        "forward apply named_modules requires_grad_ state_dict __deepcopy__ __class__ support_avx512bf16_for_cpu",
+        "forward apply named_modules requires_grad_ state_dict get_extra_state set_extra_state __deepcopy__ __class__ "
+        "support_avx512bf16_for_cpu",
         "units are compiled inside their hooks; users see the names and shards that there are, and their state_dict() "
         "whole tensors; copies, and freezing a part of a flat parameter, are refused; pickles have the modules' own "
         "classes; 4-bit weights are not repacked",
@@ -209,6 +213,13 @@ def replace_for_good(row: str, owner: Any, **values: Any) -> None:
     for name, value in values.items():
         _check_listed(row, name)
         setattr(owner, name, value)
+
+
+def set_classes(row: str, classes: Iterable[tuple[Any, type]]) -> None:
+    """Give objects other classes, of the same layout."""
+    _check_listed(row, "__class__")
+    for owner, cls in classes:
+        owner.__class__ = cls
 
 
 def _check_listed(row: str, name: str) -> None:

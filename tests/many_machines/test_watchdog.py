@@ -90,7 +90,7 @@ _ORDINARY_S = float(os.environ.get("ACCELIGHT_WATCH_S", "60"))
 
 @pytest.mark.timeout(_ORDINARY_S + 240)
 def test_an_ordinary_run_raises_no_alarm(tmp_path: Path) -> None:
-    """For longer than a test: ``ACCELIGHT_WATCH_S=1800``."""
+    """Of longer runs: ``ACCELIGHT_WATCH_S=1800 pytest -o faulthandler_timeout=2400 -m machines ... -k ordinary``."""
     script = f"""
 import time, torch
 from lightning.pytorch import LightningModule, Trainer

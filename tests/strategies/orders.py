@@ -149,6 +149,8 @@ class Script(_Code):
     """A dataset without a length."""
     scaled_targets: bool = False
     """Whether the ``collate_fn`` scales targets by the norm of a weight."""
+    penalty: bool = False
+    """Whether steps add a weight's squares to the loss, from the third batch on."""
     sharded: bool = False
     """The form of checkpoints."""
     option: str | None = None
@@ -340,7 +342,11 @@ class Module(LightningModule):
             alone = by_items and self.rank is None  # sums, which `ItemsByHand` divides at the end of the window
             loss = functional.mse_loss(out, targets, reduction="sum" if alone else "mean")
             losses.append(loss * self.trainer.accumulate_grad_batches / targets.shape[-1] if alone else loss)
-        return torch.stack(losses).mean()
+        loss = torch.stack(losses).mean()
+        first: Any = self.net.blocks[0]
+        return (
+            loss + 0.5 * first.linear.weight.square().mean() if self.script.penalty and first.num_batches > 2 else loss
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         for block in self.blocks():

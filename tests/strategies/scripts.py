@@ -240,6 +240,7 @@ def pick_script(pick: Pick, kind: str) -> Script:
         unused=pick([None, None, None, "batch", "late", "rank", "never", "unit", "unit_rank"]),
         iterable=pick([False, True]),
         scaled_targets=kind != "fsdp1_flat" and pick([False, False, True]),
+        penalty=manual is None and kind != "fsdp1_flat" and pick([False, False, True]),
         sharded=pick([False, True]),
         option=pick([None, None, None, *OPTIONS] if is_fsdp else [None, "background"]),
         average=pick([None, None, 1, 2]),

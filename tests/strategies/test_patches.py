@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -31,6 +32,7 @@ OWNERS = (
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
     "transformers.PreTrainedModel",
+    "threading.Thread",
     *("deepspeed.comm.torch", "deepspeed.ops.op_builder.CPUAdamBuilder", "deepspeed.runtime.engine.DeepSpeedEngine"),
     "deepspeed.runtime.zero.partition_parameters.Init",
     "deepspeed.runtime.zero.partition_parameters.GatheredParameters",
@@ -102,14 +104,16 @@ def _fit(kind: str, raises: bool) -> tuple[set[str], set[str], list[str], int]:
             trainer.fit(module, loader)
     else:
         trainer.fit(module, loader)
-    own = [name for name in TABLE["user code"].names.split() if name in vars(module)]
-    return module.replaced, _changed(before, _attributes()), own, len(patches._places) - num_before
+    replaced, own = module.replaced, [name for name in TABLE["user code"].names.split() if name in vars(module)]
+    del trainer, module  # saves after a run call users' hooks as well, for which the Trainer's profiler stays replaced
+    gc.collect()
+    return replaced, _changed(before, _attributes()), own, len(patches._places) - num_before
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["ends", "raises"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "zero2", "zero3"])
 def test_a_fit_leaves_all_as_it_was(kind: str, raises: bool) -> None:
-    expected = {f"cell of {name}" for name in CLIPPING}
+    expected = {*(f"cell of {name}" for name in CLIPPING), "Thread.start"}
     if kind == "fsdp2":
         expected.add("_fsdp_param_group.record_function")
     if kind.startswith("zero"):
@@ -119,7 +123,7 @@ def test_a_fit_leaves_all_as_it_was(kind: str, raises: bool) -> None:
         assert replaced == expected
         assert after == set()
         assert own == []
-        assert num_left == 0
+        assert num_left == int(kind.startswith("zero"))  # DeepSpeed's engine, and the Trainer with it, is never freed
 
 
 class _Owner:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Thread, Timer
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -2270,6 +2272,164 @@ IN_WORKERS = Refused("forked, such as a worker", "a hook, or `num_workers=0`")
 )
 class WeightsInWorkers(WeightsInCollate):
     num_workers = 1
+
+
+LATE = "weights in steps, forwards, hooks on modules and datasets, from the third batch on"
+
+
+class LatePattern(Pattern):
+    """Code that begins where nobody looks for it."""
+
+    validates = True
+    num_batches = 0
+
+    @property
+    def is_late(self) -> bool:
+        return self.num_batches > 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.num_batches += 1
+        return self.loss(batch)
+
+
+@pattern(LATE, core=True)
+class LateInSteps(LatePattern):
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.is_late:
+            self.see("norm", self.first.weight.detach().norm())
+            loss = loss + 0.1 * self.first.weight.square().mean() + 0.1 * self.model.head.weight.norm()
+        return loss
+
+
+@pattern(LATE)
+class LateWritesInSteps(LatePattern):
+    def loss(self, batch: Any) -> Tensor:
+        if self.is_late:
+            with torch.no_grad():
+                self.first.weight[1].zero_()
+                second: Any = self.model.blocks[1]
+                second.down.bias.clamp_(-0.05, 0.05)
+        return super().loss(batch)
+
+
+class _ReadsOther(Block):
+    """Its forward scales with a weight of another unit."""
+
+    pattern: tuple[Any, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x / (1 + self.pattern[0].first.weight.detach().abs().norm()) if self.pattern[0].is_late else x
+
+
+@pattern(LATE, core=True)
+class LateInForwards(LatePattern):
+    def build(self) -> Net:
+        net = Net()
+        net.blocks[1] = block = _ReadsOther()
+        block.pattern = (self,)
+        return net
+
+
+@pattern(LATE)
+class LateInForwardHooks(LatePattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.register_forward_pre_hook(self.scale)
+
+    def scale(self, module: nn.Module, args: Any) -> Any:
+        return args[0] / (1 + self.first.weight.detach().norm()) if self.is_late else args[0]
+
+
+class _LateScaled(_Scaled):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) if self.module.is_late else self.samples[index]
+
+
+@pattern(LATE)
+class LateInDatasets(LatePattern):
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        late = [DataLoader(_LateScaled(one.dataset, self), one.batch_size) for one in (training, validation)]
+        return super().data(*late)
+
+
+@pattern(LATE)
+class LateModulesInCollate(LatePattern):
+    def collate(self, samples: Any) -> Any:
+        inputs, targets = default_collate(samples)
+        with torch.no_grad():
+            return inputs / (1 + self.model(inputs).norm()) if self.is_late else inputs, targets
+
+    def data(self, training: Any, validation: Any) -> dict[str, Any]:
+        return super().data(DataLoader(training.dataset, training.batch_size, collate_fn=self.collate), validation)
+
+
+IN_THREADS = Refused("A thread that a hook or a step has started used", "compute in the hook, give it the result")
+
+
+class ThreadPattern(Pattern):
+    def on_train_start(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+
+    def on_train_end(self) -> None:
+        self.pool.shutdown()
+
+
+@pattern("threads with what a hook has computed, and with modules of their own")
+class ResultsInThreads(ThreadPattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm, layer = self.first.weight.detach().norm(), nn.Linear(2, 1)
+        nn.init.ones_(layer.weight)
+        self.see("norm", self.pool.submit(lambda: norm * layer(torch.ones(2)).sum() - norm * layer.bias).result())
+
+
+IN_THREADS_ROW = "weights and modules in threads"
+
+
+@pattern(IN_THREADS_ROW, core=True, fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero3=IN_THREADS)
+class WeightsInThreads(ThreadPattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see("norm", self.pool.submit(lambda: self.first.weight.detach().norm()).result())
+
+
+@pattern(IN_THREADS_ROW, fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero3=IN_THREADS)
+class ModulesInThreads(ThreadPattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.see("output", self.pool.submit(lambda: self.model(batch[0]).norm()).result())
+
+
+@pattern(IN_THREADS_ROW, fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero3=IN_THREADS)
+class UnitsInThreads(ThreadPattern):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        x = torch.ones(1, WIDTH)
+        with torch.no_grad():
+            self.see("output", self.pool.submit(lambda: self.model.blocks[0](x).norm()).result())
+
+
+@pattern(IN_THREADS_ROW, fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero3=IN_THREADS)
+class WeightsInThreadsOfSteps(Pattern):
+    """No one asks the thread for its error."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found: list[Tensor] = []
+        thread = Thread(target=lambda: self.timer(found))
+        thread.start()
+        thread.join()
+        self.see("norm", found[0] if found else 0)
+        return self.loss(batch)
+
+    def timer(self, found: list[Tensor]) -> None:
+        timer = Timer(0, lambda: found.append(self.first.weight.detach().norm()))  # a thread that a thread starts
+        timer.start()
+        timer.join()
+
+
+@pattern("gradients in threads", fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero2=IN_THREADS, zero3=IN_THREADS)
+class GradientsInThreads(ThreadPattern):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.see("norm", self.pool.submit(lambda: self.first.weight.grad.norm()).result())
 
 
 @pattern("weights in an overridden `state_dict()`")
