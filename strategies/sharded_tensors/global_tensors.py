@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from ...state.rendezvous import CollectiveOrderChecker
@@ -393,9 +393,10 @@ class GlobalTensors(TorchFunctionMode):
             result = self._element_by_element(func, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"} and isinstance(args[0], DTensor):
+        is_reduction = name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"}
+        if is_reduction and isinstance(args[0], DTensor) and all_have_elements(args[0]):
             self._come(name)
-            return _averaging_gradients(func(*args, **kwargs).full_tensor(), args[0])
+            return _reduced(func, args[0], kwargs)
         self._come(name)
         return self._on_full(func, args, kwargs)
 
@@ -856,8 +857,33 @@ def _mean(gradient: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-def _averaging_gradients(result: Tensor, shard: Tensor) -> Tensor:
-    if not result.requires_grad:
+class _KeepPlacements(torch.autograd.Function):
+    """The DTensor itself, whose gradient has its placements: that of a sum, for one, is replicated."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.redistribute(ctx.mesh, ctx.placements)
+
+
+def _reduced(reduction: Callable[..., Any], tensor: DTensor, kwargs: Any) -> Tensor:
+    """Return a reduction over all elements; a gradient reaches the shards as the mean over the ranks."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        result: Tensor = reduction(tensor, **kwargs).full_tensor()
         return result
-    averaged: Tensor = _Average.apply(result)  # type: ignore[no-untyped-call]
+    kept = _KeepPlacements.apply(tensor)  # type: ignore[no-untyped-call]
+    averaged: Tensor = _Average.apply(reduction(kept, **kwargs).full_tensor())  # type: ignore[no-untyped-call]
     return averaged
+
+
+def all_have_elements(tensor: DTensor) -> bool:
+    """Return whether no process's part is empty, of which there is no maximum."""
+    num_parts = [1] * tensor.dim()
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if isinstance(placement, Shard):
+            num_parts[placement.dim] *= size
+    return all(-(-size // parts) * (parts - 1) < size for size, parts in zip(tensor.shape, num_parts, strict=True))

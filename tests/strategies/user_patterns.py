@@ -2274,6 +2274,52 @@ class WeightsInWorkers(WeightsInCollate):
     num_workers = 1
 
 
+class _Gated(Block):
+    """Has a weight with fewer rows than there are processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.sigmoid(self.gate(x))
+
+
+REDUCED = "sums, means, norms and maxima of weights in the loss, also of weights with fewer rows than processes"
+
+
+@pattern(REDUCED, core=True)
+class SumsInLoss(Pattern):
+    def build(self) -> Net:
+        net = Net()
+        net.blocks[0] = _Gated()
+        return net
+
+    @property
+    def gate(self) -> Any:
+        blocks: Any = self.model.blocks
+        return blocks[0].gate
+
+    def loss(self, batch: Any) -> Tensor:
+        gate, up = self.gate, self.first
+        sums = up.weight.sum() + up.bias.mean() + gate.weight.sum() + gate.weight.abs().sum() + gate.bias.abs().sum()
+        return super().loss(batch) + 0.05 * (sums + gate.weight.square().mean() + gate.weight.norm())
+
+
+@pattern(REDUCED)
+class MaximaInLoss(SumsInLoss):
+    def loss(self, batch: Any) -> Tensor:
+        gate, up = self.gate, self.first
+        largest = gate.weight.abs().max() + up.weight.max() + gate.weight.norm(float("inf")) - gate.bias.min()
+        self.see("largest", largest.detach())
+        return Pattern.loss(self, batch) + 0.05 * largest
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see("smallest", self.gate.weight.amin())
+        with torch.no_grad():
+            self.gate.weight.clamp_(-0.2, 0.2)
+
+
 LATE = "weights in steps, forwards, hooks on modules and datasets, from the third batch on"
 
 
