@@ -394,7 +394,7 @@ class GlobalTensors(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         is_reduction = name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"}
-        if is_reduction and isinstance(args[0], DTensor) and all_have_elements(args[0]):
+        if is_reduction and isinstance(args[0], DTensor) and _all_have_elements(args[0]):
             self._come(name)
             return _reduced(func, args[0], kwargs)
         self._come(name)
@@ -880,7 +880,7 @@ def _reduced(reduction: Callable[..., Any], tensor: DTensor, kwargs: Any) -> Ten
     return averaged
 
 
-def all_have_elements(tensor: DTensor) -> bool:
+def _all_have_elements(tensor: DTensor) -> bool:
     """Return whether no process's part is empty, of which there is no maximum."""
     num_parts = [1] * tensor.dim()
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):

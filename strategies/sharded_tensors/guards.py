@@ -87,7 +87,7 @@ _waiting: tuple[Use, int] | None = None
 
 
 class _Watched:
-    """A parameter whose use in users' code somebody waits for."""
+    """A parameter that hands its use in users' code to a `Watch`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,7 @@ class _Watched:
 
 
 class Watch:
-    """Waits for uses of parameters: it costs nothing for each operation, and some 0.1 µs for each parameter.
+    """Notices uses of parameters: it costs nothing for each operation, and some 0.1 µs for each parameter.
 
     Args:
         parameters: Sharded.

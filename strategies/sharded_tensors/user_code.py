@@ -176,8 +176,6 @@ class UserCode:
 
     def _follow_threads(self, module: LightningModule) -> None:
         """Let threads that users' code starts refuse sharded parameters: no other process gathers with them."""
-        if self.places is None:
-            return
         start, own = threading.Thread.start, threading.get_ident()
 
         def note(error: RuntimeError) -> None:
@@ -188,7 +186,9 @@ class UserCode:
             mode = InThread.of_this_thread()
             if threading.get_ident() == own and is_user_code():
                 with library_code():
-                    mode = InThread(self._sharded(module), self.access.owns_gradient, note)
+                    sharded = self._sharded(module)
+                if sharded or self.places is not None:  # one process of FSDP has all
+                    mode = InThread(sharded, self.access.owns_gradient, note)
             if mode is not None:
                 replace_for_good("user code", thread, run=partial(mode.run, thread.run))
             start(thread)
@@ -296,12 +296,11 @@ class UserCode:
         refuse_in_fork(() if module is None else self._sharded(module))
 
     def _sharded(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters of which other processes have parts; none is gathered for that."""
-        if self.places is None:
-            return []
+        """Return the parameters that this process does not have whole; none is gathered for that."""
         own = [one for one in module.parameters() if not isinstance(one, FlatParameter)]  # that one is torch's
-        # Of stage 3 it is known: to ask for its shard may wait for a gather.
-        return [one for one in own if hasattr(one, "ds_tensor") or self._in_hooks.is_sharded(one)]
+        is_sharded = (lambda _: False) if self.places is None else self._in_hooks.is_sharded
+        # Of stage 3 it is known, also on one process: to ask for its shard may wait for a gather.
+        return [one for one in own if hasattr(one, "ds_tensor") or is_sharded(one)]
 
     def _wrap_step(self, module: LightningModule, name: str) -> None:
         step = getattr(module, name)

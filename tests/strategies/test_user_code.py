@@ -49,6 +49,11 @@ def test_test_and_predict_steps_see_whole_weights(engine: str) -> None:
         assert found == pytest.approx(expected, rel=0, abs=5e-6)  # sums in another order
 
 
+def test_one_process_of_stage_3_has_no_whole_weights_either() -> None:
+    names = ["WeightsInWorkers", "WeightsInThreads", "LateInForwards"]
+    assert run_on_ranks(1, problems, names, "zero3", timeout_s=120) == [[]]
+
+
 @pytest.mark.exhaustive
 def test_stage_1_has_the_answers_of_stage_2() -> None:
     test_users_code_trains_as_under_ddp("core", "zero1")

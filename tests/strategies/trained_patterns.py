@@ -80,7 +80,7 @@ def _train(kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trai
     module = kind()
     trainer = quiet_trainer(
         _strategy(engine, kind.leaves_unused, kind.ignored),
-        2,
+        dist.get_world_size(),
         max_epochs=kind.epochs,
         accumulate_grad_batches=kind.accumulate,
         callbacks=module.callbacks(),
