@@ -3,7 +3,7 @@
 One process holds parameters in six models at once and steps each in turn: as plain tensors (torch's default way,
 ``foreach``, fused), as DTensors (default, ``foreach``), which is what FSDP2 gives optimizers, and as accelight steps::
 
-    python -m benchmarks optimizer                               # about two minutes
+    python -m benchmarks optimizer                               # about two minutes; on a GPU where there is one
     ACCELIGHT_BENCH_REPEATS=100 python -m benchmarks optimizer   # narrower intervals
 
 Ratios are paired by round, with intervals of 95 % by bootstrap (`paired`).
@@ -31,6 +31,7 @@ from benchmarks.turns import in_rounds
 
 _NUM_ROUNDS = int(os.environ.get("ACCELIGHT_BENCH_REPEATS", "30"))
 _OURS = "accelight"
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 _SIDES: dict[str, dict[str, bool]] = {
     "local tensors": {},
     "local tensors, foreach": {"foreach": True},
@@ -63,9 +64,9 @@ def run() -> None:
 
 def _turn(side: str, make: Callable[..., torch.optim.Optimizer], number: int, size: int) -> Callable[[], float]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(number)))
+    model: Any = nn.Sequential(*(nn.Linear(size, size, bias=False, device=_DEVICE) for _ in range(number)))
     if not side.startswith("local"):
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh(_DEVICE.type, (1,)))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer = make(model.parameters(), **_SIDES[side])
@@ -76,6 +77,8 @@ def _turn(side: str, make: Callable[..., torch.optim.Optimizer], number: int, si
     def turn() -> float:
         start = time.perf_counter()
         step()
+        if _DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - start
 
     return turn

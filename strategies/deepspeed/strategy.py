@@ -671,6 +671,8 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._tracker.start_fit(trainer, config="gradient_accumulation_steps (DeepSpeed config)" if is_given else None)
         kept = end_engines_on(module, stage=int(self.deepspeed_plugin.zero_stage or 0))
         chosen = choose(module, config)
+        if chosen.real is not None:  # with the states that its constructor may have made
+            check_elementwise(chosen.real, int(self.deepspeed_plugin.zero_stage or 0))
         kept.states.take(chosen.real)
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
@@ -683,7 +685,6 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._given_optimizer = optimizer if settings.zero_stage else None
         if optimizer is not None:
             check_parameters(optimizer, module)
-            check_elementwise(optimizer, settings.zero_stage)
             optimizer, settings = for_offload(optimizer, settings)
         elif settings.offloads_optimizer and settings.defines_adam:
             compiled_cpu_adam()

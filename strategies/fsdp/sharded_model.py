@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import FlatParameter, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
@@ -387,10 +387,7 @@ def _carry(state: Mapping[str, Any], parameter: nn.Parameter, sharded: nn.Parame
                 f"shape {tuple(parameter.shape)} cannot be sharded. Build the optimizer after sharding."
             )
         elif isinstance(sharded, DTensor):
-            mesh, placements = sharded.device_mesh, sharded.placements
-            part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
-            # Offloaded shards live elsewhere than the mesh.
-            carried[key] = part.to(sharded.to_local().device) if sharded.to_local().device != part.device else part
+            carried[key] = part_of(value, sharded)
         else:
             carried[key] = value.to(sharded.device)
     return carried
@@ -601,10 +598,15 @@ def model_state_dict(
         is_checkpoint: Whether a ``state_dict()`` that the user has written has its say.
     """
     with _findable_extra_states(module), constants_aside(module) as constants:
-        state = cast("dict[str, Any]", get_model_state_dict(module, options=options))
         own = OwnStateDict.of(module) if is_checkpoint else None
-        if own is not None:
-            state = own.applied_to(state)
+        if own is None:
+            state = cast("dict[str, Any]", get_model_state_dict(module, options=options))
+        elif options is None or not options.full_state_dict:
+            state = own.applied_to(get_model_state_dict(module, options=options))
+        else:  # it runs on all ranks, and torch's state dict in host memory is on rank 0 alone
+            is_flat = any(isinstance(one, FlatParameter) for one in module.parameters())
+            shown = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)) if is_flat else None
+            state = own.gathered(shown, on_rank_zero=options.cpu_offload)
     return {**state, **constants} if with_constants else state
 
 

@@ -575,6 +575,7 @@ def _copied_state(optimizer: Optimizer, memo: dict[int, Any]) -> defaultdict[Any
     """Return what the constructor has made for parameters, for the small tensors; what comes with steps comes anew."""
     made: defaultdict[Any, Any] = defaultdict(dict)
     states: Mapping[Any, Any] = optimizer.state
+    numbers = {key: number for state in states.values() for key, number in _first_numbers(state)}
     for parameter, state in states.items():
         if not isinstance(parameter, torch.Tensor):
             made[parameter] = copy.deepcopy(state, memo)
@@ -590,13 +591,18 @@ def _copied_state(optimizer: Optimizer, memo: dict[int, Any]) -> defaultdict[Any
             elif value.ndim == 0 and parameter.ndim:
                 own[key] = value.detach().clone()
             else:
-                first = value.flatten()[:1]
-                own[key] = torch.full_like(
-                    small,
-                    float(first) if len(first) else 0.0,
-                ).detach()
+                number = dict(_first_numbers(state)).get(key, numbers.get(key, 0.0))
+                own[key] = torch.full_like(small, number).detach()
         made[small] = own
     return made
+
+
+def _first_numbers(state: Any) -> Iterator[tuple[Any, float]]:
+    """Yield the first number of each tensor in a state, by its key; a rank may have nothing of a parameter's."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        value = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(value, torch.Tensor) and value.numel():
+            yield key, float(value.flatten()[0])
 
 
 def _check_attributes(optimizer: Optimizer) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
+from ..sharded_tensors.shards import dtensor_of
 from .steps import Step, unhooked_step
 
 _FUSED_ON_CPU = (Adam, AdamW)
@@ -179,8 +180,7 @@ class LocalShardStep(Step):
             return value
         if value.shape != parameter.to_local().shape:
             return value
-        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-        return DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+        return dtensor_of(value, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def _local_parameter(parameter: Any, shard: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ..common.grads import local_tensor
-from ..sharded_tensors.shards import FlatShard
+from ..sharded_tensors.shards import FlatShard, dtensor_of
 from ..upstream.patches import Patches
 from ..upstream.torch_core import all_gather_single
 
@@ -399,9 +399,7 @@ class WholeTensorStep(Step):
             return shard
         row = cut.shape[1:].numel()
         shard = shard.view(count // row if row else cut.shape[0], *cut.shape[1:])
-        return DTensor.from_local(
-            shard, parameter.device_mesh, parameter.placements, run_check=False, shape=cut.shape, stride=cut.strides
-        )
+        return dtensor_of(shard, parameter.device_mesh, parameter.placements, cut.shape, cut.strides)
 
     def _exchange(self, travels: Sequence[_Travel], *, to_owners: bool) -> None:
         """Let tensors travel, in a few collectives."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from typing_extensions import Self
 
@@ -359,4 +359,22 @@ def replicated(number: Tensor, shard: Sharded) -> Tensor:
     if isinstance(shard, FlatShard):
         return number
     mesh = shard.device_mesh
-    return DTensor.from_local(number.to(shard.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return dtensor_of(number.to(shard.device), mesh, [Replicate()] * mesh.ndim, number.shape, number.stride())
+
+
+def dtensor_of(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, strides: tuple[int, ...]
+) -> DTensor:
+    """Return a DTensor of what this rank has of it, on the device where that is; no rank communicates.
+
+    ``DTensor.from_local`` alone moves the part to the mesh's device, where ``cpu_offload=True`` does not want it.
+
+    Args:
+        part: This rank's.
+        mesh: Of the DTensor.
+        placements: On the mesh.
+        shape: Of the full tensor.
+        strides: Of the full tensor.
+    """
+    sharded: Any = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=strides)
+    return sharded if sharded.device == part.device else sharded.to(part.device)

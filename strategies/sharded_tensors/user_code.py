@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
@@ -42,7 +43,7 @@ from ..upstream.lightning import (
     is_overridden,
 )
 from ..upstream.patches import Patches, replace_for_good
-from ..upstream.torch_core import _get_current_function_mode
+from ..upstream.torch_core import _get_current_function_mode, tree_map_only
 from .global_tensors import GlobalTensors, ShardAccess
 from .guards import InThread, Watch, is_asked_by_library, is_in_call, is_recomputed, plainly, refuse_in_fork
 from .kept_tensors import Aliases, OldMemory
@@ -754,6 +755,26 @@ class OwnStateDict:
             found.update({f"{prefix}{name}": value for name, value in state.items()})
 
         return dict(self._run(replace))
+
+    def gathered(self, shown: dict[str, Any] | None, *, on_rank_zero: bool) -> dict[str, Any]:
+        """Return what the method makes of whole tensors; all ranks must call it.
+
+        Args:
+            shown: What ``super().state_dict()`` gives it; None for shards that it sees as whole tensors, which ranks
+                gather afterwards, one after the other.
+            on_rank_zero: Whether rank 0 alone has the result, in host memory; else each rank has it where shards are.
+        """
+        if shown is None:
+            with running(GlobalTensors(self.access)):
+                state = self._own()
+        else:
+            state = self.applied_to(shown)
+        found = {}
+        for name, value in state.items():
+            whole = gathered(value) if isinstance(value, Tensor) else value
+            if not on_rank_zero or dist.get_rank() == 0:
+                found[clean_name(name)] = tree_map_only(Tensor, Tensor.cpu, whole) if on_rank_zero else whole
+        return found
 
     def load(self, state: dict[str, Any], *, strict: bool) -> None:
         """Let the user's module load what `applied_to` has returned, or what was read in its place."""

@@ -279,7 +279,7 @@ def loader(num_batches: int, rank: int | None, module: Module | None = None, ite
     def collate(samples: Any) -> Any:
         tokens, targets = default_collate(samples)
         if scaled_by is not None:
-            targets = targets / (1 + next(scaled_by.net.blocks.parameters()).detach().norm())
+            targets = targets / (1 + next(scaled_by.net.blocks.parameters()).detach().norm().cpu())
         return tokens, targets
 
     return DataLoader(

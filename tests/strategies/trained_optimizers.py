@@ -52,6 +52,26 @@ class SAM(torch.optim.SGD):
         return loss
 
 
+class SumsFromTheStart(torch.optim.Optimizer):
+    """Divides by the root of summed squares, which its constructor makes, as `Adagrad`'s did before torch 2.12."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one]["sum"] = torch.full_like(one, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    total = self.state[one]["sum"].addcmul_(one.grad, one.grad)
+                    one.addcdiv_(one.grad, total.sqrt(), value=-group["lr"])
+        return loss
+
+
 def adamw_of_torchao(params: Any, **options: Any) -> torch.optim.Optimizer:
     """Make an optimizer whose states have 8 bits."""
     from torchao.optim import AdamW8bit  # not in `dev`: transformers would load its kernels with each import
@@ -106,6 +126,7 @@ _ENTRIES = [
     _elementwise("`AdamW(fused=True)`", torch.optim.AdamW, lr=0.02, fused=True),
     _elementwise("`Adagrad`", torch.optim.Adagrad, lr=0.05),
     _elementwise("`RMSprop`", torch.optim.RMSprop, lr=0.01, momentum=0.9),
+    _elementwise("one whose constructor makes its states", SumsFromTheStart, lr=0.05),
     _elementwise("Lion (pytorch-optimizer)", pytorch_optimizer.Lion, lr=0.01),
     _elementwise("`AdamWScheduleFree` (schedulefree)", schedulefree.AdamWScheduleFree, lr=0.02),
     Entry(

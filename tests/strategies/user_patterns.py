@@ -2214,7 +2214,7 @@ class WeightsInCollate(Pattern):
     num_workers = 0
 
     def collate(self, samples: Any) -> Any:
-        inputs, targets = default_collate(samples)
+        inputs, targets = (each.to(self.device) for each in default_collate(samples))
         with torch.no_grad():
             return inputs / (1 + self.first.weight.norm() + self.model(inputs).mean()), targets
 
@@ -2403,7 +2403,7 @@ class LateInDatasets(LatePattern):
 @pattern(LATE)
 class LateModulesInCollate(LatePattern):
     def collate(self, samples: Any) -> Any:
-        inputs, targets = default_collate(samples)
+        inputs, targets = (each.to(self.device) for each in default_collate(samples))
         with torch.no_grad():
             return inputs / (1 + self.model(inputs).norm()) if self.is_late else inputs, targets
 
@@ -2425,9 +2425,9 @@ class ThreadPattern(Pattern):
 @pattern("threads with what a hook has computed, and with modules of their own")
 class ResultsInThreads(ThreadPattern):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        norm, layer = self.first.weight.detach().norm(), nn.Linear(2, 1)
+        norm, layer, x = self.first.weight.detach().norm().cpu(), nn.Linear(2, 1), torch.ones(2)
         nn.init.ones_(layer.weight)
-        self.see("norm", self.pool.submit(lambda: norm * layer(torch.ones(2)).sum() - norm * layer.bias).result())
+        self.see("norm", self.pool.submit(lambda: norm * layer(x).sum() - norm * layer.bias).result())
 
 
 IN_THREADS_ROW = "weights and modules in threads"
@@ -2449,7 +2449,7 @@ class ModulesInThreads(ThreadPattern):
 @pattern(IN_THREADS_ROW, fsdp1=IN_THREADS, fsdp2=IN_THREADS, zero3=IN_THREADS)
 class UnitsInThreads(ThreadPattern):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        x = torch.ones(1, WIDTH)
+        x = torch.ones(1, WIDTH, device=self.device)
         with torch.no_grad():
             self.see("output", self.pool.submit(lambda: self.model.blocks[0](x).norm()).result())
 

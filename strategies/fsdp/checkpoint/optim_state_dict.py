@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
 from ....state.rendezvous import store_messages
-from ...sharded_tensors.shards import FlatLayout, FlatShard
+from ...sharded_tensors.shards import FlatLayout, FlatShard, part_of
 from ...upstream.torch_core import all_gather_single
 from ..flat_params import layouts_of, units_of
 from ..settings import FullState
@@ -505,8 +505,7 @@ def _like(value: Any, key: str, parameter: Tensor, group: Mapping[str, Any]) -> 
     both_float = parameter.is_floating_point() and value.is_floating_point()
     dtype = parameter.dtype if both_float else value.dtype
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-        mesh = parameter.device_mesh
-        value = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+        value = part_of(value, parameter)
     moved = value.to(local.device, dtype)
     return moved.clone() if moved is value else moved
 
