@@ -70,11 +70,16 @@ class LocalShardStep(Step):
         self._shards: list[Tensor] = []
         self._locals: list[Tensor] = []
         """What the step sees in their places, in the memory of the shards; parameters that are not sharded."""
+        self._local_of: dict[int, Tensor] = {}
+        self._parameter_of: dict[int, Any] = {}
+        """Each by the other's ``id``: a tensor's hash takes a call of Python."""
         self._is_fusible = False
         self._states: Any = None
         """The optimizer's own ``state``, while ``_plain`` replaces it."""
         self._plain: defaultdict[Any, Any] = defaultdict(dict)
         """What the step sees instead; empty outside of steps, so that users can free the states' memory."""
+        self._emptied: dict[int, dict[Any, Any]] = {}
+        """Its values, by the ``id`` of their keys: a thousand made anew in each step bring on a garbage collection."""
         self._options: list[dict[str, Any]] = []
         """Of each group, while others replace them."""
 
@@ -110,14 +115,16 @@ class LocalShardStep(Step):
         gradients = [_local_gradient(one, one.grad) for one in self._parameters]
         for local, gradient in zip(self._locals, gradients, strict=True):
             local.grad = gradient
-        locals_of = dict(zip(self._parameters, self._locals, strict=True))
+        local_of = self._local_of
         plain: defaultdict[Any, Any] = defaultdict(dict)
         for key, state in optimizer.state.items():
+            local = local_of.get(id(key), key)
             if isinstance(key, DTensor):
-                state = {
-                    name: value._local_tensor if type(value) is DTensor else value for name, value in state.items()
-                }
-            plain[locals_of.get(key, key)] = state
+                own = self._emptied.setdefault(id(local), {})
+                for name, value in state.items():
+                    own[name] = value._local_tensor if type(value) is DTensor else value
+                state = own
+            plain[local] = state
         self._states, self._plain, optimizer.state = optimizer.state, plain, plain
         is_fusible = self._is_fusible and all(one is None or one.is_contiguous() for one in gradients)
         self._options, locals_left = [], iter(self._locals)
@@ -133,6 +140,9 @@ class LocalShardStep(Step):
             return
         self._parameters, self._shards = parameters, shards
         self._locals = [_local_parameter(*each) for each in zip(parameters, shards, strict=True)]
+        self._local_of = {id(one): local for one, local in zip(parameters, self._locals, strict=True)}
+        self._parameter_of = {id(local): one for one, local in zip(parameters, self._locals, strict=True)}
+        self._emptied = {}
         self._is_fusible = type(self._optimizer) in _FUSED_ON_CPU and all(
             one.device.type == "cpu" and one.dtype in _FUSED_DTYPES and one.is_contiguous() for one in shards
         )
@@ -156,9 +166,9 @@ class LocalShardStep(Step):
 
     def _give_states(self, states: dict[Any, Any]) -> None:
         """Let the optimizer have the states that the step has left."""
-        parameters = dict(zip(self._locals, self._parameters, strict=True))
+        parameter_of = self._parameter_of
         for local, plain in self._plain.items():
-            parameter = parameters.get(local, local)
+            parameter = parameter_of.get(id(local), local)
             if not isinstance(parameter, DTensor):
                 states[parameter] = plain
                 continue
@@ -170,8 +180,10 @@ class LocalShardStep(Step):
             if len(state) > len(plain):
                 for name in [name for name in state if name not in plain]:
                     del state[name]
+            self._emptied[id(local)] = plain
+            plain.clear()
         if len(states) > len(self._plain):
-            left = {parameters.get(local, local) for local in self._plain}
+            left = {parameter_of.get(id(local), local) for local in self._plain}
             for key in [key for key in states if key not in left]:
                 del states[key]
 
