@@ -295,7 +295,7 @@ def found_deadlock() -> str | None:
 
 def own_connection(store: dist.Store) -> dist.Store:
     """Return the store through a connection that no wait of another thread occupies, where torch can make one."""
-    clone = getattr(store, "clone", None)  # torch 2.9 has it
+    clone = getattr(store, "clone", None)
     return store if clone is None else clone()
 
 

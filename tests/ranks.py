@@ -433,14 +433,11 @@ def _forget_meshes() -> None:
     """Drop what DTensor caches by mesh: an equal mesh would get the groups of an earlier one, which are gone."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute, debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    if hasattr(debug, "_clear_sharding_prop_cache"):
-        debug._clear_sharding_prop_cache()
-    else:  # torch 2.9 and 2.10
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "_planner_cache", {}).clear()  # torch 2.10 and later
+    getattr(_redistribute, "_planner_cache", {}).clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 

@@ -153,11 +153,12 @@ def check_build_locks(*ops: str) -> None:
     Raises:
         RuntimeError: If a lock is, or becomes, too old for a build; nothing is deleted.
 
-    Source: torch 2.13 ``utils/file_baton.py``: the holder keeps the file open, and removes it in the end.
+    Source: torch 2.13 ``utils/file_baton.py``: the holder keeps the file open, and removes it in the end. From 2.15 on,
+    the system frees a lock with the process that has it, and the file stays.
     """
     for op in set(ops) - _loaded():
         lock, is_warned = _lock_of(op), False
-        while (age := _age_s(lock)) is not None and not is_open(lock) and lock.exists():  # it may have ended meanwhile
+        while lock is not None and (age := _age_of_left(lock)) is not None:
             found = f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open"
             advice = f"If no other machine builds it, a killed process left it: rm '{lock}'"
             if age > _LONGEST_BUILD_S:
@@ -185,17 +186,19 @@ def _loaded() -> set[str]:
     return set() if module is None else set(module.OpBuilder._loaded_ops)
 
 
-def _lock_of(op: str) -> Path:
-    from .upstream import build_directory  # not at the top: it imports torch, and tests without it use this file
+def _lock_of(op: str) -> Path | None:
+    from .upstream import build_lock  # not at the top: it imports torch, and tests without it use this file
 
-    return (build_directory(op) / "lock").resolve()
+    return build_lock(op)
 
 
-def _age_s(path: Path) -> float | None:
+def _age_of_left(lock: Path) -> float | None:
+    """Return the seconds since a lock was made that no process on this machine has open; None without one."""
     try:
-        return time.time() - path.stat().st_mtime
+        age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return None
+    return None if is_open(lock) or not lock.exists() else age  # it may have ended meanwhile
 
 
 def is_open(path: Path) -> bool:

@@ -22,16 +22,16 @@ __all__ = [
     "_get_default_group",
     "_get_grad_fn_or_grad_acc",
     "_will_engine_execute_node",
-    "build_directory",
+    "build_lock",
 ]
 
 
-def build_directory(op: str) -> Path:
-    """Return the folder in which torch compiles an op: its lock is there."""
-    # Not at the top: the module imports setuptools.
-    from torch.utils.cpp_extension import _get_build_directory
+def build_lock(op: str) -> Path | None:
+    """Return the file that locks an op while torch compiles it; None where it stays, and the system locks (2.15)."""
+    from torch.utils import cpp_extension  # not at the top: the module imports setuptools
 
-    return Path(_get_build_directory(op, False))
+    has_own_locks = hasattr(cpp_extension, "FileBaton")
+    return Path(cpp_extension._get_build_directory(op, False), "lock").resolve() if has_own_locks else None
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"

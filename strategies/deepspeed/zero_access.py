@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -371,7 +372,8 @@ def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None
     @as_library
     @functools.wraps(partition)
     def partition_as_library(*args: Any, **kwargs: Any) -> Any:
-        with old_memory.partitioning(parameter, name):
+        is_own = share_memory(parameter, parameter.ds_tensor)  # on one process, which keeps what it has gathered
+        with nullcontext() if is_own else old_memory.partitioning(parameter, name):
             return partition(*args, **kwargs)
 
     setattr(partition_as_library, _IS_LIBRARY, True)

@@ -430,7 +430,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def hides_shards(self, root: nn.Module) -> bool:
-        return sum(unit._handle.uses_sharded_strategy for unit in units_of(root)) > 1
+        sharded = [unit._handle.uses_sharded_strategy for unit in units_of(root)]
+        return len(sharded) > 1 or not all(sharded)  # what is assigned where nothing is sharded would come too late
 
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
@@ -574,11 +575,15 @@ class FlatAccess(NoAccess):
         self._places: dict[int, tuple[int, int]] = {}
         self._layouts: dict[int, FlatLayout] = {}
         self._flat: dict[int, Any] = {}
+        self._unsharded: list[Any] = []
+        """Handles of one process, or of ``NO_SHARD``."""
         for number, unit in enumerate(units_of(root)):
             handle: Any = unit._handle
-            if not handle.uses_sharded_strategy:
-                continue
             flat_param = handle.flat_param
+            if not handle.uses_sharded_strategy:
+                self._flat.update((id(parameter), flat_param) for parameter in flat_param._params or ())
+                self._unsharded.append(handle)
+                continue
             if flat_param._params is None:
                 self._layouts[id(flat_param)], self._flat[id(flat_param)] = _whole_layout(unit), flat_param
                 continue
@@ -627,6 +632,8 @@ class FlatAccess(NoAccess):
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
         """Return an alias of an unsharded parameter, which may be written to; None for any other tensor."""
         storage = tensor.untyped_storage().data_ptr()
+        if assigns and any(_is_shown(tensor, handle) for handle in self._unsharded):
+            return tensor  # torch would look for what is assigned when the next step begins, and not in views
         return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
 
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
@@ -687,6 +694,15 @@ class FlatAccess(NoAccess):
         else:
             parameter.grad = gradient.held.detach()
             self._watch.reduced.add(id(parameter))
+
+
+def _is_shown(tensor: Tensor, handle: Any) -> bool:
+    """Return whether a tensor is a parameter in a flat one, or the view of it that a module has in a step."""
+    flat_param = handle.flat_param
+    if tensor.untyped_storage().data_ptr() != flat_param.untyped_storage().data_ptr():
+        return False
+    shown = (module._parameters.get(name, vars(module).get(name)) for name, module, _ in flat_param._param_infos)
+    return any(one is tensor for one in (*shown, *(flat_param._params or ())))
 
 
 def _layout_of_state(layout: FlatLayout) -> FlatLayout:

@@ -29,7 +29,7 @@ from ...state.rendezvous import CollectiveOrderChecker, num_ranks
 from ..common.grads import parameters_of
 from ..parallelism.tensor import is_cut, own_part
 from ..sharded_tensors.global_tensors import wait_for_streams
-from ..sharded_tensors.guards import refuse_in_threads
+from ..sharded_tensors.guards import refuse_gathers_in_fork, refuse_in_threads
 from ..sharded_tensors.shards import local_part, part_of
 from ..sharded_tensors.user_code import call_of_module
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
@@ -260,6 +260,8 @@ class CollectiveOrder:
     def begin(self, kind: Hashable) -> None:
         """Begin a step, or a call within one; ``kind`` is alike on every rank, and names what has paths of its own."""
         refuse_in_threads()
+        if not self._alone:
+            refuse_gathers_in_fork()
         self._around.append(self.at)
         self.at = None if self._alone else self._known.setdefault(kind, {})
 

@@ -348,6 +348,7 @@ class GlobalTensors(TorchFunctionMode):
                 )
             if self._access.owns_gradient(args[0]):
                 return self._own_gradient(args[0], func.__name__, args[1:])
+            self._check_reduced(args[0])
         if self._is_paused:
             return func(*args, **kwargs)
         if func.__name__ in _COLLECTIVES and func.__module__.startswith("torch.distributed"):
@@ -472,7 +473,7 @@ class GlobalTensors(TorchFunctionMode):
             if self._aliases.original(args[1]) is not self._aliases.original(args[0]):
                 self._aliases.separate(args[0])
                 with torch.no_grad():
-                    target.copy_(args[1])
+                    target.data.copy_(args[1])
             return args[0]
         result = func(target, *args[1:], **kwargs)
         return args[0] if result is target else result
@@ -527,7 +528,7 @@ class GlobalTensors(TorchFunctionMode):
             return self._data(tensor) if action == "__get__" else self._assign(tensor, args[1])
         if name == "grad":
             return self._gradient(func, tensor, action, args[1:])
-        if name in OF_THE_SHARD:
+        if name in OF_THE_SHARD or name.startswith("_"):  # torch's own notes
             return func(*args)
         if name in _OF_THE_SHAPE:
             return func(self._shard(tensor))

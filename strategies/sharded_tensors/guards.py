@@ -148,10 +148,21 @@ class _InFork:
         return plainly(func, args, kwargs)
 
 
+_is_fork = False
+
+
 def refuse_in_fork(parameters: Iterable[Tensor]) -> None:
     """Let parameters refuse all use, and modules that have some all calls, in this process from now on."""
+    global _is_fork
+    _is_fork = True
     set_classes("user code", [(each, _with_base(_InFork, type(each))) for each in parameters])
     register_module_forward_pre_hook(_refuse_call)
+
+
+def refuse_gathers_in_fork() -> None:
+    """Refuse to meet the other processes, where a unit is about to: its own parameters may be whole (``NO_SHARD``)."""
+    if _is_fork:
+        raise RuntimeError(_IN_FORK)
 
 
 def _refuse_call(module: nn.Module, _: Any) -> None:

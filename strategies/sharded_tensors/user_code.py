@@ -130,8 +130,9 @@ class UserCode:
         for mode in self._modes:
             mode.places, mode.old_memory = self.places, OldMemory.of(module)
         self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
-        if sharded := self._sharded(module):  # else DeepSpeed partitions later, if at all
-            self._watch = Watch(sharded)
+        dtensors = [one for one in module.parameters() if isinstance(one, DTensor)]  # they need a mode on one rank, too
+        if watched := self._sharded(module) or dtensors:  # else DeepSpeed partitions later, if at all
+            self._watch = Watch(watched)
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             self._wrap_step(module, name)
         self._follow_hooks(trainer, module)

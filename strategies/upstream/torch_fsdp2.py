@@ -1,4 +1,4 @@
-"""Private names of torch's FSDP2 (2.9 to 2.15): the states and parameter groups behind ``fully_shard``."""
+"""Private names of torch's FSDP2 (2.11 to 2.15): the states and parameter groups behind ``fully_shard``."""
 
 from __future__ import annotations
 

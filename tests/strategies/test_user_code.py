@@ -5,19 +5,24 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.strategies.trained_patterns import BATCHES_OF_PATTERNS, PARALLEL, numbers_without_a_fit, problems
+from tests.strategies.trained_patterns import (
+    BATCHES_OF_PATTERNS,
+    PARALLEL,
+    numbers_without_a_fit,
+    problems,
+    silent_problems,
+)
 from tests.strategies.user_patterns import ENGINES, PATTERNS, in_table
+
+_BATCHES = [
+    pytest.param(batch, marks=pytest.mark.machines) if batch.startswith("rest") else batch
+    for batch in BATCHES_OF_PATTERNS
+]
 
 
 @pytest.mark.core("core-fsdp2", "core-zero3")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "batch",
-    [
-        pytest.param(batch, marks=pytest.mark.machines) if batch.startswith("rest") else batch
-        for batch in BATCHES_OF_PATTERNS
-    ],
-)
+@pytest.mark.parametrize("batch", _BATCHES)
 def test_users_code_trains_as_under_ddp(batch: str, engine: str) -> None:
     reports = run_on_ranks(2, problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=240)
     assert reports == [[], []], "\n".join(line for report in reports for line in report)
@@ -50,8 +55,31 @@ def test_test_and_predict_steps_see_whole_weights(engine: str) -> None:
 
 
 def test_one_process_of_stage_3_has_no_whole_weights_either() -> None:
-    names = ["WeightsInWorkers", "WeightsInThreads", "LateInForwards"]
+    names = ["WeightsInWorkers", "WeightsInThreads", "LateInForwards", "LateInSteps", "LateInDatasets"]
     assert run_on_ranks(1, problems, names, "zero3", timeout_s=120) == [[]]
+
+
+def test_one_process_of_fsdp2_has_dtensors_too() -> None:
+    names = ["LateInSteps", "LateWritesInSteps", "LateInForwards", "LateInForwardHooks"]
+    assert run_on_ranks(1, problems, names, "fsdp2", timeout_s=120) == [[]]
+
+
+@pytest.mark.parametrize(("num_ranks", "engine"), [(1, "fsdp1"), (2, "fsdp1-no_shard")])
+def test_what_fsdp1_does_not_shard_takes_assignments(num_ranks: int, engine: str) -> None:
+    names = ["WeightsOfLayersSwapped", "TeacherAssignedInStep", "ScaleInMidWindow", "TeacherByAssignment"]
+    assert run_on_ranks(num_ranks, problems, names, engine, timeout_s=120) == [[]] * num_ranks
+
+
+def test_units_that_are_not_sharded_refuse_workers() -> None:
+    assert run_on_ranks(2, problems, ["WeightsInWorkers"], "fsdp1-no_shard", timeout_s=120) == [[], []]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("num_ranks", "engine"), [(1, "fsdp1"), (1, "fsdp2"), (1, "zero3"), (2, "fsdp1-no_shard")])
+@pytest.mark.parametrize("batch", _BATCHES)
+def test_nothing_is_silently_wrong_where_nothing_is_sharded(batch: str, num_ranks: int, engine: str) -> None:
+    reports = run_on_ranks(num_ranks, silent_problems, BATCHES_OF_PATTERNS[batch], engine, timeout_s=240)
+    assert reports == [[]] * num_ranks, "\n".join(line for report in reports for line in report)
 
 
 @pytest.mark.exhaustive

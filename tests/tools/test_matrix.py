@@ -65,7 +65,7 @@ def test_versions_are_held_where_they_shall_be() -> None:
     assert f"deepspeed=={OLDEST}" in lowest
     assert any(line.startswith("pytorch-lightning==") for line in lowest)
     assert "torch==2.13.0" in constraints(ENVIRONMENTS["pinned"])
-    assert constraints(ENVIRONMENTS["torch-2.10"]) == ["torch==2.10.0"]
+    assert constraints(ENVIRONMENTS["torch-2.14"]) == ["torch==2.14.1"]
     assert constraints(ENVIRONMENTS["newest"]) == []
 
 
@@ -199,10 +199,10 @@ def test_uv_is_asked_for_the_wheel_and_what_tests_need(tmp_path: Path, monkeypat
         return ""
 
     monkeypatch.setattr(environments, "uv", note)
-    environments.make("torch-2.10", tmp_path / "a.whl", tmp_path / "env")
+    environments.make("torch-2.14", tmp_path / "a.whl", tmp_path / "env")
     assert calls[0][:4] == ("venv", "--quiet", "--python", "3.12")
     assert f"accelight[all,bench] @ file://{tmp_path}/a.whl" in calls[1]
-    assert (tmp_path / "env" / "constraints.txt").read_text() == "torch==2.10.0\n"
+    assert (tmp_path / "env" / "constraints.txt").read_text() == "torch==2.14.1\n"
 
     def fail(*arguments: str) -> str:
         if arguments[0] == "pip":

@@ -63,6 +63,10 @@ AREAS: dict[str, tuple[str, ...]] = {
         f"{_ZERO}/test_grid.py::test_trains_as_a_plain_loop[stage3_offload]",
         *(f"tests/strategies/test_orders.py::test_random_orders[0-zero{stage}]" for stage in (1, 2, 3)),
     ),
+    "users' code": tuple(
+        f"tests/strategies/test_user_code.py::test_users_code_trains_as_under_ddp[core-{engine}]"
+        for engine in ("fsdp1", "fsdp2", "zero2", "zero3")
+    ),
     "checkpoints": (
         f"{_FSDP}/test_interop.py",
         f"{_BACKGROUND}[fsdp1-full_state_dict]",

@@ -36,7 +36,6 @@ class Environment:
 
 ENVIRONMENTS = {
     "lowest": Environment("3.10", "lowest"),
-    "torch-2.10": Environment("3.12", "newest", torch="2.10.0"),
     "pinned": Environment("3.11", "pinned"),
     "torch-2.14": Environment("3.12", "newest", torch="2.14.1"),
     "newest": Environment("3.13", "newest"),

@@ -300,7 +300,7 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
 
 
 def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
-    """Load what this rank needs, by its own plan: torch (2.9 to 2.15) does not change plans when it joins them."""
+    """Load what this rank needs, by its own plan: torch (2.11 to 2.15) does not change plans when it joins them."""
     planner = SafePlanner(allow_partial_load=partial)
     with raise_on_all_ranks(f"loading {part.path}", store_messages()):
         try:
