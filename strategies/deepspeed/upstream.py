@@ -28,10 +28,12 @@ __all__ = [
 
 def build_lock(op: str) -> Path | None:
     """Return the file that locks an op while torch compiles it; None where it stays, and the system locks (2.15)."""
-    from torch.utils import cpp_extension  # not at the top: the module imports setuptools
+    # Not at the top: the module imports setuptools.
+    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import _get_build_directory
 
     has_own_locks = hasattr(cpp_extension, "FileBaton")
-    return Path(cpp_extension._get_build_directory(op, False), "lock").resolve() if has_own_locks else None
+    return Path(_get_build_directory(op, False), "lock").resolve() if has_own_locks else None
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"

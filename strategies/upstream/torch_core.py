@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 ATTRIBUTES = {
-    "_attn_implementation": ("transformers.PreTrainedConfig", "which attention a model computes; nothing public says"),
+    "_attn_implementation": ("transformers.PretrainedConfig", "which attention a model computes; nothing public says"),
     "_C": ("torch", "whether a backward runs"),
     "_MEM_FORMAT_ENCODING": ("torch.distributed.checkpoint.metadata", "one of the few names of a DCP folder's pickle"),
     "_wrapped_by_lr_sched": ("torch.optim.lr_scheduler", "else schedules warn that the step is another"),
