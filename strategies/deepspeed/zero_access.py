@@ -10,7 +10,6 @@ import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -372,8 +371,7 @@ def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None
     @as_library
     @functools.wraps(partition)
     def partition_as_library(*args: Any, **kwargs: Any) -> Any:
-        is_own = share_memory(parameter, parameter.ds_tensor)  # on one process, which keeps what it has gathered
-        with nullcontext() if is_own else old_memory.partitioning(parameter, name):
+        with old_memory.partitioning(parameter, name, parameter.ds_tensor):
             return partition(*args, **kwargs)
 
     setattr(partition_as_library, _IS_LIBRARY, True)

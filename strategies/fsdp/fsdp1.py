@@ -632,7 +632,8 @@ class FlatAccess(NoAccess):
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
         """Return an alias of an unsharded parameter, which may be written to; None for any other tensor."""
         storage = tensor.untyped_storage().data_ptr()
-        if assigns and any(_is_shown(tensor, handle) for handle in self._unsharded):
+        is_unsharded = id(tensor) in self._flat and id(tensor) not in self._layouts
+        if assigns and (is_unsharded or any(_is_shown(tensor, handle) for handle in self._unsharded)):
             return tensor  # torch would look for what is assigned when the next step begins, and not in views
         return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
 
@@ -697,12 +698,12 @@ class FlatAccess(NoAccess):
 
 
 def _is_shown(tensor: Tensor, handle: Any) -> bool:
-    """Return whether a tensor is a parameter in a flat one, or the view of it that a module has in a step."""
+    """Return whether a tensor is the view of a flat parameter that a module has in a step."""
     flat_param = handle.flat_param
     if tensor.untyped_storage().data_ptr() != flat_param.untyped_storage().data_ptr():
         return False
     shown = (module._parameters.get(name, vars(module).get(name)) for name, module, _ in flat_param._param_infos)
-    return any(one is tensor for one in (*shown, *(flat_param._params or ())))
+    return any(one is tensor for one in shown)
 
 
 def _layout_of_state(layout: FlatLayout) -> FlatLayout:

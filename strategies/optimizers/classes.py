@@ -16,10 +16,11 @@ import sys
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -575,7 +576,6 @@ def _copied_state(optimizer: Optimizer, memo: dict[int, Any]) -> defaultdict[Any
     """Return what the constructor has made for parameters, for the small tensors; what comes with steps comes anew."""
     made: defaultdict[Any, Any] = defaultdict(dict)
     states: Mapping[Any, Any] = optimizer.state
-    numbers = {key: number for state in states.values() for key, number in _first_numbers(state)}
     for parameter, state in states.items():
         if not isinstance(parameter, torch.Tensor):
             made[parameter] = copy.deepcopy(state, memo)
@@ -591,18 +591,19 @@ def _copied_state(optimizer: Optimizer, memo: dict[int, Any]) -> defaultdict[Any
             elif value.ndim == 0 and parameter.ndim:
                 own[key] = value.detach().clone()
             else:
-                number = dict(_first_numbers(state)).get(key, numbers.get(key, 0.0))
-                own[key] = torch.full_like(small, number).detach()
+                others = (each.get(key) for each in states.values() if isinstance(each, Mapping))
+                own[key] = torch.full_like(small, _first_number(chain([value], others))).detach()
         made[small] = own
     return made
 
 
-def _first_numbers(state: Any) -> Iterator[tuple[Any, float]]:
-    """Yield the first number of each tensor in a state, by its key; a rank may have nothing of a parameter's."""
-    for key, value in state.items() if isinstance(state, Mapping) else ():
+def _first_number(values: Iterable[Any]) -> float:
+    """Return the first number that is in one of these tensors: a rank may have nothing of a parameter's."""
+    for value in values:
         value = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(value, torch.Tensor) and value.numel():
-            yield key, float(value.flatten()[0])
+            return float(value.flatten()[0])
+    return 0.0
 
 
 def _check_attributes(optimizer: Optimizer) -> None:

@@ -346,9 +346,9 @@ class GlobalTensors(TorchFunctionMode):
                     "that. Use p.grad in on_after_backward(), or in on_before_optimizer_step() where gradients "
                     "accumulate."
                 )
+            self._check_reduced(args[0])
             if self._access.owns_gradient(args[0]):
                 return self._own_gradient(args[0], func.__name__, args[1:])
-            self._check_reduced(args[0])
         if self._is_paused:
             return func(*args, **kwargs)
         if func.__name__ in _COLLECTIVES and func.__module__.startswith("torch.distributed"):
@@ -582,13 +582,11 @@ class GlobalTensors(TorchFunctionMode):
                     self._access.note_write(one)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
-        self._check_reduced(tensor)
         if action == "__get__":
             return func(tensor)
         return func(tensor, None if action == "__delete__" else self._as_gradient(tensor, values[0], tensor))
 
     def _own_gradient(self, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
-        self._check_reduced(tensor)
         if action == "__get__":
             gradient = self._access.gradient_of(tensor)
             if gradient is not None:

@@ -181,11 +181,17 @@ class OldMemory:
         self._parts = {key: one for key, one in self._parts.items() if not key.expired() and key not in used}
 
     @contextmanager
-    def partitioning(self, parameter: nn.Parameter, name: str) -> Iterator[None]:
-        """Note the memory that a gathered parameter loses, if a view or a graph still has it."""
+    def partitioning(self, parameter: nn.Parameter, name: str, part: Tensor) -> Iterator[None]:
+        """Note the memory that a gathered parameter loses, if a view or a graph still has it.
+
+        Args:
+            parameter: Gathered.
+            name: Its name.
+            part: What this process keeps of it; one that is alone keeps all, and loses nothing.
+        """
         storage, begin, size = _weak_storage(parameter), parameter.data_ptr(), parameter.nbytes
         yield
-        if not storage.expired() and parameter.data_ptr() != begin:
+        if not storage.expired() and parameter.data_ptr() != begin and _weak_storage(part) != storage:
             self._parts.setdefault(storage, []).append(_Lost(begin, begin + size, name, self._num_steps))
             if len(self._parts) > self._most_parts:
                 self._parts = {key: one for key, one in self._parts.items() if not key.expired()}
