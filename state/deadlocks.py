@@ -305,19 +305,27 @@ def stack_of(thread_id: int) -> list[FrameType]:
 
     Python 3.11 makes these objects when they are asked for. If that begins a garbage collection, the other thread may
     go on and leave the frame that an object is being made for, which is a segmentation fault some time later: garbage
-    waits meanwhile.
+    waits meanwhile, and so do other threads that look.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        stack, frame = [], sys._current_frames().get(thread_id)
-        while frame is not None:
-            stack.append(frame)
-            frame = frame.f_back
-        return stack
-    finally:
-        if collects:
-            gc.enable()
+    with _one_looks:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            stack, frame = [], sys._current_frames().get(thread_id)
+            while frame is not None:
+                stack.append(frame)
+                frame = frame.f_back
+            return stack
+        finally:
+            if collects:
+                gc.enable()
+
+
+_one_looks = threading.Lock()
+"""Else the first of two threads, Watchdog's and this one's, would switch collections on while the other looks."""
+if hasattr(os, "register_at_fork"):  # else a process forked meanwhile would never collect
+    _end = _one_looks.release
+    os.register_at_fork(before=_one_looks.acquire, after_in_parent=_end, after_in_child=_end)
 
 
 def waits_for_ranks(thread_id: int, stack: list[FrameType]) -> str | None:

@@ -47,6 +47,7 @@ _MOST_THREADS = 100
 """Of a worker between two tests: DeepSpeed keeps engines, and with them groups, that nobody else knows any more."""
 _WORN = b"worn"
 _DUMP_S = 0.5  # after its time is up, a rank writes its stacks
+_CRASH = "Fatal Python error"
 _GRACE_S = 10.0  # what the other ranks get to finish (or fail on their own) after the first one has failed
 
 
@@ -272,7 +273,12 @@ def _describe_hang(worker: _Worker, timeout_s: float) -> str:
 
 
 def _tail(path: Path, num_chars: int = 4000) -> str:
-    text = path.read_text(errors="replace")[-num_chars:]
+    text = path.read_text(errors="replace")
+    crash = text.rfind(_CRASH)
+    if crash >= 0:  # which thread crashed stands first, and a corrupt frame's name may be longer than all else
+        text = "\n".join(line[:200] for line in text[crash:].splitlines())[: 2 * num_chars]
+    else:
+        text = text[-num_chars:]
     return f"--- its output ---\n{text}" if text.strip() else "(it printed nothing)"
 
 

@@ -85,15 +85,23 @@ def _crash_without_handlers() -> None:
     for number in (signal.SIGSEGV, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)  # as a Trainer does
     if dist.get_rank() == 0:
-        os.kill(os.getpid(), signal.SIGSEGV)
+        _crash(90)
     time.sleep(600)
+
+
+def _crash(depth: int) -> None:
+    if depth == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    _crash(depth - 1)
 
 
 def test_a_crash_after_a_trainer_shows_the_stacks_of_all_ranks() -> None:
     with pytest.raises(AssertionError) as failure:
         run_on_ranks(2, _crash_without_handlers, timeout_s=60)
     message = str(failure.value)
-    assert all("in _crash_without_handlers" in part for part in message.split("rank 1: still running")), message
+    crashed, waits = message.split("rank 1: still running")
+    assert all(part in crashed for part in ("Fatal Python error", "Current thread", "in _crash")), message
+    assert "in _crash_without_handlers" in waits, message
 
 
 def test_a_hang_is_ended_with_stacks() -> None:

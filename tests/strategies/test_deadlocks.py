@@ -239,7 +239,7 @@ def test_the_watch_ends_with_its_group() -> None:
 
 
 _LOOKS_AT_A_THREAD = """
-import gc, sys, threading, time
+import gc, os, sys, threading, time
 from accelight.state.deadlocks import stack_of
 
 class Garbage:
@@ -247,7 +247,7 @@ class Garbage:
     def __del__(self): time.sleep(0)
 
 def look():
-    for _ in range(2000):
+    for _ in range(1000):
         garbage = [Garbage() for _ in range(3)]
         del garbage
         stack = stack_of(threading.main_thread().ident)
@@ -256,16 +256,23 @@ def look():
 def descend(depth):
     return 1 + descend(depth - 1) if depth else time.sleep(0) or 0
 
-looks = []
+looks, forked = [], []
 gc.set_threshold(5, 2, 2)
-thread = threading.Thread(target=look)
-thread.start()
-while thread.is_alive():
+sys.setswitchinterval(1e-4)
+threads = [threading.Thread(target=look) for _ in range(2)]
+for one in threads:
+    one.start()
+while any(one.is_alive() for one in threads):
     descend(30)
+    if len(looks) >= 100 * len(forked):
+        forked.append(os.fork())
+        if not forked[-1]:
+            os._exit(0 if gc.isenabled() else 3)
 assert len(looks) == 2000 and max(looks) > 30 and gc.isenabled(), (len(looks), max(looks))
+assert not any(os.waitpid(one, 0)[1] for one in forked)
 """
 
 
 def test_a_collection_of_garbage_lets_no_frame_end_that_is_looked_at() -> None:
-    """In Python 3.11, the first look would crash."""
+    """In Python 3.11, the first look would crash, and two threads that look would switch collections on too early."""
     subprocess.run([sys.executable, "-X", "faulthandler", "-c", _LOOKS_AT_A_THREAD], check=True, timeout=60)
