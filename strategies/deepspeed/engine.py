@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import inspect
 import itertools
 import re
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -84,11 +86,26 @@ def start_engine(
     if outputs is not None:
         outputs.follow(engine)
         clear_padding(engine.module, engine.optimizer)
+        _hold_weakly(engine.module)
     old_memory.forget(module)
     drive_adagrad(engine)
     cast_inputs(engine)
     remember(engine, settings)
     return engine
+
+
+def _hold_weakly(module: nn.Module) -> None:
+    """Let DeepSpeed's list of layers that run, in which the model stays, not keep it when nobody else does."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    layers = parameter_offload.FWD_MODULE_STACK
+
+    def remove(gone: Any) -> None:
+        layers[:] = [each for each in layers if each is not gone]
+
+    model = weakref.proxy(module)
+    layers[:] = [model if each is module else each for each in layers]
+    weakref.finalize(module, remove, model).atexit = False
 
 
 @contextmanager
@@ -281,7 +298,7 @@ class OptimizerStateTransfer:
 # next engine trains, its hooks on parameters and layers would reduce gradients twice and gather parameters for nobody.
 
 
-_ENGINES: WeakKeyDictionary[Any, DeepSpeedSettings] = WeakKeyDictionary()
+_ENGINES: weakref.WeakKeyDictionary[Any, DeepSpeedSettings] = weakref.WeakKeyDictionary()
 _OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions of one engine, which the next would take over
 _OF_PARAMETERS = {
     *("all_gather", "all_gather_coalesced", "partition", "reduce_gradients_at_owner", "partition_gradients", "item"),
@@ -358,6 +375,28 @@ def end_engine(engine: Any) -> None:
             parameter.ds_persist = parameter.is_external_param = False  # the next engine has its own
 
 
+_IMPORTED_IN_DESTROY = "deepspeed.module_inject.auto_ep_comm", "deepspeed.utils.pin_memory"
+"""A collection of garbage may run it in the midst of another import, which raises KeyError in Python 3.11."""
+
+
+def free_with_last_reference(engine: Any) -> None:
+    """Let an engine and its model be freed when nobody has them any more; call it after the last backward.
+
+    torch does not see that a hook on a gradient and its weight hold each other, and DeepSpeed keeps layers in a cache.
+    """
+    if engine not in _ENGINES:
+        return
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+        hook.remove()
+    for name in _IMPORTED_IN_DESTROY:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    cached: Any = Coordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+
+
 def release_parameters(engine: Any) -> None:
     """Let stage 3 release all parameters, even after an exception in the middle of a forward or backward."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
@@ -365,9 +404,9 @@ def release_parameters(engine: Any) -> None:
         return
     from deepspeed.runtime.zero import parameter_offload
 
-    roots = [each.module for each in _ENGINES]
+    models = [weakref.proxy(each.module) for each in _ENGINES]
     parameter_offload.FWD_MODULE_STACK[:] = [
-        layer for layer in parameter_offload.FWD_MODULE_STACK if any(layer is root for root in roots)
+        layer for layer in parameter_offload.FWD_MODULE_STACK if any(layer is model for model in models)
     ]
     for layer in engine.module.modules():
         if hasattr(layer._parameters, "_in_forward"):
@@ -407,7 +446,7 @@ def unpartition(module: nn.Module) -> None:
 # FSDP's units do it. Inside of a forward nothing is: models compute in fp32 in some places on purpose.
 
 
-_INPUT_HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+_INPUT_HOOKS: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def cast_inputs(engine: Any) -> None:
@@ -463,7 +502,7 @@ class _Caster:
 # object what became of them, and returns the object.
 
 
-_OUTPUT_HOOKS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+_OUTPUT_HOOKS: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class OpaqueOutputs:

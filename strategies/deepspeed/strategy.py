@@ -80,7 +80,7 @@ from .ds_config import (
     is_auto_value,
     resolve,
 )
-from .engine import end_engines_on, engine_of, release_parameters, summarise_run
+from .engine import end_engines_on, engine_of, free_with_last_reference, release_parameters, summarise_run
 from .library import (
     allow_scalars,
     check_async_io,
@@ -402,6 +402,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def teardown(self) -> None:
         if self._user_code is not None:
             self._user_code.end()
+        free_with_last_reference(self.model)
         self._given_optimizer = None
         self._tracker.close()
         self._termination.detach()

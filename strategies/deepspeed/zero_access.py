@@ -144,26 +144,36 @@ class ZeroAccess:
         return FlatShard(held.detach().narrow(0, 0, count), layout)
 
     def check_whole(self, tensor: Tensor) -> None:
-        """Check that a reduction does not meet a flat parameter, out of the optimizer's groups, nor a result of one.
+        """Check that a reduction, or a row, is not of a flat parameter of the optimizer, of its state, or a result.
 
         Raises:
             RuntimeError: If it does.
         """
         if self._is_of_flat(tensor):
             raise RuntimeError(
-                "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups was computed: "
-                "under ZeRO it is this process's part of several of the model's parameters. Use self.parameters()."
+                "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups, or of its "
+                "state, or a row of them, was computed: under ZeRO it is this process's part of several of the model's "
+                "parameters. Use self.parameters(); AccelFSDPStrategy has states of each."
             )
 
     def note_result(self, result: Any, inputs: Iterable[Tensor]) -> None:
         """Take note of results of flat parameters: they are this rank's part as well."""
         if self._pieces and isinstance(result, Tensor | list | tuple) and any(map(self._is_of_flat, inputs)):
             for one in [result] if isinstance(result, Tensor) else result:
-                if isinstance(one, Tensor) and not any(share_memory(each, one) for each in self._flat_parameters()):
+                if isinstance(one, Tensor) and not any(share_memory(each, one) for each in self.optimizers_own()):
                     self._of_flat[one] = True
 
     def _is_of_flat(self, tensor: Tensor) -> bool:
-        return any(share_memory(each, tensor) for each in [*self._flat_parameters(), *self._of_flat])
+        whose = [*self.optimizers_own(), *self._flat_states(), *self._of_flat]
+        return any(share_memory(each, tensor) for each in whose)
+
+    def _flat_states(self) -> Iterator[Tensor]:
+        """Yield what the optimizer has for each element of its flat parameters."""
+        states = getattr(getattr(self._engine.optimizer, "optimizer", None), "state", {}) if self._pieces else {}
+        for flat in self.optimizers_own():
+            for value in states[flat].values() if flat in states else ():
+                if isinstance(value, Tensor) and value.shape == flat.shape:
+                    yield value
 
     def parameter_shards(self) -> dict[str, tuple[Tensor, bool]]:
         """Return this rank's part of what is stepped on for each parameter, sharing memory, and whether it trains.
@@ -218,11 +228,11 @@ class ZeroAccess:
         return FlatLayout(shape, tuple(strides), tuple(range(len(shape))), start, count, 0, 1, group, self._device, cut)
 
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
-        """Return a whole parameter that is assigned to, since its memory is in DeepSpeed's flat buffer; else None."""
-        mine = (
-            assigns and self._window is not None and id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
-        )
-        return tensor if mine else None
+        """Return what is assigned to and lies in DeepSpeed's memory, a whole parameter or a flat one; else None."""
+        if not assigns or self._window is None:
+            return None
+        is_whole = id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
+        return tensor if is_whole or self.is_optimizers_own(tensor) else None
 
     def release(self) -> None:
         """Partition what stage 3 has left gathered after a forward without a backward."""
@@ -248,6 +258,11 @@ class ZeroAccess:
             if is_gathered and parameter.untyped_storage().data_ptr() == storage:
                 self._window.gathered_changes.note(parameter)
 
+    def note_write_to_shard(self, tensor: Tensor) -> None:
+        """Let the model follow a flat parameter; a partition of stage 3 is what is written to."""
+        if self.is_optimizers_own(tensor):
+            self.reach_model()
+
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""
         return False
@@ -268,18 +283,19 @@ class ZeroAccess:
     # ------------------------------------------------------------------ gradients
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
-        return bool(self._window is not None and (self._window.keeps(tensor) or self._is_flat(tensor)))
+        return bool(self._window is not None and (self._window.keeps(tensor) or self.is_optimizers_own(tensor)))
 
-    def _is_flat(self, tensor: Tensor) -> bool:
-        return any(each is tensor for each in self._flat_parameters())
+    def is_optimizers_own(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is one of DeepSpeed's flat parameters."""
+        return any(each is tensor for each in self.optimizers_own())
 
-    def _flat_parameters(self) -> Iterator[Tensor]:
+    def optimizers_own(self) -> Iterator[Tensor]:
         """Yield the flat parameters that a ZeRO optimizer has in its groups."""
         for group in self._engine.optimizer.param_groups if self._pieces else ():
             yield from group["params"]
 
     def _check_not_flat(self, tensor: Tensor) -> None:
-        if self._is_flat(tensor):
+        if self.is_optimizers_own(tensor):
             raise RuntimeError(
                 "p.grad of a parameter in optimizer.param_groups was used in a hook or a step: under "
                 f"ZeRO-{self._engine.zero_optimization_stage()} these are DeepSpeed's flat parameters, which have no "
@@ -302,17 +318,26 @@ class ZeroAccess:
             )
         return self._part(parameter) if window is not None and parameter in window.used else None
 
+    def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
+        """Return this rank's part of a gradient, whether any rank has one or not.
+
+        Raises:
+            RuntimeError: Where `gradient_of` does, and before a backward has run.
+        """
+        self.gradient_of(parameter)
+        if self._complete_window() is None:
+            raise RuntimeError(
+                "p.grad = value: DeepSpeed has no place for a gradient before a backward has run, nor after "
+                "zero_grad(). Assign it in on_after_backward() or on_before_optimizer_step()."
+            )
+        return self._part(parameter)
+
     @torch.no_grad()
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient that the optimizer steps on."""
         self._check_not_flat(parameter)
         window = self._complete_window()
         if window is None:
-            if gradient is not None:
-                raise RuntimeError(
-                    "p.grad = value: DeepSpeed has no place for a gradient before a backward has run. Assign it in "
-                    "on_after_backward() or on_before_optimizer_step()."
-                )
             return
         part = self._part(parameter)
         if gradient is None:
@@ -417,6 +442,16 @@ class _FlatStates(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self._check(key)
         super().__setitem__(key, value)
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        self._check(key)
+        super().__delitem__(key)
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check(key)
+        return super().pop(key, *default)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from ..common.broadcast import send_from_rank_zero
 from ..common.grads import gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
-from ..sharded_tensors.shards import FlatLayout, FlatShard, with_plain_states
+from ..sharded_tensors.shards import FlatLayout, FlatShard, gathered, with_plain_states
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
     is_hook,
@@ -625,7 +625,7 @@ class FlatAccess(NoAccess):
         held, shards = tensor.detach(), self._flat[id(tensor)]._local_shard
         if held.dim() != 1 or held.numel() != layout.count:
             return None
-        if layout.count and held.untyped_storage().data_ptr() != shards.untyped_storage().data_ptr():
+        if layout.count and tensor.untyped_storage().data_ptr() != shards.untyped_storage().data_ptr():
             return None
         return FlatShard(held, layout)
 
@@ -652,6 +652,18 @@ class FlatAccess(NoAccess):
         add = partial(self._watch.add_gradient, self._places[id(tensor)])
         linked: Tensor = _Link.apply(full, anchor, add)  # type: ignore[no-untyped-call]
         return linked
+
+    @override
+    @torch.no_grad()
+    def note_write_to_shard(self, tensor: Tensor) -> None:
+        """Let the view that a module has in a step follow what was written to its parameter through the optimizer."""
+        shard = self.shard_of(tensor)
+        if shard is None or id(tensor) not in self._places:
+            return
+        info = self._flat[id(tensor)]._param_infos[self._places[id(tensor)][1]]
+        shown = getattr(info.module, info.param_name)
+        if shown is not tensor:
+            shown.data.copy_(gathered(shard))
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""

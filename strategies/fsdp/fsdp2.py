@@ -28,7 +28,9 @@ from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
 from ..common.grads import global_norm, gradients_of, refuse_second_derivatives
 from ..parallelism.config import build_named_mesh
+from ..parallelism.tensor import is_cut
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.shards import gathered
 from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches, replace_for_good
@@ -378,6 +380,25 @@ class UnitAccess(NoAccess):
 
     def __init__(self, units: Units) -> None:
         self._params = {id(param.sharded_param): param for param in units.params}
+        self._groups = {id(param.sharded_param): group for group in units.groups for param in group.fsdp_params}
+
+    @torch.no_grad()
+    def note_write_to_shard(self, tensor: torch.Tensor) -> None:
+        """Let an unsharded parameter have what a step has written to its shards through the optimizer; on all ranks.
+
+        Raises:
+            RuntimeError: If a tensor-parallel layer has a part of it.
+        """
+        group = self._groups.get(id(tensor))
+        if group is None or not group.is_unsharded:
+            return
+        unsharded = self._params[id(tensor)]._unsharded_param
+        if is_cut(unsharded):
+            raise RuntimeError(
+                "A step changed a parameter of optimizer.param_groups while a tensor-parallel layer has it unsharded. "
+                "Change the module's own: for parameter in self.parameters()."
+            )
+        unsharded.copy_(gathered(tensor))
 
     def is_unreduced(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""

@@ -17,21 +17,29 @@ random numbers too, which are drawn for the full tensor.
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from ...state.rendezvous import CollectiveOrderChecker
-from ..upstream.torch_core import _get_current_function_mode
-from .kept_tensors import Aliases, OldMemory, OpenTensor, check_not_freed, share_memory, storage_of
+from ..upstream.torch_core import (
+    _get_current_function_mode,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
+from .kept_tensors import Aliases, OldMemory, OpenTensor, check_not_freed, has_storage, share_memory, storage_of
 from .shards import FlatShard, Sharded, gathered, is_sharded_alike, local_part, part_of, replicated
 
 _ELEMENT_BY_ELEMENT = frozenset(
@@ -128,6 +136,9 @@ _OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
 _NOT_OF_VALUES = OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
+_OF_PARTS = frozenset(["__getitem__", "__setitem__"])
+_UNCOUNTED_WRITES = frozenset(["apply_", "map_", "map2_"])
+"""Operations that write and raise no version counter."""
 _COLLECTIVES = frozenset(["all_reduce", "broadcast", "recv"])
 """Functions of torch.distributed that write to a tensor, and hand it to a mode; others refuse sharded ones."""
 _REDUCTIONS = frozenset(
@@ -186,6 +197,10 @@ class ShardAccess(Protocol):
         """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
         ...
 
+    def note_write_to_shard(self, tensor: Tensor) -> None:
+        """Let the engine know of a training step's write to a `Sharded` parameter; every rank calls it."""
+        ...
+
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""
         ...
@@ -196,6 +211,18 @@ class ShardAccess(Protocol):
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient of such a parameter, sharing memory; None if no rank has one."""
+        ...
+
+    def optimizers_own(self) -> Iterable[Tensor]:
+        """Return what an optimizer steps on in place of parameters."""
+        ...
+
+    def is_optimizers_own(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is what an optimizer steps on in place of parameters; its version shows changes."""
+        ...
+
+    def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
+        """Return how a gradient of such a parameter is split, where there may be none; None: as the parameter is."""
         ...
 
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
@@ -241,6 +268,9 @@ class NoAccess:
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing: version counters show changes."""
 
+    def note_write_to_shard(self, tensor: Tensor) -> None:
+        """Do nothing: parameters are the same ones wherever a step has them."""
+
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False."""
         return False
@@ -252,6 +282,18 @@ class NoAccess:
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient."""
         return parameter.grad
+
+    def optimizers_own(self) -> Iterable[Tensor]:
+        """Return nothing."""
+        return ()
+
+    def is_optimizers_own(self, tensor: Tensor) -> bool:
+        """Return False."""
+        return False
+
+    def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
+        """Return None."""
+        return None
 
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Set the gradient."""
@@ -284,8 +326,6 @@ class GlobalTensors(TorchFunctionMode):
         self._open: dict[int, OpenTensor] = {}
         """By the identity of what `Aliases.original` returns."""
         self._aliases = Aliases() if aliases is None else aliases
-        self._gradients: dict[int, Tensor] = {}
-        """Of parameters whose gradient is made for each use: the first one since the hook began."""
         self._is_entered = self._is_paused = False
         self.unreduced: Collection[int] = ()
         """Identities of parameters that are not sharded, and whose gradients are of this rank alone now."""
@@ -327,7 +367,6 @@ class GlobalTensors(TorchFunctionMode):
             self._write_back(self._open[key])
         if forget:
             self._aliases.keep(self._open)
-            self._gradients = {}
             if self.has_met_shards:
                 self._access.end()
         wait_for_streams(self._written_on)
@@ -352,9 +391,13 @@ class GlobalTensors(TorchFunctionMode):
         if self._is_paused:
             return func(*args, **kwargs)
         if func.__name__ in _COLLECTIVES and func.__module__.startswith("torch.distributed"):
-            func = _in_place(func)
+            func = _counted(func, f"{func.__name__}_")
+        elif func.__name__ in _UNCOUNTED_WRITES:
+            func = _counted(func, func.__name__)
         name = func.__name__
         if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
+            if peek_interpreter_stack() is not None:
+                self._check_not_transformed(name, args, kwargs)
             self._check_kept(name, args, kwargs)
         if not any(map(self.is_sharded, tensors_in(args, kwargs))):
             return self._on_plain(func, args, kwargs)
@@ -365,7 +408,8 @@ class GlobalTensors(TorchFunctionMode):
         """Return whether an operation uses the values of sharded tensors, and not only of a tensor-parallel layer's."""
         name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
         return name not in _NOT_OF_VALUES and any(
-            self.is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",))
+            self._access.is_optimizers_own(one)
+            or (self.is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",)))
             for one in tensors_in(args, kwargs)
         )
 
@@ -373,6 +417,10 @@ class GlobalTensors(TorchFunctionMode):
         name = func.__name__
         if name in _OF_ATTRIBUTES:
             return self._attribute(func, func.__self__.__name__, name, args)
+        if name == "__deepcopy__" and isinstance(args[0], DTensor):
+            return self._copied(*args)
+        if name == "__reduce_ex__" and isinstance(args[0], DTensor) and _is_shallow_copy(sys._getframe(2)):
+            return _itself, (self.data_of(args[0]),)
         if name in OF_THE_SHARD:
             return func(*args, **kwargs)
         if name in _OF_THE_SHAPE:
@@ -409,14 +457,28 @@ class GlobalTensors(TorchFunctionMode):
         for tensor in tensors_in(args, kwargs) if self._aliases.kept else ():
             for one in list(self._aliases.kept.values()):
                 full = one.full()
-                if full is not None and share_memory(full, tensor):
+                if full is not None and has_storage(tensor) and share_memory(full, tensor):
                     self._come(name)
                     self._opened(one.tensor)
+
+    def _check_not_transformed(self, name: str, args: Any, kwargs: Any) -> None:
+        """Refuse shards inside of `torch.func`'s transforms, which hand out wrappers of them below all modes.
+
+        Raises:
+            RuntimeError: If an operation has one.
+        """
+        if any(self.is_sharded(_unwrapped(one)) for one in tensors_in(args, kwargs)):
+            raise RuntimeError(
+                f"{name}() of a sharded parameter inside of torch.func.vmap, grad, jvp, or another of torch's function "
+                "transforms, which would see this process's part. Take the whole tensor before: full = weight[:]; "
+                "torch.func.vmap(function)(full)."
+            )
 
     def _write_back(self, opened: OpenTensor) -> None:
         if opened.is_changed:
             self._before_write(opened.shard)
             opened.write_back()
+            self._after_write(opened.tensor)
 
     def _before_write(self, shard: Tensor) -> None:
         """Let the engine's copies of offloaded shards end before a write in the midst of a forward and a backward."""
@@ -426,6 +488,12 @@ class GlobalTensors(TorchFunctionMode):
         if local_part(shard).device.type == "cpu":
             wait_for_streams(self._written_on)
 
+    def _after_write(self, tensor: Tensor) -> None:
+        if self._in_step:
+            original = self._aliases.original(tensor)
+            self.has_met_shards |= self._access.is_optimizers_own(original)
+            self._access.note_write_to_shard(original)
+
     def _come(self, name: str) -> None:
         if self.places is not None:
             self.places.compare_at_line(f"gathers a sharded tensor for {name}()")
@@ -433,7 +501,7 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
-        if name.removeprefix("_foreach_") in _REDUCTIONS:
+        if name.removeprefix("_foreach_") in _REDUCTIONS or name in _OF_PARTS:
             for one in tensors_in(args, kwargs):
                 self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
@@ -446,7 +514,7 @@ class GlobalTensors(TorchFunctionMode):
                 detached._accelight_full = opened.full  # which lives as long as a view of it, and this is none to torch
                 return detached
         if args and (reads_data or name == "detach"):
-            result: Any = func(*args, **kwargs)
+            result: Any = args[0].detach() if self._access.is_optimizers_own(args[0]) else func(*args, **kwargs)
             is_alias = isinstance(result, Tensor) and self._access.writable(args[0], assigns=True) is args[0]
             return self._aliases.add(args[0], result) if is_alias else result
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
@@ -455,6 +523,12 @@ class GlobalTensors(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._access.note_result(result, tensors_in(args, kwargs))
             return result
+        result = self._write_to_plain(func, args, kwargs, assigns=assigns)
+        for one in tensors_in(args[:1], {}):
+            self._after_write(one)
+        return result
+
+    def _write_to_plain(self, func: Any, args: Any, kwargs: Any, *, assigns: bool) -> Any:
         self._note_write(args[0], assigns=assigns)
         self._access.note_result(args[0], tensors_in(args[1:], kwargs))
         if not isinstance(args[0], Tensor) or (torch.is_grad_enabled() and not assigns):
@@ -474,6 +548,8 @@ class GlobalTensors(TorchFunctionMode):
                 self._aliases.separate(args[0])
                 with torch.no_grad():
                     target.data.copy_(args[1])
+                if self._access.is_optimizers_own(target):
+                    increment_version(target)
             return args[0]
         result = func(target, *args[1:], **kwargs)
         return args[0] if result is target else result
@@ -525,7 +601,7 @@ class GlobalTensors(TorchFunctionMode):
                 return self._on_plain(func, (tensor, self._full(args[1])), {})
             return func(*args)
         if name == "data":
-            return self._data(tensor) if action == "__get__" else self._assign(tensor, args[1])
+            return self.data_of(tensor) if action == "__get__" else self._assign(tensor, args[1])
         if name == "grad":
             return self._gradient(func, tensor, action, args[1:])
         if name in OF_THE_SHARD or name.startswith("_"):  # torch's own notes
@@ -534,9 +610,19 @@ class GlobalTensors(TorchFunctionMode):
             return func(self._shard(tensor))
         return self._on_full(func, args, {})
 
-    def _data(self, tensor: Tensor) -> Tensor:
+    def data_of(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor.data`` of a sharded tensor."""
         shard = self._shard(tensor)
         return self._aliases.add(tensor, shard.data if isinstance(shard, DTensor) else shard)
+
+    @torch.no_grad()
+    def _copied(self, tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+        """Return a copy of a DTensor, which has no storage of its own that torch could copy."""
+        copied: Tensor = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, tensor.requires_grad)
+        memo[id(tensor)] = copied
+        return copied
 
     def _is_open(self, tensor: Tensor) -> bool:
         return bool(self._open) and id(self._aliases.original(tensor)) in self._open
@@ -558,6 +644,7 @@ class GlobalTensors(TorchFunctionMode):
         self._open.pop(id(self._aliases.separate(tensor)), None)
         self._before_write(shard)
         local_part(shard).copy_(part)
+        self._after_write(tensor)
 
     def _check_assignable(self) -> None:
         """Refuse to assign to ``p.data`` between a forward and its backward.
@@ -582,23 +669,26 @@ class GlobalTensors(TorchFunctionMode):
                     self._access.note_write(one)
 
     def _gradient(self, func: Any, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
-        if action == "__get__":
-            return func(tensor)
-        return func(tensor, None if action == "__delete__" else self._as_gradient(tensor, values[0], tensor))
+        return func(tensor, *(self._as_gradient(tensor, value, tensor) for value in values))
 
     def _own_gradient(self, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
+        gradients = self._aliases.gradients
         if action == "__get__":
             gradient = self._access.gradient_of(tensor)
             if gradient is not None:
-                self._aliases.add(self._gradients.setdefault(id(tensor), gradient), gradient)
+                self._aliases.add(gradients.setdefault(id(tensor), gradient), gradient)
             return gradient
-        if (first := self._gradients.pop(id(tensor), None)) is not None:
+        value = values[0] if action == "__set__" else None
+        shard = None
+        if value is not None:
+            place = self._access.place_of_gradient(tensor)
+            shard = self._as_gradient(tensor, value, self._shard(tensor) if place is None else place)
+        first = gradients.get(id(tensor))
+        if first is not None and (value is None or self._aliases.original(value) is not first):
+            del gradients[id(tensor)]
             self._open.pop(id(first), None)
-        if action == "__delete__" or values[0] is None:
-            return self._access.set_gradient(tensor, None)
-        present = self._access.gradient_of(tensor)
-        shard = self._shard(tensor) if present is None else present
-        return self._access.set_gradient(tensor, self._as_gradient(tensor, values[0], shard))
+            self._aliases.separate(first, also_itself=True)
+        return self._access.set_gradient(tensor, shard)
 
     def _check_reduced(self, tensor: Tensor) -> None:
         if self._access.is_unreduced(tensor):
@@ -608,18 +698,13 @@ class GlobalTensors(TorchFunctionMode):
                 "on_before_optimizer_step()."
             )
 
-    def _as_gradient(self, tensor: Tensor, value: Tensor | None, shard: Tensor) -> Any:
+    def _as_gradient(self, tensor: Tensor, value: Tensor | None, shard: Any) -> Any:
         if value is None:
             return None
         shape = self._shard(tensor).shape
         if value.shape != shape:
             raise RuntimeError(
                 f"p.grad = value: the parameter has shape {tuple(shape)}, but the value has {tuple(value.shape)}."
-            )
-        if not isinstance(shard, Sharded):
-            raise RuntimeError(
-                "p.grad = value: no rank has a gradient for this parameter, and DeepSpeed has no buffer for one. "
-                "Use the parameter in the loss."
             )
         if not isinstance(value, Sharded):
             _check_equal_on_ranks(value, "p.grad = value")
@@ -644,6 +729,7 @@ class GlobalTensors(TorchFunctionMode):
         if is_in_place:
             self._before_write(first)
             func(first, *self._map(tuple(args[1:]), convert), **self._map(kwargs, convert))
+            self._after_write(args[0])
             return args[0]
         try:
             return func(*self._map(args, convert), **self._map(kwargs, convert))
@@ -725,6 +811,12 @@ class GlobalTensors(TorchFunctionMode):
         return self._open[id(original)]
 
     def _linked(self, opened: OpenTensor, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FlatShard):
+            raise RuntimeError(
+                "requires_grad_() of what was made from a sharded parameter, used where gradients are on: this process "
+                "has a part of it, and so of its gradient. Make it from the whole tensor: "
+                "weight[:].detach().requires_grad_()."
+            )
         if isinstance(tensor, DTensor) or (self._access.shows_shards and not self._in_step):
             linked: Tensor = _Link.apply(opened.full, tensor, opened.shard)  # type: ignore[no-untyped-call]
             return linked
@@ -785,6 +877,24 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from tensors_in(one, {})
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _is_shallow_copy(frame: FrameType | None) -> bool:
+    """Return whether ``copy.copy()`` asks for what torch would pickle."""
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is copy.copy.__code__
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that function transforms were handed."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 @cache
 def is_element_by_element(name: str) -> bool:
     """Return whether the operation of this name treats every element alone, and draws no random numbers."""
@@ -800,17 +910,17 @@ def is_element_by_element(name: str) -> bool:
 
 
 @cache
-def _in_place(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective whose write to its tensor has happened when it returns, and raises the version counter."""
+def _counted(func: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function whose write to its first tensor raises the version counter, and has happened in the end."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = collective(tensor, *args, **kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+        result = func(tensor, *args, **kwargs)
+        if isinstance(result, dist.Work):
+            result.wait()
         increment_version(tensor)
-        return work
+        return result
 
-    run.__name__ = f"{collective.__name__}_"
+    run.__name__ = name
     return run
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,8 @@ class Aliases:
     def __init__(self) -> None:
         self.kept: dict[int, _Kept] = {}
         """By the identity of an original, its full tensor of earlier hooks, if users may have views of it."""
+        self.gradients: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        """By the identity of a parameter whose gradient is made for each use, the first one that users still have."""
         self._originals: Any = WeakIdKeyDictionary()
         self._found: dict[int, list[ref[Tensor]]] = {}
         """By the identity of an original, its aliases. Nothing refers to originals weakly, which stops
@@ -126,11 +128,11 @@ class Aliases:
         if not found:
             self._found.pop(original, None)
 
-    def separate(self, tensor: Tensor) -> Tensor:
+    def separate(self, tensor: Tensor, *, also_itself: bool = False) -> Tensor:
         """Give aliases memory of their own before ``tensor`` is assigned to, as that gives it; return the original."""
         original = self.original(tensor)
-        for each in self._found.pop(id(original), ()):
-            alias = each()
+        aliases = [each() for each in self._found.pop(id(original), ())]
+        for alias in [*aliases, original] if also_itself else aliases:
             if alias is None:
                 continue
             self._originals.pop(alias, None)

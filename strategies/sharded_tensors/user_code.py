@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -74,6 +75,12 @@ _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
 )
+_MOVES = (
+    "A hook or a step changes parameters of the model from {} to {} (module.to(), half(), double(), cpu(), "
+    "cuda()): they lie where the engine keeps them. Convert what you compute from them, as in weight.double(), choose "
+    "the precision with Trainer(precision=...), or convert the module in configure_model()."
+)
+_MODULES = nn.Module.__module__, "utilities.device_dtype_mixin"
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
@@ -138,6 +145,7 @@ class UserCode:
         self._follow_hooks(trainer, module)
         self._follow_fetches(trainer)
         self._follow_threads(module)
+        self._follow_moves(module)
 
     def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
         """Run users' hooks as such: all until the end of the run, those of a save as long as the Trainer lives."""
@@ -197,6 +205,41 @@ class UserCode:
 
         self._patches.put(threading.Thread, "start", start_thread)
 
+    def _follow_moves(self, module: LightningModule) -> None:
+        """Let ``module.to(...)`` and the like leave parameters alone, and ``nn.Parameter(weight)`` share its values.
+
+        Both go below all modes.
+        """
+        apply: Any = nn.Module._apply
+        new: Any = nn.Parameter.__new__
+
+        @functools.wraps(apply)
+        def apply_to_buffers(moved: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            own = set(map(id, module.parameters()))
+            is_users = _calls_method_of_module(sys._getframe(1))
+            parameters = [one for one in moved.parameters(recurse) if id(one) in own] if is_users else []
+            if not parameters:
+                return apply(moved, fn, recurse)
+            with library_code():
+                for dtype, device in {(one.dtype, one.device) for one in parameters}:
+                    one = fn(torch.empty(0, dtype=dtype, device=device))
+                    if (one.dtype, one.device) != (dtype, device):
+                        raise RuntimeError(_MOVES.format(f"{dtype} on {device}", f"{one.dtype} on {one.device}"))
+            for each in moved.modules() if recurse else [moved]:
+                for name, buffer in each._buffers.items():
+                    each._buffers[name] = None if buffer is None else fn(buffer)
+            return moved
+
+        @functools.wraps(new)
+        def new_parameter(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+            is_users = isinstance(data, nn.Parameter) and not is_asked_by_library(sys._getframe(1))
+            if data is not None and is_users and self._in_hooks.is_sharded(data):
+                data = self._in_hooks.data_of(data)
+            return new(cls, data, requires_grad)
+
+        self._patches.put(nn.Module, "_apply", apply_to_buffers)
+        self._patches.put(nn.Parameter, "__new__", new_parameter)
+
     def _raise_from_thread(self) -> None:
         """Raise what a thread has refused: its own error may have been printed alone."""
         if self._error_in_thread is not None:
@@ -253,7 +296,8 @@ class UserCode:
     def _watching(self, mode: GlobalTensors) -> Iterator[None]:
         """Let users' code that begins to use shards in the midst of a run do so under a mode."""
         if self._watch is None:
-            self._watch = Watch(() if self._trainer is None else self._sharded(self._trainer.lightning_module))
+            sharded = [] if self._trainer is None else self._sharded(self._trainer.lightning_module)
+            self._watch = Watch([*sharded, *self.access.optimizers_own()])
         with ExitStack() as self._since_use, self._watch.until_end(partial(self._begin, mode)):
             yield
 
@@ -476,6 +520,14 @@ class _InModules(TorchFunctionMode):
             )
         with running(mode):
             return func(*args, **kwargs)
+
+
+def _calls_method_of_module(frame: FrameType | None) -> bool:
+    """Return whether users' code calls ``to()`` or the like of a module, below methods of torch's and Lightning's."""
+    while frame is not None and str(frame.f_globals.get("__name__")).endswith(_MODULES):
+        frame = frame.f_back
+    name = "" if frame is None else f"{frame.f_globals.get('__name__')}."
+    return frame is not None and not name.startswith((*_LIBRARIES, "torch.", "deepspeed."))
 
 
 def _is_fetch(action: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -38,6 +39,9 @@ __all__ = [
     "_StorageInfo",  # where a DCP folder's tensors lie: one of the few classes that its pickle may name
     "checkpoint_wrapper",  # activation checkpointing, as FSDP's own documentation has it
     "compute_local_shape_and_global_offset",  # which part of a DTensor a rank has
+    "get_unwrapped",  # what a function transform was handed
+    "is_functorch_wrapped_tensor",  # the same
+    "peek_interpreter_stack",  # whether a function transform runs
     "is_traceable_wrapper_subclass",  # which tensors keep their values in other tensors
     "offload_wrapper",  # inputs of recomputed units in host memory, as Accelerate has it
     "reduce_scatter_single",  # the same

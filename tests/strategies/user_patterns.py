@@ -2562,3 +2562,63 @@ def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     for entry in entries:
         rows.setdefault(entry.does, []).append(entry)
     return rows
+
+
+# ------------------------------------------------------------------ below all modes
+OPTIMIZERS_IN_STEPS = "weights in `optimizer.param_groups` changed in `training_step`"
+
+
+@pattern(OPTIMIZERS_IN_STEPS)
+class GroupsChangedInSteps(Pattern):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.data.clamp_(-0.3, 0.3)
+        return self.loss(batch)
+
+
+@pattern(OPTIMIZERS_IN_STEPS)
+class GroupsChangedInLateSteps(GroupsChangedInSteps):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) if batch_idx < 2 else super().training_step(batch, batch_idx)
+
+
+TRANSFORMED = Refused("inside of torch.func.vmap, grad, jvp", "`full = weight[:]`, outside of the transform")
+
+
+@pattern("`torch.func.vmap`, `grad`, `jvp` of weights", fsdp1=TRANSFORMED, fsdp2=TRANSFORMED, zero3=TRANSFORMED)
+class TransformsOfWeights(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.see("norms", torch.func.vmap(torch.linalg.vector_norm, in_dims=1)(self.first.weight).sum())
+
+
+@pattern("the same, of a whole weight taken before: `full = weight[:]`")
+class TransformsOfWholeWeights(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        full = self.first.weight[:].detach()
+        self.see("norms", torch.func.vmap(torch.linalg.vector_norm, in_dims=1)(full).sum())
+
+
+MOVED = Refused("A hook or a step changes parameters of the model", "`weight.double()`, or `Trainer(precision=...)`")
+
+
+@pattern("`module.half()`, `double()`, `to(another)` in hooks", fsdp1=MOVED, fsdp2=MOVED, zero2=MOVED, zero3=MOVED)
+class MovedInHooks(Pattern):
+    def on_train_epoch_start(self) -> None:
+        self.model.double().float()
+
+
+@pattern("`module.to(device)`, `float()` in hooks and steps, which change nothing of parameters")
+class MovedToWhereTheyAre(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def on_train_start(self) -> None:
+        self.model.to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.float()
+        self.see("dtype", self.model.head.weight.dtype == torch.float32)
+        return self.loss(batch) * self.factor  # type: ignore[operator]
