@@ -393,8 +393,10 @@ def free_with_last_reference(engine: Any) -> None:
     for name in _IMPORTED_IN_DESTROY:
         with suppress(ImportError):
             importlib.import_module(name)
-    cached: Any = Coordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
+    method: Any = Coordinator._PartitionedParameterCoordinator__params_to_release
+    cached: Any = inspect.getclosurevars(method).nonlocals.get("func")  # under a decorator
+    if hasattr(cached, "cache_clear"):
+        cached.cache_clear()
 
 
 def release_parameters(engine: Any) -> None:

@@ -137,6 +137,7 @@ _NOT_OF_VALUES = OF_THE_SHARD | _OF_THE_SHAPE
 _UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
 _OF_PARTS = frozenset(["__getitem__", "__setitem__"])
+"""Operations on a part of a tensor, which a flat one has another of."""
 _UNCOUNTED_WRITES = frozenset(["apply_", "map_", "map2_"])
 """Operations that write and raise no version counter."""
 _COLLECTIVES = frozenset(["all_reduce", "broadcast", "recv"])

@@ -215,9 +215,11 @@ class UserCode:
 
         @functools.wraps(apply)
         def apply_to_buffers(moved: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+            caller = sys._getframe(1)
+            if caller.f_code is apply.__code__ or not _calls_method_of_module(caller):
+                return apply(moved, fn, recurse)
             own = set(map(id, module.parameters()))
-            is_users = _calls_method_of_module(sys._getframe(1))
-            parameters = [one for one in moved.parameters(recurse) if id(one) in own] if is_users else []
+            parameters = [one for one in moved.parameters(recurse) if id(one) in own]
             if not parameters:
                 return apply(moved, fn, recurse)
             with library_code():
