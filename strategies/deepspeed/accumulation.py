@@ -52,7 +52,7 @@ _BACKWARD_OF_ITS_OWN = (
 )
 
 
-@running_as_library("zero_grad", "forget")  # to users' code, p.grad is the reduced one alone
+@running_as_library("zero_grad", "forget", "set_mode")  # to users' code, p.grad is the reduced one alone
 class GradientAccumulator:
     """Follows one engine.
 

@@ -149,7 +149,7 @@ class ZeroAccess:
         Raises:
             RuntimeError: If it does.
         """
-        if self._is_of_flat(tensor):
+        if self._is_of_flat(tensor) or any(each is tensor for each in self._flat_states()):
             raise RuntimeError(
                 "A norm, a sum or another reduction of a flat parameter out of optimizer.param_groups, or of its "
                 "state, or a row of them, was computed: under ZeRO it is this process's part of several of the model's "
@@ -164,8 +164,7 @@ class ZeroAccess:
                     self._of_flat[one] = True
 
     def _is_of_flat(self, tensor: Tensor) -> bool:
-        whose = [*self.optimizers_own(), *self._flat_states(), *self._of_flat]
-        return any(share_memory(each, tensor) for each in whose)
+        return any(share_memory(each, tensor) for each in [*self.optimizers_own(), *self._of_flat])
 
     def _flat_states(self) -> Iterator[Tensor]:
         """Yield what the optimizer has for each element of its flat parameters."""
