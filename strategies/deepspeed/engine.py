@@ -406,7 +406,7 @@ def release_parameters(engine: Any) -> None:
         return
     from deepspeed.runtime.zero import parameter_offload
 
-    models = [weakref.proxy(each.module) for each in _ENGINES]
+    models = [weakref.proxy(each.module) for each in _ENGINES]  # each object has one
     parameter_offload.FWD_MODULE_STACK[:] = [
         layer for layer in parameter_offload.FWD_MODULE_STACK if any(layer is model for model in models)
     ]

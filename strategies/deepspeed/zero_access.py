@@ -231,7 +231,7 @@ class ZeroAccess:
         if not assigns or self._window is None:
             return None
         is_whole = id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
-        return tensor if is_whole or self.is_optimizers_own(tensor) else None
+        return tensor if is_whole or self._is_flat(tensor) else None
 
     def release(self) -> None:
         """Partition what stage 3 has left gathered after a forward without a backward."""
@@ -259,7 +259,7 @@ class ZeroAccess:
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
         """Let the model follow a flat parameter; a partition of stage 3 is what is written to."""
-        if self.is_optimizers_own(tensor):
+        if self._is_flat(tensor):
             self.reach_model()
 
     def is_unreduced(self, tensor: Tensor) -> bool:
@@ -282,9 +282,9 @@ class ZeroAccess:
     # ------------------------------------------------------------------ gradients
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
-        return bool(self._window is not None and (self._window.keeps(tensor) or self.is_optimizers_own(tensor)))
+        return bool(self._window is not None and (self._window.keeps(tensor) or self._is_flat(tensor)))
 
-    def is_optimizers_own(self, tensor: Tensor) -> bool:
+    def _is_flat(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is one of DeepSpeed's flat parameters."""
         return any(each is tensor for each in self.optimizers_own())
 
@@ -294,7 +294,7 @@ class ZeroAccess:
             yield from group["params"]
 
     def _check_not_flat(self, tensor: Tensor) -> None:
-        if self.is_optimizers_own(tensor):
+        if self._is_flat(tensor):
             raise RuntimeError(
                 "p.grad of a parameter in optimizer.param_groups was used in a hook or a step: under "
                 f"ZeRO-{self._engine.zero_optimization_stage()} these are DeepSpeed's flat parameters, which have no "

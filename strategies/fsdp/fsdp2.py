@@ -379,8 +379,9 @@ class UnitAccess(NoAccess):
     """
 
     def __init__(self, units: Units) -> None:
-        self._params = {id(param.sharded_param): param for param in units.params}
-        self._groups = {id(param.sharded_param): group for group in units.groups for param in group.fsdp_params}
+        self._params = {
+            id(param.sharded_param): (param, group) for group in units.groups for param in group.fsdp_params
+        }
 
     @torch.no_grad()
     def note_write_to_shard(self, tensor: torch.Tensor) -> None:
@@ -389,10 +390,10 @@ class UnitAccess(NoAccess):
         Raises:
             RuntimeError: If a tensor-parallel layer has a part of it.
         """
-        group = self._groups.get(id(tensor))
-        if group is None or not group.is_unsharded:
+        param, group = self._params.get(id(tensor), (None, None))
+        if param is None or not group.is_unsharded:
             return
-        unsharded = self._params[id(tensor)]._unsharded_param
+        unsharded = param._unsharded_param
         if is_cut(unsharded):
             raise RuntimeError(
                 "A step changed a parameter of optimizer.param_groups while a tensor-parallel layer has it unsharded. "
@@ -402,7 +403,7 @@ class UnitAccess(NoAccess):
 
     def is_unreduced(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""
-        param = self._params.get(id(tensor))
+        param, _ = self._params.get(id(tensor), (None, None))
         leaf = getattr(param, "_unsharded_param", None)
         return leaf is not None and (
             leaf.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None

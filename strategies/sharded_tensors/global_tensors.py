@@ -215,11 +215,7 @@ class ShardAccess(Protocol):
         ...
 
     def optimizers_own(self) -> Iterable[Tensor]:
-        """Return what an optimizer steps on in place of parameters."""
-        ...
-
-    def is_optimizers_own(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is what an optimizer steps on in place of parameters; its version shows changes."""
+        """Return what an optimizer steps on in place of parameters; its version shows changes."""
         ...
 
     def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
@@ -287,10 +283,6 @@ class NoAccess:
     def optimizers_own(self) -> Iterable[Tensor]:
         """Return nothing."""
         return ()
-
-    def is_optimizers_own(self, tensor: Tensor) -> bool:
-        """Return False."""
-        return False
 
     def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
         """Return None."""
@@ -409,7 +401,7 @@ class GlobalTensors(TorchFunctionMode):
         """Return whether an operation uses the values of sharded tensors, and not only of a tensor-parallel layer's."""
         name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
         return name not in _NOT_OF_VALUES and any(
-            self._access.is_optimizers_own(one)
+            self._is_optimizers_own(one)
             or (self.is_sharded(one) and not (isinstance(one, DTensor) and one.device_mesh.mesh_dim_names == ("tp",)))
             for one in tensors_in(args, kwargs)
         )
@@ -492,7 +484,7 @@ class GlobalTensors(TorchFunctionMode):
     def _after_write(self, tensor: Tensor) -> None:
         if self._in_step:
             original = self._aliases.original(tensor)
-            self.has_met_shards |= self._access.is_optimizers_own(original)
+            self.has_met_shards |= self._is_optimizers_own(original)
             self._access.note_write_to_shard(original)
 
     def _come(self, name: str) -> None:
@@ -515,7 +507,7 @@ class GlobalTensors(TorchFunctionMode):
                 detached._accelight_full = opened.full  # which lives as long as a view of it, and this is none to torch
                 return detached
         if args and (reads_data or name == "detach"):
-            result: Any = args[0].detach() if self._access.is_optimizers_own(args[0]) else func(*args, **kwargs)
+            result: Any = args[0].detach() if self._is_optimizers_own(args[0]) else func(*args, **kwargs)
             is_alias = isinstance(result, Tensor) and self._access.writable(args[0], assigns=True) is args[0]
             return self._aliases.add(args[0], result) if is_alias else result
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
@@ -549,7 +541,7 @@ class GlobalTensors(TorchFunctionMode):
                 self._aliases.separate(args[0])
                 with torch.no_grad():
                     target.data.copy_(args[1])
-                if self._access.is_optimizers_own(target):
+                if self._is_optimizers_own(target):
                     increment_version(target)
             return args[0]
         result = func(target, *args[1:], **kwargs)
@@ -559,6 +551,9 @@ class GlobalTensors(TorchFunctionMode):
     def is_sharded(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a part of one."""
         return isinstance(tensor, Sharded) or self._access.shard_of(tensor) is not None
+
+    def _is_optimizers_own(self, tensor: Tensor) -> bool:
+        return any(each is tensor for each in self._access.optimizers_own())
 
     def _shard(self, tensor: Tensor) -> Any:
         """Return a parameter as a `Sharded`; any other tensor as it is."""

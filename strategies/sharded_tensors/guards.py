@@ -36,6 +36,7 @@ _IN_THREAD = (
 )
 _ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
 _CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
+_MODULES = nn.Module.__module__, "utilities.device_dtype_mixin"
 _TRAINERS = ("accelight.", "lightning.", "pytorch_lightning.")
 
 
@@ -62,6 +63,14 @@ def is_in_call(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_method_called_by_user(frame: FrameType | None) -> bool:
+    """Return whether users' code calls a method of a module, below methods of torch's and Lightning's own classes."""
+    while frame is not None and str(frame.f_globals.get("__name__")).endswith(_MODULES):
+        frame = frame.f_back
+    name = "" if frame is None else f"{frame.f_globals.get('__name__')}."
+    return frame is not None and not name.startswith((*_TRAINERS, "torch.", "deepspeed."))
 
 
 def is_recomputed(frame: FrameType | None) -> bool:

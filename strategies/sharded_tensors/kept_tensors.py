@@ -129,7 +129,12 @@ class Aliases:
             self._found.pop(original, None)
 
     def separate(self, tensor: Tensor, *, also_itself: bool = False) -> Tensor:
-        """Give aliases memory of their own before ``tensor`` is assigned to, as that gives it; return the original."""
+        """Give aliases memory of their own before ``tensor`` is assigned to, as that gives it; return the original.
+
+        Args:
+            tensor: The original, or an alias.
+            also_itself: Whether the original is one among others, such as a gradient that is made for each use.
+        """
         original = self.original(tensor)
         aliases = [each() for each in self._found.pop(id(original), ())]
         for alias in [*aliases, original] if also_itself else aliases:

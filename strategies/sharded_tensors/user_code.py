@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from types import FrameType
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -46,7 +45,16 @@ from ..upstream.lightning import (
 from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_core import _get_current_function_mode, tree_map_only
 from .global_tensors import GlobalTensors, ShardAccess
-from .guards import InThread, Watch, is_asked_by_library, is_in_call, is_recomputed, plainly, refuse_in_fork
+from .guards import (
+    InThread,
+    Watch,
+    is_asked_by_library,
+    is_in_call,
+    is_method_called_by_user,
+    is_recomputed,
+    plainly,
+    refuse_in_fork,
+)
 from .kept_tensors import Aliases, OldMemory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
 
@@ -80,7 +88,6 @@ _MOVES = (
     "cuda()): they lie where the engine keeps them. Convert what you compute from them, as in weight.double(), choose "
     "the precision with Trainer(precision=...), or convert the module in configure_model()."
 )
-_MODULES = nn.Module.__module__, "utilities.device_dtype_mixin"
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
@@ -216,7 +223,7 @@ class UserCode:
         @functools.wraps(apply)
         def apply_to_buffers(moved: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
             caller = sys._getframe(1)
-            if caller.f_code is apply.__code__ or not _calls_method_of_module(caller):
+            if caller.f_code is apply.__code__ or not is_method_called_by_user(caller):
                 return apply(moved, fn, recurse)
             own = set(map(id, module.parameters()))
             parameters = [one for one in moved.parameters(recurse) if id(one) in own]
@@ -522,14 +529,6 @@ class _InModules(TorchFunctionMode):
             )
         with running(mode):
             return func(*args, **kwargs)
-
-
-def _calls_method_of_module(frame: FrameType | None) -> bool:
-    """Return whether users' code calls ``to()`` or the like of a module, below methods of torch's and Lightning's."""
-    while frame is not None and str(frame.f_globals.get("__name__")).endswith(_MODULES):
-        frame = frame.f_back
-    name = "" if frame is None else f"{frame.f_globals.get('__name__')}."
-    return frame is not None and not name.startswith((*_LIBRARIES, "torch.", "deepspeed."))
 
 
 def _is_fetch(action: str) -> bool:

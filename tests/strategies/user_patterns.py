@@ -2556,14 +2556,6 @@ class IgnoredAndLeftOut(Pattern):
         return functional.mse_loss(outputs, batch[1])
 
 
-def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Return patterns by their rows in the docs, in the order of this file."""
-    rows: dict[str, list[Entry]] = {}
-    for entry in entries:
-        rows.setdefault(entry.does, []).append(entry)
-    return rows
-
-
 # ------------------------------------------------------------------ below all modes
 OPTIMIZERS_IN_STEPS = "weights in `optimizer.param_groups` changed in `training_step`"
 
@@ -2611,6 +2603,8 @@ class MovedInHooks(Pattern):
 
 @pattern("`module.to(device)`, `float()` in hooks and steps, which change nothing of parameters")
 class MovedToWhereTheyAre(Pattern):
+    factor: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("factor", torch.ones(()))
@@ -2621,4 +2615,12 @@ class MovedToWhereTheyAre(Pattern):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.float()
         self.see("dtype", self.model.head.weight.dtype == torch.float32)
-        return self.loss(batch) * self.factor  # type: ignore[operator]
+        return self.loss(batch) * self.factor
+
+
+def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return patterns by their rows in the docs, in the order of this file."""
+    rows: dict[str, list[Entry]] = {}
+    for entry in entries:
+        rows.setdefault(entry.does, []).append(entry)
+    return rows
