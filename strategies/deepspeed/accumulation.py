@@ -400,6 +400,13 @@ class GradientAccumulator:
         if self.changes is not None:
             self.changes.follow()
 
+    def reach_optimizer(self) -> None:
+        """As `follow_changed_weights`, in the midst of users' code, which goes on with what is gathered."""
+        if self.gathered_changes is not None:
+            self.gathered_changes.reach_partitions()
+        if self.changes is not None:
+            self.changes.reach_optimizer()
+
     def accept_weights(self) -> None:
         """Accept the weights that there are now: they come from a checkpoint."""
         for changes in (self.gathered_changes, self.changes):
@@ -697,6 +704,7 @@ class GatheredChanges:
         self._versions: dict[nn.Parameter, int] = {}
         self._changed: set[nn.Parameter] = set()
         self._always: set[nn.Parameter] = set()
+        self._compared: set[nn.Parameter] = set()
         self._probes = not is_planned()
         for parameter in module.parameters():
             self._watch(parameter)
@@ -726,10 +734,11 @@ class GatheredChanges:
             return False
         if parameter in self._changed or parameter in self._always or self._has_new_version(parameter):
             return True
-        if self._probes and _differs_from_partition(parameter):
+        if not (self._probes or parameter in self._compared) or not _differs_from_partition(parameter):
+            return False
+        if self._probes:
             self._always.add(parameter)
-            return True
-        return False
+        return True
 
     def _has_new_version(self, parameter: nn.Parameter) -> bool:
         return self._versions[parameter] != parameter._version
@@ -746,6 +755,18 @@ class GatheredChanges:
     def note(self, parameter: nn.Parameter) -> None:
         """Take note that users' code changes a parameter, which is gathered."""
         self._changed.add(parameter)
+
+    def compare(self, parameter: nn.Parameter) -> None:
+        """Compare a parameter from now on: users' code has an alias of it whose writes no version counts."""
+        self._compared.add(parameter)
+
+    def reach_partitions(self) -> None:
+        """Let partitions have what has changed so far, and leave parameters gathered."""
+        for each in self._versions:
+            own, held = _own_part(each) if self._is_changed(each) else (None, None)
+            if own is not None and held is not None:
+                held.copy_(own)
+                self._accept([each])
 
     def take_over(self) -> None:
         """Give partitions all changes that this rank has seen.
@@ -777,12 +798,18 @@ class GatheredChanges:
 
 
 def _differs_from_partition(parameter: Any) -> bool:
+    own, held = _own_part(parameter)
+    return own is not None and not torch.equal(own, held)
+
+
+def _own_part(parameter: Any) -> tuple[Tensor | None, Tensor]:
+    """Return this rank's part of a gathered parameter, or None, and what its partition has of it."""
     held: Tensor = parameter.ds_tensor
     if held.dtype != parameter.dtype or hasattr(held, "ds_quant_scale") or held.numel() < parameter.partition_numel():
-        return False  # quantized, or on NVMe
+        return None, held  # quantized, or on NVMe
     start, count = zero_optimizer.range_in_partition(parameter, held.numel())
     own = parameter.detach().reshape(-1).narrow(0, start if count else 0, count)
-    return not torch.equal(own.to(held.device), held.narrow(0, 0, count))
+    return own.to(held.device), held.narrow(0, 0, count)
 
 
 # ------------------------------------------------------------------------------------------------

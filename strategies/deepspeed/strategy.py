@@ -273,6 +273,8 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         engine = self.deepspeed_engine
         with step_hooks_aside(self._given_optimizer):
             norm = engines.step(engine, self._present_window, **kwargs)
+        if self._user_code is not None:
+            self._user_code.note_step()
         if norm is not None or self._present_window.has_stepped:
             self.last_grad_norm = norm
         self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()

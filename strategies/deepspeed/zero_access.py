@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
-from ..sharded_tensors.kept_tensors import OldMemory, share_memory
+from ..sharded_tensors.kept_tensors import OldMemory, has_storage, share_memory, storage_of
 from ..sharded_tensors.shards import FlatLayout, FlatShard
 from ..sharded_tensors.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from ..upstream.patches import replace_for_good
@@ -246,16 +246,35 @@ class ZeroAccess:
         if self._window is not None and self._window.changes is not None:
             self._window.changes.reach_model()
 
+    def reach_optimizer(self, tensor: Tensor) -> None:
+        """Let a flat parameter have what was written to the model's before it is used."""
+        if self._window is not None and self._is_flat(tensor):
+            self._window.reach_optimizer()
+
     def note_write(self, tensor: Tensor) -> None:
         """Let the partition of a parameter have what a training step writes to it while it is gathered."""
-        if self._window is None or self._window.gathered_changes is None:
-            return
-        storage = tensor.untyped_storage().data_ptr()
+        if self._window is not None and self._window.gathered_changes is not None:
+            for parameter in self._gathered_at(tensor):
+                self._window.gathered_changes.note(parameter)
+
+    def _gathered_at(self, tensor: Tensor) -> Iterator[nn.Parameter]:
+        """Yield the gathered parameters of stage 3 in whose memory a tensor lies."""
+        storage = storage_of(tensor)
         for each in self._parameters.values():
             parameter: Any = each
             is_gathered = hasattr(parameter, "ds_status") and parameter.ds_status.name == "AVAILABLE"
-            if is_gathered and parameter.untyped_storage().data_ptr() == storage:
-                self._window.gathered_changes.note(parameter)
+            if is_gathered and storage_of(parameter) == storage:
+                yield parameter
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Return False: a view keeps the memory of a gathered parameter alive."""
+        return False
+
+    def note_alias(self, tensor: Tensor) -> None:
+        """Let a parameter of stage 3 that is gathered be compared with its partition before it is partitioned."""
+        if self._window is not None and self._window.gathered_changes is not None and has_storage(tensor):
+            for parameter in self._gathered_at(tensor):
+                self._window.gathered_changes.compare(parameter)
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
         """Let the model follow a flat parameter; a partition of stage 3 is what is written to."""

@@ -262,6 +262,11 @@ class ChangedWeights:
             self.follow()
             self.push()
 
+    def reach_optimizer(self) -> None:
+        """Let masters follow weights that were changed, unless they were changed themselves."""
+        if not self._changed_masters():
+            self.follow()
+
     def push(self) -> None:
         """Let the model compute with the masters; every rank must call it."""
         push_masters(self._zero)

@@ -32,6 +32,7 @@ from ..common.broadcast import send_from_rank_zero
 from ..common.grads import gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.kept_tensors import has_storage, storage_of
 from ..sharded_tensors.shards import FlatLayout, FlatShard, gathered, with_plain_states
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
@@ -636,6 +637,17 @@ class FlatAccess(NoAccess):
         if assigns and (is_unsharded or any(_is_shown(tensor, handle) for handle in self._unsharded)):
             return tensor  # torch would look for what is assigned when the next step begins, and not in views
         return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
+
+    @override
+    def reach_optimizer(self, tensor: Tensor) -> None:
+        """Let a parameter have what was written to the view that a module has in a step."""
+        if id(tensor) in self._places and (changes := self._watch.changes.get(self._places[id(tensor)][0])) is not None:
+            changes.take()
+
+    @override
+    def lends(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in a flat parameter that is unsharded."""
+        return has_storage(tensor) and any(one.has(storage_of(tensor)) for one in self._watch.changes.values())
 
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
         """Return a full tensor whose gradient is reduced with those of the unit.

@@ -30,6 +30,7 @@ from ..common.grads import global_norm, gradients_of, refuse_second_derivatives
 from ..parallelism.config import build_named_mesh
 from ..parallelism.tensor import is_cut
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
+from ..sharded_tensors.kept_tensors import has_storage
 from ..sharded_tensors.shards import gathered
 from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
@@ -260,7 +261,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        access = UnitAccess(self._units)
+        access = UnitAccess(self._units, self._watch)
         sharded = list(self.sharded_modules(root))
         follow_state_dicts(sharded, access)
         refuse_copies([*sharded, *(module for module in root.modules() if isinstance(module, FSDPModule))])
@@ -376,12 +377,41 @@ class UnitAccess(NoAccess):
 
     Args:
         units: Of the sharded root.
+        watch: Of the same units.
     """
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: Units, watch: UsedParameterTracker) -> None:
         self._params = {
             id(param.sharded_param): (param, group) for group in units.groups for param in group.fsdp_params
         }
+        self._watch = watch
+
+    @override
+    def writable(self, tensor: torch.Tensor, *, assigns: bool) -> torch.Tensor | None:
+        """Return an unsharded parameter that is assigned to, whose memory is torch's; else None."""
+        if not assigns or not isinstance(tensor, nn.Parameter):
+            return None
+        unsharded = (getattr(param, "_unsharded_param", None) for param, group in self._params.values())
+        return tensor if any(one is tensor for one in unsharded) else None
+
+    @override
+    def reach_optimizer(self, tensor: torch.Tensor) -> None:
+        """Let a sharded parameter have what was written to the unsharded one."""
+        param, group = self._params.get(id(tensor), (None, None))
+        if param is not None and group.is_unsharded:
+            self._watch.changes[group].take()
+
+    @override
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in an unsharded parameter."""
+        return has_storage(tensor) and any(one.has(tensor) for one in self._watch.changes.values())
+
+    @override
+    def note_alias(self, tensor: torch.Tensor) -> None:
+        """Let the unit of an unsharded parameter compare its values when it is resharded."""
+        for one in self._watch.changes.values() if has_storage(tensor) else ():
+            if one.has(tensor):
+                one.compare()
 
     @torch.no_grad()
     def note_write_to_shard(self, tensor: torch.Tensor) -> None:
@@ -452,8 +482,8 @@ class UsedParameterTracker:
         for state in units.states:
             disable_dynamo_once(state)
         places = units.places()
+        self.changes = {group: GroupChanges(group, lambda: self.probing) for group in units.groups}
         for number, group in enumerate(units.groups):
-            GroupChanges(group, lambda: self.probing)
             registered = [(param, *places[param]) for param in group.fsdp_params]
             replace_for_good(
                 "FSDP2 groups",

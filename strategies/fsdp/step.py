@@ -30,6 +30,7 @@ from ..common.grads import parameters_of
 from ..parallelism.tensor import is_cut, own_part
 from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.guards import refuse_gathers_in_fork, refuse_in_threads
+from ..sharded_tensors.kept_tensors import share_memory, storage_of
 from ..sharded_tensors.shards import local_part, part_of
 from ..sharded_tensors.user_code import call_of_module
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
@@ -361,6 +362,14 @@ class GroupChanges:
         self._reshard, self._wait = type(group).reshard, type(group).wait_for_unshard
         replace_for_good("FSDP2 groups", group, reshard=self.reshard, wait_for_unshard=self.wait_for_unshard)
 
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory of an unsharded parameter."""
+        return self._group.is_unsharded and any(share_memory(leaf, local_part(tensor)) for leaf in self._leaves())
+
+    def compare(self) -> None:
+        """Compare the parameters with their shards from now on, when they are resharded."""
+        self._compares = True
+
     def wait_for_unshard(self) -> None:
         """Note what the parameters are when they have been gathered."""
         group = self._group
@@ -382,6 +391,13 @@ class GroupChanges:
             if versions != self._versions or self._compares or self._sums:
                 self._take(leaves, versions)
         self._reshard(group)
+
+    def take(self) -> None:
+        """Let shards have what has changed so far."""
+        if self._group.is_unsharded and self._versions:
+            leaves, was_probing = self._leaves(), bool(self._sums)
+            self._take(leaves, list(map(_version, leaves)))
+            self._sums = [checksum(leaf) for leaf in leaves] if was_probing else []
 
     def _leaves(self) -> list[Any]:
         return [local_part(param._unsharded_param) for param in self._group.fsdp_params]
@@ -425,16 +441,27 @@ class FlatChanges:
 
     def takes_writes(self, storage: int) -> bool:
         """Return whether ``storage`` is that of the unsharded parameters; if so, they are compared from now on."""
-        flat_param = self._handle.flat_param
-        is_mine = storage == flat_param.untyped_storage().data_ptr()
+        is_mine = storage == storage_of(self._handle.flat_param)
         self._compares |= is_mine
-        return bool(is_mine)
+        return is_mine
+
+    def has(self, storage: int) -> bool:
+        """Return whether ``storage`` is that of the unsharded parameters, which is freed."""
+        flat_param = self._handle.flat_param
+        return storage == storage_of(flat_param) != storage_of(flat_param._local_shard)
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Take over what has changed, then reshard."""
         if self._sum is not None or self._compares:
             self._take()
         self._reshard(self._handle, free_unsharded_flat_param)
+
+    def take(self) -> None:
+        """Let the shard have what has changed so far."""
+        was_probing = self._sum is not None
+        if was_probing or self._compares:
+            self._take()
+            self._sum = checksum(self._handle.flat_param) if was_probing else None
 
     @torch.no_grad()
     def _take(self) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from ...state.rendezvous import CollectiveOrderChecker
@@ -39,7 +40,16 @@ from ..upstream.torch_core import (
     is_functorch_wrapped_tensor,
     peek_interpreter_stack,
 )
-from .kept_tensors import Aliases, OldMemory, OpenTensor, check_not_freed, has_storage, share_memory, storage_of
+from .kept_tensors import (
+    Aliases,
+    OldMemory,
+    OpenTensor,
+    check_not_freed,
+    has_storage,
+    share_memory,
+    storage_of,
+    weak_storage,
+)
 from .shards import FlatShard, Sharded, gathered, is_sharded_alike, local_part, part_of, replicated
 
 _ELEMENT_BY_ELEMENT = frozenset(
@@ -134,12 +144,19 @@ _OF_THE_SHAPE = frozenset(
 )
 _OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
 _NOT_OF_VALUES = OF_THE_SHARD | _OF_THE_SHAPE
-_UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
+UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
 _OF_PARTS = frozenset(["__getitem__", "__setitem__"])
 """Operations on a part of a tensor, which a flat one has another of."""
 _UNCOUNTED_WRITES = frozenset(["apply_", "map_", "map2_"])
 """Operations that write and raise no version counter."""
+_OPERATORS = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+_WRITING_OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS.split())
+_FREED_MEMORY = (
+    "FSDP frees its memory after the forward. Read a copy (weight.detach().clone()), and change the parameter itself: "
+    "with torch.no_grad(): weight[0] = 0.25, or in a hook through NumPy, too."
+)
+WRITES_TO_COPY = f"A step wrote to the NumPy array of an unsharded parameter, which is a copy. {_FREED_MEMORY}"
 _COLLECTIVES = frozenset(["all_reduce", "broadcast", "recv"])
 """Functions of torch.distributed that write to a tensor, and hand it to a mode; others refuse sharded ones."""
 _REDUCTIONS = frozenset(
@@ -186,6 +203,10 @@ class ShardAccess(Protocol):
         """Let the model have what was written to weights of the optimizer's own; every rank calls it."""
         ...
 
+    def reach_optimizer(self, tensor: Tensor) -> None:
+        """Let a weight that the optimizer steps on have what a hook or a step has written to the model's."""
+        ...
+
     def check_whole(self, tensor: Tensor) -> None:
         """Check that a reduction over all elements may have a tensor that is not sharded."""
         ...
@@ -196,6 +217,14 @@ class ShardAccess(Protocol):
 
     def note_write(self, tensor: Tensor) -> None:
         """Take note that a training step changes a tensor, which may share memory with an unsharded parameter."""
+        ...
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory of an unsharded parameter, which the engine takes back."""
+        ...
+
+    def note_alias(self, tensor: Tensor) -> None:
+        """Take note that a step has an alias of a tensor, whose writes no version counts."""
         ...
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
@@ -256,6 +285,9 @@ class NoAccess:
     def reach_model(self) -> None:
         """Do nothing: the optimizer steps on the model's weights."""
 
+    def reach_optimizer(self, tensor: Tensor) -> None:
+        """Do nothing: it is the model's."""
+
     def check_whole(self, tensor: Tensor) -> None:
         """Do nothing: flat parameters are known as such."""
 
@@ -264,6 +296,13 @@ class NoAccess:
 
     def note_write(self, tensor: Tensor) -> None:
         """Do nothing: version counters show changes."""
+
+    def lends(self, tensor: Tensor) -> bool:
+        """Return False."""
+        return False
+
+    def note_alias(self, tensor: Tensor) -> None:
+        """Do nothing."""
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
         """Do nothing: parameters are the same ones wherever a step has them."""
@@ -328,11 +367,18 @@ class GlobalTensors(TorchFunctionMode):
         """Name of the hook that runs, or ran last."""
         self._written_on = "cpu"
         """Where the engine is to gather values that users' code has written in the midst of a forward."""
+        self.num_steps = 0
+        """Of optimizers, and of changes of their own weights, so far."""
+        self.copies: dict[int, StorageWeakRef] = {}
+        """Of unsharded parameters, that NumPy arrays are of, by their addresses."""
 
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
         self._is_paused = False
         self._access.begin()
+        for one in self._open.values():
+            if one.seen is not None:  # a NumPy array asks for nothing
+                one.read_again(self.num_steps)
         if not self._is_entered:
             self._is_entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -418,6 +464,8 @@ class GlobalTensors(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _OF_THE_SHAPE:
             return func(*self._map(args, self._shard), **kwargs)
+        for one in tensors_in(args, kwargs) if self._in_step else ():
+            self._access.reach_optimizer(self._aliases.original(one))
         if name == "grad":
             raise RuntimeError(
                 "torch.autograd.grad() with respect to sharded parameters: the graph has the unsharded parameters, "
@@ -482,10 +530,12 @@ class GlobalTensors(TorchFunctionMode):
             wait_for_streams(self._written_on)
 
     def _after_write(self, tensor: Tensor) -> None:
-        if self._in_step:
-            original = self._aliases.original(tensor)
-            self.has_met_shards |= self._is_optimizers_own(original)
+        original = self._aliases.original(tensor)
+        is_optimizers_own = self._is_optimizers_own(original)
+        self.has_met_shards |= is_optimizers_own
+        if self._in_step or is_optimizers_own:
             self._access.note_write_to_shard(original)
+        self.num_steps += is_optimizers_own
 
     def _come(self, name: str) -> None:
         if self.places is not None:
@@ -494,58 +544,97 @@ class GlobalTensors(TorchFunctionMode):
     def _on_plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without sharded tensors, which may write to an unsharded parameter."""
         name = func.__name__
+        result: Any
+        for one in tensors_in(args, kwargs):
+            if self._is_optimizers_own(one):
+                self._access.reach_optimizer(one)
         if name.removeprefix("_foreach_") in _REDUCTIONS or name in _OF_PARTS:
             for one in tensors_in(args, kwargs):
                 self._access.check_whole(one)
         reads_data, assigns = (name == each and func.__self__.__name__ == "data" for each in ("__get__", "__set__"))
-        if self._open and args and (reads_data or name == "detach" or name in _UNCOUNTED):
+        if self._open and args and (reads_data or name == "detach" or name in UNCOUNTED):
             opened = next((one for one in self._open.values() if share_memory(one.full, args[0])), None)
-            if opened is not None and name in _UNCOUNTED:
-                opened.is_shown_uncounted = True
-            elif opened is not None:
+            if opened is not None and name in UNCOUNTED:
+                result = func(*args, **kwargs)
+                opened.show_uncounted(result)
+                return result
+            if opened is not None:
                 detached: Any = args[0].detach()  # also for `.data`, whose writes would not be counted
                 detached._accelight_full = opened.full  # which lives as long as a view of it, and this is none to torch
                 return detached
+        if args and (reads_data or name in UNCOUNTED):
+            if not reads_data and self._access.lends(args[0]):
+                return self._of_a_copy(func, *args, **kwargs)
+            self._access.note_alias(args[0])
         if args and (reads_data or name == "detach"):
-            result: Any = args[0].detach() if self._is_optimizers_own(args[0]) else func(*args, **kwargs)
+            result = args[0].detach() if self._is_optimizers_own(args[0]) else func(*args, **kwargs)
             is_alias = isinstance(result, Tensor) and self._access.writable(args[0], assigns=True) is args[0]
             return self._aliases.add(args[0], result) if is_alias else result
         if not args and _is_in_place(name) and "tensor" in kwargs:  # as functions of torch.nn.init come here
             args, kwargs = (kwargs["tensor"],), {key: one for key, one in kwargs.items() if key != "tensor"}
-        if not (assigns or _is_in_place(name)) or not args:
+        written = list(tensors_in(args[:1] if assigns or _is_in_place(name) else (kwargs.get("out"),), {}))
+        if not written:
             result = func(*args, **kwargs)
             self._access.note_result(result, tensors_in(args, kwargs))
             return result
-        result = self._write_to_plain(func, args, kwargs, assigns=assigns)
-        for one in tensors_in(args[:1], {}):
+        for one in written if self.copies else ():
+            self._check_not_copied(one)
+        self._note_write(written, assigns=assigns)
+        result = self._assign_to_plain(func, *args) if assigns else self._write_to_plain(func, args, kwargs, written)
+        for one in written:
             self._after_write(one)
         return result
 
-    def _write_to_plain(self, func: Any, args: Any, kwargs: Any, *, assigns: bool) -> Any:
-        self._note_write(args[0], assigns=assigns)
-        self._access.note_result(args[0], tensors_in(args[1:], kwargs))
-        if not isinstance(args[0], Tensor) or (torch.is_grad_enabled() and not assigns):
+    def _of_a_copy(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return a NumPy array of what an engine frees, which refuses writes: no forward would see them.
+
+        Raises:
+            RuntimeError: For DLPack, which has no arrays that do.
+        """
+        if func.__name__ == "__dlpack__":
+            raise RuntimeError(f"DLPack of an unsharded parameter in a step. {_FREED_MEMORY}")
+        copied = tensor.clone()
+        self.copies[storage_of(copied)] = weak_storage(copied)
+        array = func(copied, *args, **kwargs)
+        array.setflags(write=False)
+        return array
+
+    def _check_not_copied(self, tensor: Tensor) -> None:
+        copied = self.copies.get(storage_of(tensor)) if has_storage(tensor) else None
+        if copied is not None and not copied.expired():  # type: ignore[no-untyped-call]
+            raise RuntimeError(WRITES_TO_COPY)
+
+    def _write_to_plain(self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]) -> Any:
+        self._access.note_result(written[0], tensors_in(args, kwargs))
+        if torch.is_grad_enabled():
             return func(*args, **kwargs)
-        target = self._access.writable(args[0], assigns=assigns)
+        aliases = [(one, self._access.writable(one, assigns=False)) for one in written]
+        taking = {id(one): alias for one, alias in aliases if alias is not None}
+        own = {id(alias): one for one, alias in aliases}
+        for alias in taking.values():
+            self._before_write(alias)
+        args, kwargs = (self._map(each, lambda one: taking.get(id(one), one)) for each in (args, kwargs))
+        return self._map(func(*args, **kwargs), lambda one: own.get(id(one), one))
+
+    def _assign_to_plain(self, func: Any, tensor: Tensor, value: Tensor) -> Any:
+        target = self._access.writable(tensor, assigns=True)
         if target is None:
-            return func(*args, **kwargs)
+            return func(tensor, value)
         self._before_write(target)
-        if assigns:
-            self._check_assignable()
-            if args[1].shape != target.shape:
-                raise RuntimeError(
-                    f"p.data = value: the parameter has shape {tuple(target.shape)}, but the value has "
-                    f"{tuple(args[1].shape)}."
-                )
-            if self._aliases.original(args[1]) is not self._aliases.original(args[0]):
-                self._aliases.separate(args[0])
-                with torch.no_grad():
-                    target.data.copy_(args[1])
-                if self._is_optimizers_own(target):
-                    increment_version(target)
-            return args[0]
-        result = func(target, *args[1:], **kwargs)
-        return args[0] if result is target else result
+        self._check_assignable()
+        if value.shape != target.shape:
+            raise RuntimeError(
+                f"p.data = value: the parameter has shape {tuple(target.shape)}, but the value has "
+                f"{tuple(value.shape)}."
+            )
+        if self._aliases.original(value) is not self._aliases.original(tensor):
+            self._aliases.separate(tensor)
+            self._access.note_alias(target)
+            with torch.no_grad():
+                target.data.copy_(value)
+            if self._is_optimizers_own(target):
+                increment_version(target)
+        return tensor
 
     # ------------------------------------------------------------------ what is sharded
     def is_sharded(self, tensor: Tensor) -> bool:
@@ -608,6 +697,8 @@ class GlobalTensors(TorchFunctionMode):
 
     def data_of(self, tensor: Tensor) -> Tensor:
         """Return ``tensor.data`` of a sharded tensor."""
+        if self._in_step and isinstance(tensor, DTensor):  # an unsharded one of a tensor-parallel layer
+            self._access.note_alias(tensor)
         shard = self._shard(tensor)
         return self._aliases.add(tensor, shard.data if isinstance(shard, DTensor) else shard)
 
@@ -657,10 +748,10 @@ class GlobalTensors(TorchFunctionMode):
                 "assign in on_train_batch_start() or on_train_batch_end()."
             )
 
-    def _note_write(self, target: Any, *, assigns: bool = False) -> None:
-        """Let the engine know of a training step's write to a tensor, or to a list of them, that is not sharded."""
+    def _note_write(self, written: Iterable[Tensor], *, assigns: bool = False) -> None:
+        """Let the engine know of a training step's write to tensors that are not sharded."""
         if self._in_step:
-            for one in tensors_in((target,), {}):
+            for one in written:
                 if assigns or not (torch.is_grad_enabled() and one.requires_grad):
                     self._access.note_write(one)
 
@@ -777,15 +868,15 @@ class GlobalTensors(TorchFunctionMode):
 
         full_args, full_kwargs = self._map(args, full_of), self._map(kwargs, full_of)
         if _is_in_place(func.__name__):
-            self._note_write(next(tensors_in(full_args, full_kwargs)))
+            self._note_write([next(tensors_in(full_args, full_kwargs))])
         result = func(*full_args, **full_kwargs)
         with torch.no_grad():
             for one in used.values():
                 self._write_back(one)
         returned = {storage_of(one) for one in tensors_in((result,), {}) if not isinstance(one, Sharded)}
         for one in used.values():
-            if func.__name__ in _UNCOUNTED:
-                one.is_shown_uncounted = True
+            if func.__name__ in UNCOUNTED:
+                one.show_uncounted(result)
             elif id(one.tensor) not in known and storage_of(one.full) not in returned:
                 del self._open[id(one.tensor)]
         return self._map(result, lambda one: users.get(id(one), one))
@@ -801,9 +892,11 @@ class GlobalTensors(TorchFunctionMode):
         original = self._aliases.original(tensor)
         if id(original) not in self._open:
             kept = self._aliases.kept.pop(id(original), None)
-            self._open[id(original)] = OpenTensor.gathered(original, shard, None if kept is None else kept.full())
+            self._open[id(original)] = OpenTensor.gathered(
+                original, shard, self.num_steps, None if kept is None else kept.full()
+            )
         self._write_back(self._open[id(original)])
-        self._open[id(original)].read_again()
+        self._open[id(original)].read_again(self.num_steps)
         return self._open[id(original)]
 
     def _linked(self, opened: OpenTensor, tensor: Tensor) -> Tensor:
@@ -920,8 +1013,14 @@ def _counted(func: Callable[..., Any], name: str) -> Callable[..., Any]:
     return run
 
 
+def hands_out_memory(func: Any) -> bool:
+    """Return whether writes to what an operation returns raise no version counter, or it is ``p.data = values``."""
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return func.__name__ in UNCOUNTED or (owner == "data" and func.__name__ in _OF_ATTRIBUTES)
+
+
 def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
+    return name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 @cache

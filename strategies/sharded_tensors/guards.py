@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..upstream.patches import set_classes
-from .global_tensors import OF_THE_SHARD, tensors_in
+from .global_tensors import OF_THE_SHARD, UNCOUNTED, tensors_in
 from .shards import Sharded
 
 _IN_FORK = (
@@ -35,6 +35,8 @@ _IN_THREAD = (
     "result to the thread."
 )
 _ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch.optim.", "deepspeed.", "accelight.")
+_BETWEEN = ("__torch_function__", "show_uncounted")
+"""Functions that stand between an operation and who asks for it."""
 _CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
 _MODULES = nn.Module.__module__, "utilities.device_dtype_mixin"
 _TRAINERS = ("accelight.", "lightning.", "pytorch_lightning.")
@@ -47,7 +49,7 @@ _TRAINERS = ("accelight.", "lightning.", "pytorch_lightning.")
 def is_asked_by_library(frame: FrameType | None) -> bool:
     """Return whether code of torch's modules, an engine or accelight calls an operation, below functions and modes."""
     while frame is not None:
-        name = "torch." if frame.f_code.co_name == "__torch_function__" else f"{frame.f_globals.get('__name__')}."
+        name = "torch." if frame.f_code.co_name in _BETWEEN else f"{frame.f_globals.get('__name__')}."
         if name.startswith(_ENGINES):
             return True
         if not name.startswith("torch."):
@@ -58,9 +60,11 @@ def is_asked_by_library(frame: FrameType | None) -> bool:
 
 def is_in_call(frame: FrameType | None) -> bool:
     """Return whether an operation runs in a call of a module that users' code has made."""
-    while frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(_TRAINERS):
+    while frame is not None:
         if frame.f_globals.get("__name__") == nn.Module.__module__:
             return True
+        if f"{frame.f_globals.get('__name__')}.".startswith(_TRAINERS) and frame.f_code.co_name not in _BETWEEN:
+            return False
         frame = frame.f_back
     return False
 
@@ -129,6 +133,29 @@ class Watch:
         finally:
             set_classes("user code", self._own)
             _waiting = before
+
+
+def uncounted_aliases() -> dict[str, Any]:
+    """Return attributes of `torch.Tensor` that hand out memory whose writes no version counts, also to a `Watch`."""
+    own: Any = torch.Tensor.data
+    found: dict[str, Any] = {name: _shown(getattr(torch.Tensor, name)) for name in UNCOUNTED}
+    return {"data": _Data(_shown(own.__get__), _shown(own.__set__)), **found}
+
+
+class _Data(property):
+    """``Tensor.data``, by whose name modes know it."""
+
+    __name__ = "data"
+
+
+def _shown(func: Any) -> Any:
+    @functools.wraps(func)
+    def show_uncounted(*args: Any, **kwargs: Any) -> Any:
+        if _waiting is None or threading.get_ident() != _waiting[1] or is_asked_by_library(sys._getframe(1)):
+            return func(*args, **kwargs)
+        return _waiting[0](func, args, kwargs)
+
+    return show_uncounted
 
 
 def plainly(func: Any, args: Any, kwargs: Any) -> Any:

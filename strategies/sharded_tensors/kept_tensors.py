@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,39 +37,70 @@ class OpenTensor:
     full: Tensor
     version: int
     shard_version: int
-    is_shown_uncounted: bool = False
-    """Whether users have a view of the full tensor whose writes no version counts: NumPy's."""
+    step: int
+    """The number of optimizer steps before it was gathered."""
+    seen: Tensor | None = None
+    """What NumPy arrays, whose writes no version counts, were last seen to have; None where users have none."""
+    arrays: list[ref[np.ndarray]] = field(default_factory=list)
 
     @classmethod
-    def gathered(cls, tensor: Tensor, shard: Sharded, into: Tensor | None = None) -> Self:
+    def gathered(cls, tensor: Tensor, shard: Sharded, step: int, into: Tensor | None = None) -> Self:
         """Return a new one; every rank calls it.
 
         Args:
             tensor: The user's.
             shard: Its shard.
+            step: The number of optimizer steps before.
             into: The full tensor that an earlier one had.
         """
         full = gathered(shard).data  # no view: users' are views of it
         if into is not None:
             full = into if torch.equal(into, full) else into.copy_(full)  # a graph that waits for backward may have it
-        return cls(tensor, shard, full, full._version, local_part(shard)._version)
+        return cls(tensor, shard, full, full._version, local_part(shard)._version, step)
 
     @property
     def is_changed(self) -> bool:
-        """Whether the full tensor has, or may have, values that the shard lacks."""
-        return self.is_shown_uncounted or self.full._version != self.version
+        """Whether the full tensor has values that the shard lacks."""
+        is_written = self.seen is not None and not torch.allclose(self.full, self.seen, rtol=0, atol=0, equal_nan=True)
+        return is_written or self.full._version != self.version
+
+    def show_uncounted(self, view: Any = None) -> None:
+        """Take note that users get a view whose writes no version counts."""
+        if self.seen is None:
+            self.seen = self.full.clone()
+        if isinstance(view, np.ndarray):
+            self.arrays.append(ref(view))
+
+    def end(self) -> None:
+        """Let arrays that users have kept refuse writes: no shard would have them any more."""
+        for one in self.arrays:
+            if (array := one()) is not None:
+                array.setflags(write=False)
 
     def write_back(self) -> None:
         """Let the shard have what was written to the full tensor since."""
         if self.is_changed:
             local_part(self.shard).copy_(local_part(part_of(self.full, self.shard)))
-            self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+            self._settle()
 
-    def read_again(self) -> None:
-        """Let the full tensor have what the shard has been changed to since; every rank calls it."""
-        if local_part(self.shard)._version != self.shard_version:  # not an alias's, which may be empty, and new
+    @torch.no_grad()
+    def read_again(self, step: int) -> None:
+        """Let the full tensor have what the shard has been changed to since; every rank calls it.
+
+        Args:
+            step: The number of optimizer steps before: of a shard without elements, no version shows them.
+        """
+        is_changed = (
+            local_part(self.shard)._version != self.shard_version
+        )  # not an alias's, which may be empty, and new
+        if is_changed or step != self.step:
             self.full.copy_(gathered(self.shard))
-            self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+            self.step = step
+            self._settle()
+
+    def _settle(self) -> None:
+        self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+        self.seen = None if self.seen is None else self.full.clone()
 
 
 class _Kept:
@@ -153,6 +185,7 @@ class Aliases:
     def keep(self, opened: dict[int, OpenTensor]) -> None:
         """Take over full tensors as a hook ends; they are freed unless users have views of them."""
         for key in list(opened):
+            opened[key].end()
             self.kept[key] = _Kept(opened.pop(key))
         self.kept = {key: one for key, one in self.kept.items() if one.full() is not None}
 
@@ -162,7 +195,7 @@ class OldMemory:
 
     def __init__(self) -> None:
         self._parts: dict[Any, list[_Lost]] = {}
-        """By `_weak_storage`."""
+        """By `weak_storage`."""
         self._num_steps = 0
         self._most_parts = 0
         """Beyond which `_parts` may have more freed than used ones."""
@@ -179,12 +212,12 @@ class OldMemory:
         for name, parameter in module.named_parameters():
             part = None if isinstance(parameter, UninitializedParameter) else local_part(parameter)
             if part is not None and part.device.type != "meta" and part.numel():
-                parts = self._parts.setdefault(_weak_storage(part), [])
+                parts = self._parts.setdefault(weak_storage(part), [])
                 parts.append(_Lost(*_addresses(part), clean_name(name), step=None))
 
     def forget(self, module: nn.Module) -> None:
         """Forget what is freed, and what parameters have where they had it before."""
-        used = {_weak_storage(local_part(one)) for one in module.parameters()}
+        used = {weak_storage(local_part(one)) for one in module.parameters()}
         self._parts = {key: one for key, one in self._parts.items() if not key.expired() and key not in used}
 
     @contextmanager
@@ -196,9 +229,9 @@ class OldMemory:
             name: Its name.
             part: What this process keeps of it; one that is alone keeps all, and loses nothing.
         """
-        storage, begin, size = _weak_storage(parameter), parameter.data_ptr(), parameter.nbytes
+        storage, begin, size = weak_storage(parameter), parameter.data_ptr(), parameter.nbytes
         yield
-        if not storage.expired() and parameter.data_ptr() != begin and _weak_storage(part) != storage:
+        if not storage.expired() and parameter.data_ptr() != begin and weak_storage(part) != storage:
             self._parts.setdefault(storage, []).append(_Lost(begin, begin + size, name, self._num_steps))
             if len(self._parts) > self._most_parts:
                 self._parts = {key: one for key, one in self._parts.items() if not key.expired()}
@@ -226,7 +259,7 @@ class OldMemory:
         for tensor in tensors if self._parts else ():
             if type(tensor) not in (Tensor, nn.Parameter) or not has_storage(tensor):
                 continue
-            parts = self._parts.get(_weak_storage(tensor), ())
+            parts = self._parts.get(weak_storage(tensor), ())
             begin, end = _addresses(tensor) if parts else (0, 0)
             for lost in parts:
                 if begin < lost.end and lost.begin < end and not (in_step and lost.step == self._num_steps):
@@ -258,7 +291,7 @@ def _kept_error(hook: str, lost: _Lost) -> str:
 _old_memory: WeakKeyDictionary[nn.Module, OldMemory] = WeakKeyDictionary()
 
 
-def _weak_storage(tensor: Tensor) -> Any:
+def weak_storage(tensor: Tensor) -> Any:
     """Return what identifies a tensor's storage, and keeps its address from being given out again."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 

@@ -44,7 +44,7 @@ from ..upstream.lightning import (
 )
 from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_core import _get_current_function_mode, tree_map_only
-from .global_tensors import GlobalTensors, ShardAccess
+from .global_tensors import WRITES_TO_COPY, GlobalTensors, ShardAccess, hands_out_memory
 from .guards import (
     InThread,
     Watch,
@@ -54,6 +54,7 @@ from .guards import (
     is_recomputed,
     plainly,
     refuse_in_fork,
+    uncounted_aliases,
 )
 from .kept_tensors import Aliases, OldMemory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
@@ -153,6 +154,9 @@ class UserCode:
         self._follow_fetches(trainer)
         self._follow_threads(module)
         self._follow_moves(module)
+        if not self._always_in_steps:
+            for name, value in uncounted_aliases().items():
+                self._patches.put(Tensor, name, value)
 
     def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
         """Run users' hooks as such: all until the end of the run, those of a save as long as the Trainer lives."""
@@ -241,9 +245,9 @@ class UserCode:
 
         @functools.wraps(new)
         def new_parameter(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-            is_users = isinstance(data, nn.Parameter) and not is_asked_by_library(sys._getframe(1))
-            if data is not None and is_users and self._in_hooks.is_sharded(data):
-                data = self._in_hooks.data_of(data)
+            if isinstance(data, nn.Parameter) and not is_asked_by_library(sys._getframe(1)):
+                with library_code():  # torch knows no watched classes
+                    data = self._in_hooks.data_of(data) if self._in_hooks.is_sharded(data) else data.detach()
             return new(cls, data, requires_grad)
 
         self._patches.put(nn.Module, "_apply", apply_to_buffers)
@@ -313,7 +317,13 @@ class UserCode:
     def _begin(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the first use of shards in users' code that was not looked at; what follows runs under the mode, too."""
         if not mode.meets_shards(func, args, kwargs):  # such as a parameter of stage 3 that is gathered now
-            return plainly(func, args, kwargs)
+            if not hands_out_memory(func):
+                return plainly(func, args, kwargs)
+            with running(mode):
+                result = func(*args, **kwargs)
+            if mode.copies and _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
+                self._since_use.enter_context(running(mode))
+            return result
         other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
         with ExitStack() as this_use:
             contexts = self._since_use if other is None else this_use  # one of the user's is left before ours
@@ -369,6 +379,10 @@ class UserCode:
             try:
                 with self._looking_into_modules(module), running(self._in_steps) if is_to_look else nullcontext():
                     return step(*args, **kwargs)
+            except ValueError as error:
+                if self._in_steps.copies and "read-only" in str(error):
+                    raise RuntimeError(WRITES_TO_COPY) from error
+                raise
             finally:
                 self.access.in_step = False
                 self._has_stepped = self._has_stepped or name == "training_step"
@@ -461,8 +475,14 @@ class UserCode:
         try:
             yield
         finally:
+            self.note_step()
             for hooks, own in zip(found, before, strict=True):
                 hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+    def note_step(self) -> None:
+        """Let users' code read again what it has of parameters: an optimizer has stepped; every rank calls it."""
+        for mode in self._modes:
+            mode.num_steps += 1
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.

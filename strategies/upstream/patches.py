@@ -74,14 +74,15 @@ TABLE: dict[str, Patch] = {
     ),
     "user code": Patch(
         "the Trainer's profiler, loops and callbacks, the LightningModule, its parameters, optimizers, metrics, "
-        "loaders; threading.Thread, torch.nn.Module, torch.nn.Parameter",
+        "loaders; threading.Thread, torch.nn.Module, torch.nn.Parameter, torch.Tensor",
         "profile start run stop setup_data reset training_step validation_step test_step predict_step zero_grad "
         "lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn state_dict _apply __new__ "
-        "__class__",
+        "__class__ data numpy __array__ __dlpack__",
         "hooks and loaders see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped "
         "steps, some optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a "
         "model seed workers alike and count once in metrics, workers and threads refuse shards, module.to() leaves "
-        "parameters where they are; the Trainer has no hook for these",
+        "parameters where they are, steps notice aliases whose writes no version counts; the Trainer has no hook for "
+        "these",
         "a run: setup() to teardown(); profile(): the Trainer lives; state_dict(): one save; classes: one step, one "
         "batch's loading, a forked process; scaling: one step",
     ),

@@ -194,6 +194,10 @@ see(torch.autograd.functional.jacobian(lambda x: x.sum(0), w).sum())
 [q.mul_(0.9) for q in groups]
 [setattr(q, "data", q.data * 0.9) for q in groups]
 torch._foreach_mul_(groups, 0.9)
+m.weight.data *= 0.9; [q.mul_(0.9) for q in groups]
+[q.mul_(0.9) for q in groups]; m.weight.data *= 0.9
+m.weight.data *= 0.9; torch._foreach_mul_(groups, 0.9); m.weight.mul_(0.5); [q.add_(0.01) for q in groups]
+w[0, 0] = 1.5; torch._foreach_mul_(groups, 0.9); see(w.sum())
 """.strip().splitlines()
 """Run at the end of each batch."""
 
@@ -275,14 +279,87 @@ s.model.head.weight.data.mul_(0.9)
 """.strip().splitlines()
 """Run before the forward of each batch."""
 
-LINES = {"hooks": IN_HOOKS, "gradients": IN_GRADIENT_HOOKS, "steps": IN_STEPS}
+IN_LATE_STEPS = r"""
+w.data[0, 0] = 1.5
+w.data.fill_(0.1)
+k = w.data; k[0, 0] = 1.5
+k = w.data; k *= 0.5
+k = w.detach(); k += 1
+torch.mul(w, 0.9, out=w)
+torch.mul(w.data, 0.9, out=w.data)
+torch._foreach_mul_([w, h], 0.9)
+torch._foreach_copy_([w.data, m.bias.data], [w * 0.5, m.bias * 2])
+torch.from_dlpack(w.data).mul_(0.9)
+torch.from_numpy(w.data.numpy()).mul_(0.9)
+w.data.numpy()[0] = 0.25
+np.multiply(w.detach().numpy(), 0.5, out=w.detach().numpy())
+k = nn.Parameter(w); k.mul_(0.9)
+k = m.bias.detach().numpy(); k *= 0.5; see(m.bias.sum())
+h.data[0, 0] = 1.5
+h.data.mul_(0.5)
+k = h.data; k *= 0.5
+k = h.detach(); k[0] += 1
+h.data = h.data * 0.5
+h.data.view(-1)[0] = 0
+h.data.t()[0] = 0
+h[0].data.mul_(0.5)
+h.view(-1).data[0] = 0.5
+h.data.apply_(lambda x: x * 0.9)
+h.data.index_fill_(0, torch.tensor([0]), 0.1)
+h[0] = 0
+h.view(-1)[0] = 0
+h.mul_(0.5)
+[r.mul_(0.5) for r in h.data]
+nn.init.trunc_normal_(h, generator=torch.Generator().manual_seed(3))
+torch.mul(h, 0.9, out=h)
+torch.neg(h.data, out=h.data)
+torch._foreach_mul_([h.data], 0.9)
+torch._foreach_zero_(ps[:1])
+torch.nn.utils.vector_to_parameters(torch.full((h.numel(),), 0.1), [h])
+w.mul_(0.5); [q.clamp_(-0.1, 0.1) for q in groups]
+h.mul_(0.5); [q.mul_(0.9) for q in groups]; h.add_(0.01); see(h.sum())
+see(np.abs(h.detach().cpu().numpy()).max())
+see(np.asarray(h.detach())[0, 0] + np.asarray(w.detach())[0, 0])
+h.detach().numpy()[0] = 0.25
+torch.from_numpy(h.detach().numpy()).mul_(0.9)
+torch.from_dlpack(h.detach()).mul_(0.9)
+""".strip().splitlines()
+"""Run in some batches that are not the first, where most steps are not looked at; ``h`` is a weight of the root's."""
+
+LINES = {
+    "hooks": IN_HOOKS,
+    "gradients": IN_GRADIENT_HOOKS,
+    "steps": IN_STEPS,
+    "late steps": IN_LATE_STEPS,
+    "late validation": IN_LATE_STEPS,
+    "validation": IN_HOOKS[::2],
+    "manual gradients": IN_GRADIENT_HOOKS,
+    "manual window": IN_HOOKS[1::2],
+}
 
 _PART = Refused(r"requires_grad_\(\) of what was made from a sharded", "`weight[:].detach().requires_grad_()`")
 _FREED = Refused(r"torch\.autograd\.grad\(\) with respect to sharded", "`weight[:].detach().requires_grad_()`")
 
 
-def _answers(line: str) -> dict[str, Refused]:
-    """Return the answers of engines that refuse a line."""
+_COPIED = Refused(r"FSDP frees its memory after the forward", "`weight[0] = 0.25` under `torch.no_grad()`")
+_IN_A_UNIT = Refused(r"Sharded weights \(DTensors\) met plain tensors", "the hook `on_validation_batch_start()`")
+_NOT_ADDED = Refused(r"neither used in a step nor zeroed", "`optimizer.zero_grad()`")
+
+
+def answers_to(line: str, where: str) -> dict[str, Refused]:
+    """Return the answers of engines that refuse a line somewhere."""
+    if (
+        where.startswith("late")
+        and line.endswith((".numpy()[0] = 0.25", "(h.detach().numpy()).mul_(0.9)"))
+        and "h." in line
+    ):
+        return {"fsdp1": _COPIED, "fsdp2": _COPIED}
+    if where.startswith("late") and "dlpack(h" in line:
+        return {"fsdp1": _COPIED, "fsdp2": _COPIED}
+    if where == "validation" and ("state_dict()" in line or line.startswith("see(m(")):
+        return {"fsdp2": _IN_A_UNIT}
+    if where == "manual window" and line == "s.model.zero_grad()":
+        return {"zero2": _NOT_ADDED, "zero3": _NOT_ADDED}
     if ".double()." in line and "model" in line:
         return dict.fromkeys(("fsdp1", "fsdp2", "zero2", "zero3"), MOVED)
     if "torch.func." in line and "(w[:])" not in line:
@@ -292,41 +369,103 @@ def _answers(line: str) -> dict[str, Refused]:
     return {}
 
 
+def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
+    """Run a compiled line of users' code with the names that this file has for it."""
+    linear = module.model.get_submodule(layer)
+    names = {
+        "s": module,
+        "m": linear,
+        "w": linear.weight,
+        "h": module.model.head.weight,
+        "ps": list(module.parameters()),
+        "groups": module.optimizers().param_groups[0]["params"],
+        "see": lambda value: module.see("", value),
+        "np": np,
+        "torch": torch,
+        "nn": nn,
+        "functional": functional,
+        "copy": copy,
+    }
+    with torch.no_grad():
+        exec(code, names)
+
+
 def _pattern(line: str, where: str) -> type[Pattern]:
     code = compile(line, "<line>", "exec")
 
-    def run(module: Any) -> None:
-        layer = module.first
-        names = {
-            "s": module,
-            "m": layer,
-            "w": layer.weight,
-            "ps": list(module.parameters()),
-            "groups": module.optimizers().param_groups[0]["params"],
-            "see": lambda value: module.see("", value),
-            "np": np,
-            "torch": torch,
-            "nn": nn,
-            "functional": functional,
-            "copy": copy,
-        }
-        with torch.no_grad():
-            exec(code, names)
-
     class InHooks(Pattern):
         def on_train_batch_end(self, *_: Any) -> None:
-            run(self)
+            run_line(self, code)
 
     class InGradientHooks(Pattern):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            run(self)
+            run_line(self, code)
 
     class InSteps(Pattern):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            run(self)
+            run_line(self, code)
             return self.loss(batch)
 
-    return {"hooks": InHooks, "gradients": InGradientHooks, "steps": InSteps}[where]
+    class InLateSteps(Pattern):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step in (2, 3, 6):
+                run_line(self, code)
+            return self.loss(batch)
+
+    class InLateValidation(Pattern):
+        validates = True
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx in (2, 3):
+                run_line(self, code)
+            super().validation_step(batch, batch_idx)
+
+    class InValidation(Pattern):
+        validates = True
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                run_line(self, code)
+            super().validation_step(batch, batch_idx)
+
+    class ManualGradients(Manual):
+        def after_backward(self, batch_idx: int) -> None:
+            if batch_idx % 2:
+                run_line(self, code)
+
+    class ManualWindow(Manual):
+        def after_backward(self, batch_idx: int) -> None:
+            run_line(self, code)
+
+    return {
+        "hooks": InHooks,
+        "gradients": InGradientHooks,
+        "steps": InSteps,
+        "late steps": InLateSteps,
+        "late validation": InLateValidation,
+        "validation": InValidation,
+        "manual gradients": ManualGradients,
+        "manual window": ManualWindow,
+    }[where]
+
+
+class Manual(Pattern):
+    """Steps after every second batch, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def after_backward(self, batch_idx: int) -> None:
+        """Run between a backward and what follows it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        self.after_backward(batch_idx)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def problems_of_lines(where: str, engine: str) -> list[str]:
@@ -335,6 +474,6 @@ def problems_of_lines(where: str, engine: str) -> list[str]:
     for line in LINES[where]:
         name = f"{where}: {line}"
         if name not in PATTERNS:
-            PATTERNS[name] = Entry(_pattern(line, where), "lines", _answers(line), core=False)
+            PATTERNS[name] = Entry(_pattern(line, where), "lines", answers_to(line, where), core=False)
         found += problems([name], engine)
     return found

@@ -2618,6 +2618,73 @@ class MovedToWhereTheyAre(Pattern):
         return self.loss(batch) * self.factor
 
 
+def _in_late_batches(change: Callable[[Any], object]) -> type[Pattern]:
+    """Return a pattern that changes a weight of the root's in steps and evaluations that begin late."""
+
+    class InLateBatches(Pattern):
+        validates = True
+
+        def loss(self, batch: Any) -> Tensor:
+            if self.global_step >= 3:
+                with torch.no_grad():
+                    change(self.model.head.weight)
+            return super().loss(batch)
+
+    return InLateBatches
+
+
+@pattern("`w.data` written to, or assigned, in steps and evaluations, from any batch on", core=True)
+class DataInLateBatches(_in_late_batches(lambda w: [w.data.mul_(0.9), setattr(w, "data", w.data - 0.01)])):  # type: ignore[misc]
+    pass
+
+
+@pattern("the same through a view, `out=` and `torch._foreach_*`")
+class ViewsInLateBatches(
+    _in_late_batches(lambda w: [w[0].data.add_(0.1), torch.neg(w.data, out=w.data), torch._foreach_mul_([w.data], 0.9)])  # type: ignore[misc]
+):
+    pass
+
+
+@pattern("NumPy arrays of weights read in steps and evaluations")
+class NumPyInLateBatches(Pattern):
+    validates = True
+
+    def loss(self, batch: Any) -> Tensor:
+        for weight in (self.first.weight, self.model.head.weight):
+            self.see("most", weight.detach().numpy().max())
+        return super().loss(batch)
+
+
+COPIED = Refused("the NumPy array of an unsharded parameter", "`weight[0] = 0.25`, or NumPy in a hook")
+
+
+@pattern("the same, written to", fsdp1=COPIED, fsdp2=COPIED)
+class NumPyWrittenInLateBatches(
+    _in_late_batches(lambda w: w.detach().numpy().fill(0.25))  # type: ignore[misc]
+):
+    pass
+
+
+@pattern("a NumPy array of a weight, or weights of the optimizer's groups, used after `optimizer.step()` in a step")
+class NumPyOverManualSteps(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        values = self.first.weight.detach().numpy()
+        values[0] = 0.25
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        self.see("stepped", values.mean())
+        with torch.no_grad():
+            self.first.weight.data.mul_(0.9)
+            torch._foreach_mul_(optimizer.param_groups[0]["params"], 0.9)
+        self.see("changed", self.first.weight.detach().sum())
+
+
 def in_table(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return patterns by their rows in the docs, in the order of this file."""
     rows: dict[str, list[Entry]] = {}

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelight.checkpoint import load_state_dict
 from accelight.state import PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, full_state_dict
+from accelight.strategies.sharded_tensors.user_code import library_code
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, whole_weights
 from tests.strategies.oracle import quiet_trainer
@@ -76,6 +77,14 @@ class BothAtOnce(Module):
         self.shrink()
         with torch.no_grad():
             self.second.weight.mul_(0.5)
+
+
+class BothAtOnceUnseen(BothAtOnce):
+    """As code of a library does it, which runs under no mode."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with library_code():
+            super().on_before_optimizer_step(optimizer)
 
 
 class Averaging(SGD):
@@ -159,8 +168,10 @@ def sharded(kind: type[Module], stage: int, precision: str = "32-true") -> Any:
         reset_state()
 
 
-@pytest.mark.core("2-BeforeStep", "3-AfterBatch", "3-InTwoModes", "1-Both")
-@pytest.mark.parametrize("kind", [BeforeStep, AfterBatch, Both, InTwoModes, InnerModes], ids=lambda kind: kind.__name__)
+@pytest.mark.core("2-BeforeStep", "3-AfterBatch", "3-InTwoModes", "1-Both", "3-BothAtOnce")
+@pytest.mark.parametrize(
+    "kind", [BeforeStep, AfterBatch, Both, BothAtOnce, InTwoModes, InnerModes], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_either_side_follows_the_other(kind: type[Module], stage: int) -> None:
     weights, seen = train(kind, "auto", None)
@@ -179,8 +190,8 @@ def test_half_precision(stage: int) -> None:
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=0.02)
 
 
-def test_both_sides_at_once_are_refused() -> None:
-    for found in run_on_ranks(2, sharded, BothAtOnce, 2):
+def test_both_sides_at_once_are_refused_where_nobody_sees_them() -> None:
+    for found in run_on_ranks(2, sharded, BothAtOnceUnseen, 2):
         assert "second.weight was changed in the module, and the weights of optimizer.param_groups" in found
 
 
