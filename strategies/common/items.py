@@ -163,7 +163,8 @@ def _let_nothing_through(loss: Tensor) -> list[Any]:
             continue
         seen.add(node)
         hooks.append(node.register_prehook(_zeros))
-        waiting += [following for following, _ in node.next_functions]
+        if not getattr(node, "averages_over_ranks", False):  # else what follows has the gradient of all ranks
+            waiting += [following for following, _ in node.next_functions]
     return hooks
 
 

@@ -291,6 +291,13 @@ class Engine(ABC, Generic[SettingsT]):
     def end_step(self, root: nn.Module) -> None:
         """End a training step of automatic optimization, or what comes before a backward in manual optimization."""
 
+    def reshard_before_backward(self, root: nn.Module) -> None:
+        """Leave nothing gathered for hooks; `begin_backward` gathers again what the graph may read by itself.
+
+        A penalty in a step reads weights that were still gathered then, and no hook of a unit comes before it.
+        """
+        self.reshard(root)
+
     def begin_backward(self, root: nn.Module) -> None:
         """Begin a backward of what was computed before."""
 
@@ -644,7 +651,7 @@ class StepRunner:
                     raise instead from error
                 raise
         if reshard:
-            self._engine.reshard(root)
+            self._engine.reshard_before_backward(root)
         if has_root_unit:
             self._engine.end_forward()
         return result

@@ -24,6 +24,7 @@ from ..upstream.torch_fsdp1 import (
     _div_if_needed,
     _get_reduce_scatter_tensors,
     _reshard,
+    _unshard,
 )
 from .sharded_model import unwrap_root
 from .step import is_inside
@@ -151,6 +152,15 @@ def check_not_summoned(root: nn.Module) -> None:
             "The model cannot be saved or loaded inside summon_full_params(): changes to full parameters reach the "
             "shards when the context ends. Exit the context first."
         )
+
+
+def gather_for_backward(unit: Any) -> None:
+    """Gather a unit before its own hook in the backward does, as torch prefetches."""
+    handle = unit._handle
+    before, handle._training_state = handle._training_state, HandleTrainingState.BACKWARD_PRE
+    _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
+    handle._training_state, handle._prefetched = before, True
+    unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
 
 
 def reshard(root: nn.Module) -> None:

@@ -66,10 +66,12 @@ from .flat_params import (
     forget_frozen_hooks,
     forget_order,
     forget_views,
+    gather_for_backward,
     give_gradient,
     guard_shards,
     has_unreduced,
     hook_state,
+    is_gathered,
     layouts_of,
     names_of,
     owners_of,
@@ -254,6 +256,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._watch = UsedParameterTracker(root, self.path, lambda: _is_in_step(engine()))
         self._frozen = FrozenGradients(root)
         self._has_begun = False
+        self._resharded: list[Any] = []
         guard_shards(root)
         for number, unit in enumerate(units):
             add_waiting_gradients(unit, lambda: _is_reducing(engine()), partial(self.path.reduce, number))
@@ -338,7 +341,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def begin_step(self, root: nn.Module) -> None:
         self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
-        self._waiting = []
+        self._waiting, self._resharded = [], []
         self._graphs.forget(root)
         forget_order(root)
 
@@ -347,7 +350,15 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._waiting = waiting_units(root)
 
     @override
+    def reshard_before_backward(self, root: nn.Module) -> None:
+        self._resharded = [unit for unit in units_of(root) if is_gathered(unit._handle)]
+        self.reshard(root)
+
+    @override
     def begin_backward(self, root: nn.Module) -> None:
+        again, self._resharded = self._resharded, []
+        for unit in again:
+            gather_for_backward(unit)
         expected, self._waiting = self._waiting, []
         self._graphs.begin_backward(root)
         expect_backward(root, expected)

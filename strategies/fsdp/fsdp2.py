@@ -166,6 +166,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         self.path = CollectiveOrder([clean_name(group._module_fqn or "") for group in self._units.groups], self.timeout)
         label_quickly(self._patches)
         self._watch, self._has_begun = UsedParameterTracker(self._units, self.path, lambda: self.in_step), False
+        self._resharded: list[Any] = []
         self.reset_to_idle(root)
         self._units.discard_unreduced_grads()
 
@@ -215,11 +216,22 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def begin_step(self, root: nn.Module) -> None:
+        self._resharded = []
         self._watch.probing, self._has_begun = not self._has_begun and not is_planned(), True
         self._units.forget_forwards()
 
     @override
+    def reshard_before_backward(self, root: nn.Module) -> None:
+        self._resharded = [group for group in self._units.groups if group.is_unsharded]
+        self.reshard(root)
+
+    @override
     def begin_backward(self, root: nn.Module) -> None:
+        again, self._resharded = self._resharded, []
+        for group in again:
+            group.unshard()
+        for group in again:
+            group.wait_for_unshard()
         self._units.let_hooks_run()
 
     @override

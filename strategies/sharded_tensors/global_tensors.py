@@ -1034,7 +1034,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, tensor: Tensor, shard: Sharded) -> Tensor:
-        ctx.shard = shard.detach()
+        ctx.shard, ctx.averages_over_ranks = shard.detach(), True
         return full.view_as(full)
 
     @staticmethod
@@ -1048,6 +1048,7 @@ class _Average(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: Tensor) -> Tensor:
+        ctx.averages_over_ranks = True
         return result.view_as(result)
 
     @staticmethod

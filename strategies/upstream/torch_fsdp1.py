@@ -15,6 +15,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _register_pre_backward_hooks,
     _reshard,
     _root_pre_forward,
+    _unshard,
 )
 from torch.distributed.fsdp.wrap import _Policy
 
@@ -33,6 +34,7 @@ __all__ = [
     "_register_pre_backward_hooks",  # the same
     "_reshard",  # parameters are sharded between steps
     "_root_pre_forward",  # a part called from outside goes through its root's hooks
+    "_unshard",  # what hooks before a backward have resharded is gathered again
 ]
 
 _UNIT = "torch.distributed.fsdp.FullyShardedDataParallel"
@@ -46,6 +48,7 @@ ATTRIBUTES = {
     "_all_gather_flat_param": (_HANDLE, "ranks compare what they are about to gather"),
     "_buffer_name_to_orig_dtype": (_INIT, "buffers are saved in the dtype that they had"),
     "_buffer_names": (_INIT, "buffers are saved in the dtype that they had"),
+    "_device_handle": (_STATE, "the stream that computes waits for what is gathered before a backward"),
     "_exec_order_data": (_STATE, "forwards without a backward are no part of the prefetching order"),
     "_fqns": (_FLAT, "names of the original parameters in a flat one"),
     "_fsdp_wrapped_module": (_UNIT, "the module itself"),
@@ -80,7 +83,9 @@ ATTRIBUTES = {
     "_skipped_use_sharded_views": (_HANDLE, "whether torch still shows parameters that were gathered"),
     "_strides": (_FLAT, "how the original parameters lie in a flat one"),
     "_training_state": (_HANDLE, "an exception leaves it set"),
+    "_pre_unshard_stream": (_RUNTIME, "what hooks before a backward have resharded is gathered again"),
     "_unpadded_unsharded_size": (_FLAT, "size of the full flat parameter"),
+    "_unshard_stream": (_RUNTIME, "what hooks before a backward have resharded is gathered again"),
     "_use_orig_params": (_HANDLE, "whether users see flat parameters"),
     "_use_sharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
     "_use_sharded_views": (_HANDLE, "lets modules have parameters again where no backward did"),

@@ -344,9 +344,13 @@ class Module(LightningModule):
             losses.append(loss * self.trainer.accumulate_grad_batches / targets.shape[-1] if alone else loss)
         loss = torch.stack(losses).mean()
         first: Any = self.net.blocks[0]
-        return (
-            loss + 0.5 * first.linear.weight.square().mean() if self.script.penalty and first.num_batches > 2 else loss
-        )
+        if not self.script.penalty or first.num_batches <= 2:
+            return loss
+        penalty: Tensor = 0.5 * first.linear.weight.square().mean()
+        if by_items and self.rank is None:
+            num_items = sum(num_items_of(batch_idx, rank) for rank in ranks)
+            penalty = penalty * num_items * self.trainer.accumulate_grad_batches / len(ranks)
+        return loss + penalty
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         for block in self.blocks():

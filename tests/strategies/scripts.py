@@ -107,6 +107,10 @@ FOUND: dict[str, Script] = {
     "an evaluation in which ranks use different units": Script((Fit(call="validate"), Fit()), unused="unit_rank"),
     "two optimizers in the documented order": Script((Fit(epochs=2),), manual="tzbs", optimizer="decay"),
     "two optimizers every other batch": Script((Fit(batches=1), Fit()), over="part", manual="tbsz", every=2),
+    "a late penalty on weights that stay gathered until the hooks before the backward": Script(
+        (Fit(epochs=2, batches=2),), penalty=True, option="kept"
+    ),
+    "a penalty counts as each item does": Script((Fit(epochs=2, batches=2),), penalty=True, items=True),
     "kept gathered, and hooks that change weights": Script(
         (Fit(accumulate=3, batches=6, events=(Event("on_train_batch_end", 1, "clamp"),)),), option="kept"
     ),
