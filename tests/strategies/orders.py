@@ -819,7 +819,7 @@ def refusals(script: Script, kind: str) -> list[str]:
         "p.grad was used in a hook while gradients accumulate": "gradients" in actions
         and any(fit.accumulate > 1 for fit in script.fits),
         "A flat parameter of FSDP1 was used": is_flat and bool({*_OF_WHOLE_TENSORS, "gradients", "read"} & actions),
-        "was used while it is sharded": is_flat and "rows" in actions,
+        "was used while it is sharded": is_flat and (script.penalty or "rows" in actions),
         "optimizer got an empty parameter list": is_flat and script.over == "part" and not has_units,  # torch's own
         "use_orig_params=True": is_flat
         and (
