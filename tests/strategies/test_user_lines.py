@@ -10,7 +10,7 @@ from tests.strategies.user_patterns import ENGINES
 from tests.strategies.user_programs import problems_of_programs
 
 
-@pytest.mark.core("[gradients-zero3", "[steps-fsdp1", "[late steps-fsdp2")
+@pytest.mark.core("gradients-zero3", "steps-fsdp1", "late-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("where", LINES)
 def test_a_line_trains_as_under_ddp(where: str, engine: str) -> None:
@@ -18,9 +18,9 @@ def test_a_line_trains_as_under_ddp(where: str, engine: str) -> None:
     assert reports == [[], []]
 
 
-@pytest.mark.core("[0-fsdp2", "[0-zero3")
+@pytest.mark.core("from_0-fsdp2", "from_0-zero3")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("first", [0, 15, 30, 45])
+@pytest.mark.parametrize("first", [0, 15, 30, 45], ids="from_{}".format)
 def test_random_lines_in_random_places_train_as_under_ddp(first: int, engine: str) -> None:
     reports = run_on_ranks(2, problems_of_programs, engine, range(first, first + 15), timeout_s=200)
     assert reports == [[], []]

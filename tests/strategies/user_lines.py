@@ -330,11 +330,11 @@ LINES = {
     "hooks": IN_HOOKS,
     "gradients": IN_GRADIENT_HOOKS,
     "steps": IN_STEPS,
-    "late steps": IN_LATE_STEPS,
-    "late validation": IN_LATE_STEPS,
+    "late": IN_LATE_STEPS,
+    "late_validation": IN_LATE_STEPS,
     "validation": IN_HOOKS[::2],
-    "manual gradients": IN_GRADIENT_HOOKS,
-    "manual window": IN_HOOKS[1::2],
+    "manual_backward": IN_GRADIENT_HOOKS,
+    "manual_window": IN_HOOKS[1::2],
 }
 
 _PART = Refused(r"requires_grad_\(\) of what was made from a sharded", "`weight[:].detach().requires_grad_()`")
@@ -358,7 +358,7 @@ def answers_to(line: str, where: str) -> dict[str, Refused]:
         return {"fsdp1": _COPIED, "fsdp2": _COPIED}
     if where == "validation" and ("state_dict()" in line or line.startswith("see(m(")):
         return {"fsdp2": _IN_A_UNIT}
-    if where == "manual window" and line == "s.model.zero_grad()":
+    if where == "manual_window" and line == "s.model.zero_grad()":
         return {"zero2": _NOT_ADDED, "zero3": _NOT_ADDED}
     if ".double()." in line and "model" in line:
         return dict.fromkeys(("fsdp1", "fsdp2", "zero2", "zero3"), MOVED)
@@ -441,11 +441,11 @@ def _pattern(line: str, where: str) -> type[Pattern]:
         "hooks": InHooks,
         "gradients": InGradientHooks,
         "steps": InSteps,
-        "late steps": InLateSteps,
-        "late validation": InLateValidation,
+        "late": InLateSteps,
+        "late_validation": InLateValidation,
         "validation": InValidation,
-        "manual gradients": ManualGradients,
-        "manual window": ManualWindow,
+        "manual_backward": ManualGradients,
+        "manual_window": ManualWindow,
     }[where]
 
 
