@@ -189,8 +189,8 @@ _is_fork = False
 
 def refuse_in_fork(parameters: Iterable[Tensor]) -> None:
     """Let parameters refuse all use, and modules that have some all calls, in this process from now on."""
-    global _is_fork
-    _is_fork = True
+    global _is_fork, _waiting
+    _is_fork, _waiting = True, None
     set_classes("user code", [(each, _with_base(_InFork, type(each))) for each in parameters])
     register_module_forward_pre_hook(_refuse_call)
 
