@@ -401,7 +401,7 @@ class GradientAccumulator:
             self.changes.follow()
 
     def reach_optimizer(self) -> None:
-        """As `follow_changed_weights`, in the midst of users' code, which goes on with what is gathered."""
+        """As `follow_changed_weights`, amid users' code: what is gathered stays so."""
         if self.gathered_changes is not None:
             self.gathered_changes.reach_partitions()
         if self.changes is not None:

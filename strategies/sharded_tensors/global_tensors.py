@@ -532,10 +532,11 @@ class GlobalTensors(TorchFunctionMode):
     def _after_write(self, tensor: Tensor) -> None:
         original = self._aliases.original(tensor)
         is_optimizers_own = self._is_optimizers_own(original)
-        self.has_met_shards |= is_optimizers_own
         if self._in_step or is_optimizers_own:
             self._access.note_write_to_shard(original)
-        self.num_steps += is_optimizers_own
+        if is_optimizers_own:
+            self.has_met_shards = True
+            self.num_steps += 1
 
     def _come(self, name: str) -> None:
         if self.places is not None:
@@ -594,6 +595,7 @@ class GlobalTensors(TorchFunctionMode):
         if func.__name__ == "__dlpack__":
             raise RuntimeError(f"DLPack of an unsharded parameter in a step. {_FREED_MEMORY}")
         copied = tensor.clone()
+        self.copies = {key: one for key, one in self.copies.items() if not one.expired()}  # type: ignore[no-untyped-call]
         self.copies[storage_of(copied)] = weak_storage(copied)
         array = func(copied, *args, **kwargs)
         array.setflags(write=False)

@@ -90,10 +90,8 @@ class OpenTensor:
         Args:
             step: The number of optimizer steps before: of a shard without elements, no version shows them.
         """
-        is_changed = (
-            local_part(self.shard)._version != self.shard_version
-        )  # not an alias's, which may be empty, and new
-        if is_changed or step != self.step:
+        version = local_part(self.shard)._version  # not an alias's, which may be empty, and new
+        if version != self.shard_version or step != self.step:
             self.full.copy_(gathered(self.shard))
             self.step = step
             self._settle()

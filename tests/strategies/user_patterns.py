@@ -2618,31 +2618,34 @@ class MovedToWhereTheyAre(Pattern):
         return self.loss(batch) * self.factor
 
 
-def _in_late_batches(change: Callable[[Any], object]) -> type[Pattern]:
-    """Return a pattern that changes a weight of the root's in steps and evaluations that begin late."""
+class _InLateBatches(Pattern):
+    """Changes a weight of the root's in steps and evaluations that begin late."""
 
-    class InLateBatches(Pattern):
-        validates = True
+    validates = True
 
-        def loss(self, batch: Any) -> Tensor:
-            if self.global_step >= 3:
-                with torch.no_grad():
-                    change(self.model.head.weight)
-            return super().loss(batch)
+    def change(self, weight: Tensor) -> None:
+        """Change it."""
 
-    return InLateBatches
+    def loss(self, batch: Any) -> Tensor:
+        if self.global_step >= 3:
+            with torch.no_grad():
+                self.change(self.model.head.weight)
+        return super().loss(batch)
 
 
 @pattern("`w.data` written to, or assigned, in steps and evaluations, from any batch on", core=True)
-class DataInLateBatches(_in_late_batches(lambda w: [w.data.mul_(0.9), setattr(w, "data", w.data - 0.01)])):  # type: ignore[misc]
-    pass
+class DataInLateBatches(_InLateBatches):
+    def change(self, weight: Tensor) -> None:
+        weight.data.mul_(0.9)
+        weight.data = weight.data - 0.01
 
 
 @pattern("the same through a view, `out=` and `torch._foreach_*`")
-class ViewsInLateBatches(
-    _in_late_batches(lambda w: [w[0].data.add_(0.1), torch.neg(w.data, out=w.data), torch._foreach_mul_([w.data], 0.9)])  # type: ignore[misc]
-):
-    pass
+class ViewsInLateBatches(_InLateBatches):
+    def change(self, weight: Tensor) -> None:
+        weight[0].data.add_(0.1)
+        torch.neg(weight.data, out=weight.data)
+        torch._foreach_mul_([weight.data], 0.9)
 
 
 @pattern("NumPy arrays of weights read in steps and evaluations")
@@ -2659,10 +2662,9 @@ COPIED = Refused("the NumPy array of an unsharded parameter", "`weight[0] = 0.25
 
 
 @pattern("the same, written to", fsdp1=COPIED, fsdp2=COPIED)
-class NumPyWrittenInLateBatches(
-    _in_late_batches(lambda w: w.detach().numpy().fill(0.25))  # type: ignore[misc]
-):
-    pass
+class NumPyWrittenInLateBatches(_InLateBatches):
+    def change(self, weight: Tensor) -> None:
+        weight.detach().numpy().fill(0.25)
 
 
 @pattern("a NumPy array of a weight, or weights of the optimizer's groups, used after `optimizer.step()` in a step")
