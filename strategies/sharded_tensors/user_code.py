@@ -317,7 +317,8 @@ class UserCode:
     def _begin(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the first use of shards in users' code that was not looked at; what follows runs under the mode, too."""
         if not mode.meets_shards(func, args, kwargs):  # such as a parameter of stage 3 that is gathered now
-            if mode is not self._in_steps or not hands_out_memory(func):  # a loader sees no unsharded memory
+            is_in_step = mode is self._in_steps and not is_in_call(sys._getframe(2))
+            if not is_in_step or not hands_out_memory(func):  # a loader sees no unsharded memory, a module its own
                 return plainly(func, args, kwargs)
             with running(mode):
                 result = func(*args, **kwargs)
