@@ -16,6 +16,7 @@ from typing_extensions import override
 from ...state import GradientAccumulationPlugin, GradientState
 from ...state.gradient_state import ShortWindows
 from ...state.rendezvous import add_note, report_missing_ranks
+from ..sharded_tensors.user_code import recomputing
 from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, rank_zero_info, sized_len
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from ..upstream.patches import Patches
@@ -197,7 +198,8 @@ class LoopFollowing(ParallelStrategy):
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         items, num_steps = self._tracker.items, GradientState().num_steps
-        with items.weighting(closure_loss, num_steps) if self._is_automatic else nullcontext():
+        weighting = items.weighting(closure_loss, num_steps) if self._is_automatic else nullcontext()
+        with recomputing(), weighting:
             return super().backward(closure_loss, *args, **kwargs)
 
     @override

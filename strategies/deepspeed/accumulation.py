@@ -689,9 +689,9 @@ class GatheredChanges:
     """Keeps what users' code changes in stage 3's parameters while they are gathered.
 
     DeepSpeed drops gathered values when it partitions a parameter anew; under ``ddp`` a change stays. So each rank
-    takes its part over first. Version counters show changes in place, and `GlobalTensors` those that training steps
-    make through ``parameter.data``. Of forwards and their hooks it sees none: until the first optimizer step, each
-    rank compares the values with its partition, and a parameter that differs is taken over from then on.
+    takes its part over first. Version counters show changes in place, and `GlobalTensors` those through
+    ``parameter.data``. Compiled code and kernels of one's own show nothing: until the first optimizer step, each rank
+    compares the values with its partition, and a parameter that differs is taken over from then on.
 
     Args:
         module: The model, partitioned.

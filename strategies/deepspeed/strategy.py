@@ -271,10 +271,9 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def take_step(self, **kwargs: Any) -> None:
         """Let the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
-        with step_hooks_aside(self._given_optimizer):
+        in_optimizer = nullcontext() if self._user_code is None else self._user_code.in_optimizer()
+        with step_hooks_aside(self._given_optimizer), in_optimizer:
             norm = engines.step(engine, self._present_window, **kwargs)
-        if self._user_code is not None:
-            self._user_code.note_step()
         if norm is not None or self._present_window.has_stepped:
             self.last_grad_norm = norm
         self.skipped_steps.last = self._present_window.has_stepped and not engine.was_step_applied()

@@ -940,7 +940,7 @@ class UsedParameterTracker:
             for name, module, _ in handle.flat_param._param_infos:
                 if name in module._parameters:  # there torch.func.functional_call puts others; torch has it twice
                     vars(module).pop(name, None)
-            if self.probing and not as_params and number in self.changes:
+            if not as_params and number in self.changes:
                 self.changes[number].after_unshard()
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
                 return

@@ -317,8 +317,9 @@ class CollectiveOrder:
 # values from the first batch, clamps before a forward. So before a unit is resharded, each rank takes the changed
 # elements of its own part over.
 #
-# Version counters show changes in place. A change through ``parameter.data`` leaves them as they are, so the first
-# training step of a fit compares checksums as well; a unit whose weights it finds changed is compared in every step.
+# Version counters show changes in place, and `GlobalTensors` those through ``parameter.data``. Compiled code and
+# kernels of one's own show nothing, so the first training step of a fit compares checksums as well; a unit whose
+# weights it finds changed is compared in every step.
 
 
 _PIECE = 2**17
@@ -420,7 +421,8 @@ class GroupChanges:
 class FlatChanges:
     """Follows the flat parameter of one unit of FSDP1.
 
-    Changes in place of FSDP1's views raise an error of torch's; those through ``.data`` are taken over.
+    In training, changes in place of FSDP1's views raise an error of torch's; those in evaluations, and those through
+    ``.data``, are taken over.
 
     Args:
         handle: torch's, of a sharded unit.
@@ -431,11 +433,14 @@ class FlatChanges:
         self._handle, self._is_probing = handle, is_probing
         self._sum: Tensor | None = None
         self._compares = False
+        self._version: int | None = None
         self._reshard = type(handle).reshard
         replace_for_good("FSDP1 handles", handle, reshard=self.reshard)
 
     def after_unshard(self) -> None:
         """Note what the parameters are when they have been gathered."""
+        if self._version is None:
+            self._version = self._handle.flat_param._version
         if self._is_probing():
             self._sum = checksum(self._handle.flat_param)
 
@@ -452,16 +457,25 @@ class FlatChanges:
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Take over what has changed, then reshard."""
-        if self._sum is not None or self._compares:
+        if self._is_seen:
             self._take()
+        self._version = None
         self._reshard(self._handle, free_unsharded_flat_param)
 
     def take(self) -> None:
         """Let the shard have what has changed so far."""
         was_probing = self._sum is not None
-        if was_probing or self._compares:
+        if self._is_seen:
             self._take()
             self._sum = checksum(self._handle.flat_param) if was_probing else None
+
+    @property
+    def _is_written(self) -> bool:
+        return self._version not in (None, self._handle.flat_param._version)
+
+    @property
+    def _is_seen(self) -> bool:
+        return self._sum is not None or self._compares or self._is_written
 
     @torch.no_grad()
     def _take(self) -> None:
@@ -472,7 +486,8 @@ class FlatChanges:
         before, self._sum = self._sum, None
         if before is not None and bool(before != checksum(flat_param)):
             self._compares = True
-        if self._compares:
+        is_written, self._version = self._is_written, flat_param._version
+        if self._compares or is_written:
             full = flat_param.detach().view(-1)
             begin = min(full.numel(), self._handle.rank * shard.numel())
             part = full.narrow(0, begin, min(shard.numel(), full.numel() - begin))

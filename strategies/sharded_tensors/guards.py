@@ -99,16 +99,22 @@ _waiting: tuple[Use, int] | None = None
 """What is to run uses of watched parameters, and in which thread."""
 
 
+def _use_from(frame: FrameType) -> Use | None:
+    """Return what is to run a use that this code asks for; None if nothing waits for it."""
+    if _waiting is None or is_asked_by_library(frame):
+        return None
+    use, thread = _waiting
+    return use if threading.get_ident() == thread or is_recomputed(frame) else None  # by a thread of torch's own
+
+
 class _Watched:
     """A parameter that hands its use in users' code to a `Watch`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
-        if _waiting is None or _is_about_shard(func) or is_asked_by_library(sys._getframe(1)):
-            return plainly(func, args, kwargs)
-        use, thread = _waiting
-        return use(func, args, kwargs or {}) if threading.get_ident() == thread else plainly(func, args, kwargs)
+        use = None if _is_about_shard(func) else _use_from(sys._getframe(1))
+        return plainly(func, args, kwargs) if use is None else use(func, args, kwargs or {})
 
 
 class Watch:
@@ -121,22 +127,47 @@ class Watch:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._own: list[tuple[Tensor, type]] = [(each, type(each)) for each in parameters]
         self._watched = [(each, _with_base(_Watched, cls)) for each, cls in self._own]
+        self._is_on = False
 
     @contextmanager
     def until_end(self, use: Use) -> Iterator[None]:
         """Let ``use`` run what users' code of this thread does with the parameters, until the context ends."""
-        global _waiting
-        before, _waiting = _waiting, (use, threading.get_ident())
-        set_classes("user code", self._watched)
+        with waiting(use):
+            self._switch(is_on=True)
+            try:
+                yield
+            finally:
+                self._switch(is_on=False)
+
+    @contextmanager
+    def switched(self, *, is_on: bool) -> Iterator[None]:
+        """Let parameters notice their use, or not: optimizers know them by their classes."""
+        was_on = self._is_on
+        self._switch(is_on=is_on and _waiting is not None)
         try:
             yield
         finally:
-            set_classes("user code", self._own)
-            _waiting = before
+            self._switch(is_on=was_on)
+
+    def _switch(self, *, is_on: bool) -> None:
+        if is_on is not self._is_on:
+            set_classes("user code", self._watched if is_on else self._own)
+            self._is_on = is_on
+
+
+@contextmanager
+def waiting(use: Use) -> Iterator[None]:
+    """Let ``use`` run what users' code of this thread asks `uncounted_aliases` for, until the context ends."""
+    global _waiting
+    before, _waiting = _waiting, (use, threading.get_ident())
+    try:
+        yield
+    finally:
+        _waiting = before
 
 
 def uncounted_aliases() -> dict[str, Any]:
-    """Return attributes of `torch.Tensor` that hand out memory whose writes no version counts, also to a `Watch`."""
+    """Return attributes of `torch.Tensor` that hand out memory whose writes no version counts, while `waiting`."""
     own: Any = torch.Tensor.data
     found: dict[str, Any] = {name: _shown(getattr(torch.Tensor, name)) for name in UNCOUNTED}
     return {"data": _Data(_shown(own.__get__), _shown(own.__set__)), **found}
@@ -151,9 +182,8 @@ class _Data(property):
 def _shown(func: Any) -> Any:
     @functools.wraps(func)
     def show_uncounted(*args: Any, **kwargs: Any) -> Any:
-        if _waiting is None or threading.get_ident() != _waiting[1] or is_asked_by_library(sys._getframe(1)):
-            return func(*args, **kwargs)
-        return _waiting[0](func, args, kwargs)
+        use = _use_from(sys._getframe(1))
+        return func(*args, **kwargs) if use is None else use(func, args, kwargs)
 
     return show_uncounted
 

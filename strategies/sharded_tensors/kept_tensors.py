@@ -251,11 +251,14 @@ class OldMemory:
     def check(self, tensors: Iterator[Tensor], hook: str, *, in_step: bool) -> None:
         """Check that none of these tensors lies in such memory; a step may use what it has gathered itself.
 
+        Integers are not trained: those of a quantized layer, which it keeps, have the values of now.
+
         Raises:
             RuntimeError: If one does.
         """
         for tensor in tensors if self._parts else ():
-            if type(tensor) not in (Tensor, nn.Parameter) or not has_storage(tensor):
+            is_trained = tensor.is_floating_point() or tensor.is_complex()
+            if type(tensor) not in (Tensor, nn.Parameter) or not is_trained or not has_storage(tensor):
                 continue
             parts = self._parts.get(weak_storage(tensor), ())
             begin, end = _addresses(tensor) if parts else (0, 0)

@@ -55,6 +55,7 @@ from .guards import (
     plainly,
     refuse_in_fork,
     uncounted_aliases,
+    waiting,
 )
 from .kept_tensors import Aliases, OldMemory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
@@ -129,7 +130,7 @@ class UserCode:
         self._fetch = ExitStack()
         self._error_in_thread: RuntimeError | None = None
         self._watch: Watch | None = None
-        self._since_use = ExitStack()
+        self._since_use: ExitStack | None = None
         self._trainer: Trainer | None = None
 
     # ------------------------------------------------------------------ attached
@@ -154,9 +155,8 @@ class UserCode:
         self._follow_fetches(trainer)
         self._follow_threads(module)
         self._follow_moves(module)
-        if not self._always_in_steps:
-            for name, value in uncounted_aliases().items():
-                self._patches.put(Tensor, name, value)
+        for name, value in uncounted_aliases().items():
+            self._patches.put(Tensor, name, value)
 
     def _follow_hooks(self, trainer: Trainer, module: LightningModule) -> None:
         """Run users' hooks as such: all until the end of the run, those of a save as long as the Trainer lives."""
@@ -314,26 +314,47 @@ class UserCode:
         with ExitStack() as self._since_use, self._watch.until_end(partial(self._begin, mode)):
             yield
 
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        before, self._since_use = self._since_use, None  # torch's backward drops modes that begin in it
+        try:
+            watch = self._watch if self._always_in_steps else None
+            with waiting(self._begin_again) if watch is None else watch.until_end(self._begin_again):
+                yield
+        finally:
+            self._since_use = before
+
+    def _begin_again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        in_step, self.access.in_step = self.access.in_step, True
+        try:
+            return self._begin(self._in_steps, func, args, kwargs)
+        finally:
+            self.access.in_step = in_step
+
     def _begin(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the first use of shards in users' code that was not looked at; what follows runs under the mode, too."""
-        if not mode.meets_shards(func, args, kwargs):  # such as a parameter of stage 3 that is gathered now
-            is_in_step = mode is self._in_steps and not is_in_call(sys._getframe(2))
-            if not is_in_step or not hands_out_memory(func):  # a loader sees no unsharded memory, a module its own
+        if is_user_code():  # a mode looks at it
+            return func(*args, **kwargs)
+        meets_shards, is_in_forward = mode.meets_shards(func, args, kwargs), is_in_call(sys._getframe(2))
+        result: Any = None
+        if not meets_shards:  # such as a parameter of stage 3 that is gathered now
+            is_step = mode is self._in_steps and hands_out_memory(func)  # a loader sees no unsharded memory
+            if not is_step or (_is_called_by(mode) and not is_in_forward):  # an optimizer steps
                 return plainly(func, args, kwargs)
             with running(mode):
                 result = func(*args, **kwargs)
-            if mode.copies and _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
-                self._since_use.enter_context(running(mode))
-            return result
-        other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]
+            if not mode.copies:
+                return result
+        other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]  # the user's is left before ours
         with ExitStack() as this_use:
-            contexts = self._since_use if other is None else this_use  # one of the user's is left before ours
+            contexts = this_use if other is not None or self._since_use is None else self._since_use
             contexts.enter_context(running(mode))
-            if not is_in_call(sys._getframe(2)):
-                return func(*args, **kwargs)
-            contexts.enter_context(call_of_module())
-            contexts.enter_context(self._in_modules)
-            return self._in_modules.run(mode, func, args, kwargs)
+            if is_in_forward:
+                contexts.enter_context(call_of_module())
+                contexts.enter_context(self._in_modules)
+            if not meets_shards:
+                return result
+            return self._in_modules.run(mode, func, args, kwargs) if is_in_forward else func(*args, **kwargs)
 
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
@@ -378,7 +399,7 @@ class UserCode:
             is_to_look = uses_kept or name != "training_step" or self._is_in_steps(module)
             self.access.in_step = True
             try:
-                with self._looking_into_modules(module), running(self._in_steps) if is_to_look else nullcontext():
+                with self._looking_into_modules(), running(self._in_steps) if is_to_look else nullcontext():
                     return step(*args, **kwargs)
             except ValueError as error:
                 if self._in_steps.copies and "read-only" in str(error):
@@ -414,19 +435,17 @@ class UserCode:
         }
         return bool(loops[self._trainer.state.fn].batch_progress.current.ready <= 1)
 
-    def _looking_into_modules(self, module: LightningModule) -> AbstractContextManager[Any]:
+    def _looking_into_modules(self) -> AbstractContextManager[Any]:
         """Look at what the forwards of modules do as well, in first batches, and in all once one has met shards.
 
-        Not where a module is compiled: it would be compiled twice. Else parameters notice it, but where a step has
-        optimizers in it, which know them by their classes.
+        Not where a module is compiled: it would be compiled twice. Else parameters notice it.
         """
         is_first_batch = self._is_first_batch()
         if is_first_batch:
             self._has_compiled = any(map(_is_compiled, self._called))
         if (is_first_batch or self._in_modules.has_met_shards) and not self._has_compiled:
             return self._in_modules
-        is_manual = self._trainer is None or (self._trainer.training and not module.automatic_optimization)
-        return nullcontext() if is_manual else self._watching(self._in_steps)
+        return self._watching(self._in_steps)
 
     @contextmanager
     def _hook(self, context: AbstractContextManager[Any], name: str) -> Iterator[Any]:
@@ -474,16 +493,21 @@ class UserCode:
         for hooks in found:
             hooks.update({key: self.in_hook()(hook) for key, hook in hooks.items()})
         try:
-            yield
+            with self.in_optimizer():
+                yield
         finally:
-            self.note_step()
             for hooks, own in zip(found, before, strict=True):
                 hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
-    def note_step(self) -> None:
-        """Let users' code read again what it has of parameters: an optimizer has stepped; every rank calls it."""
-        for mode in self._modes:
-            mode.num_steps += 1
+    @contextmanager
+    def in_optimizer(self) -> Iterator[None]:
+        """Run an optimizer's step, after which users' code reads again what it has of parameters; all ranks call it."""
+        try:
+            with nullcontext() if self._watch is None else self._watch.switched(is_on=False):
+                yield
+        finally:
+            for mode in self._modes:
+                mode.num_steps += 1
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
@@ -535,9 +559,10 @@ class _InModules(TorchFunctionMode):
         kwargs = kwargs or {}
         is_in_call = is_library() and len(_running) not in _without_modules
         mode = _callers_mode() if is_in_call and not is_asked_by_library(sys._getframe(1)) else None
-        if mode is None or not mode.meets_shards(func, args, kwargs):
+        if mode is not None and mode.meets_shards(func, args, kwargs):
+            return self.run(mode, func, args, kwargs)
+        with running(mode) if mode is not None and (mode.copies or hands_out_memory(func)) else nullcontext():
             return func(*args, **kwargs)
-        return self.run(mode, func, args, kwargs)
 
     def run(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation that meets shards."""
@@ -586,6 +611,11 @@ if hasattr(os, "register_at_fork"):
 def in_backward() -> AbstractContextManager[None]:
     """Run hooks of the user's on a gradient, in the midst of a backward: sharded tensors are full there."""
     return nullcontext() if _attached is None else running(_attached._in_backward)
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Run a backward, and what users' code in forwards that it recomputes does, as a step."""
+    return nullcontext() if _attached is None else _attached._recomputing()
 
 
 def is_library() -> bool:
@@ -652,10 +682,18 @@ def call_of_module() -> AbstractContextManager[None]:
     return running(None)
 
 
-def callers_code() -> AbstractContextManager[None]:
+@contextmanager
+def callers_code() -> Iterator[None]:
     """Run a closure that users' code has handed to the library, which is code of theirs."""
-    mode = _callers_mode()
-    return running(mode) if is_library() and mode is not None else nullcontext()
+    mode, watch = _callers_mode(), None if _attached is None else _attached._watch
+    as_callers = running(mode) if is_library() and mode is not None else nullcontext()
+    with nullcontext() if watch is None else watch.switched(is_on=True), as_callers:
+        yield
+
+
+def _is_called_by(mode: GlobalTensors) -> bool:
+    """Return whether the library's code runs, and users' code under a mode has called it."""
+    return is_library() and _callers_mode() is mode
 
 
 def _callers_mode() -> GlobalTensors | None:

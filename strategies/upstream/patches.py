@@ -81,10 +81,10 @@ TABLE: dict[str, Patch] = {
         "hooks and loaders see whole parameters, zero_grad() drops unreduced gradients, schedules wait for skipped "
         "steps, some optimizers step on whole tensors, fused ones leave scaling to the scaler, processes that share a "
         "model seed workers alike and count once in metrics, workers and threads refuse shards, module.to() leaves "
-        "parameters where they are, steps notice aliases whose writes no version counts; the Trainer has no hook for "
-        "these",
+        "parameters where they are, steps and forwards notice aliases whose writes no version counts; the Trainer has "
+        "no hook for these",
         "a run: setup() to teardown(); profile(): the Trainer lives; state_dict(): one save; classes: one step, one "
-        "batch's loading, a forked process; scaling: one step",
+        "backward, one batch's loading, a forked process; scaling: one step",
     ),
     "callbacks": Patch(
         "the Trainer, its strategy, profiler, precision plugin and data connector, the LightningModule, metrics",

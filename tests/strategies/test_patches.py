@@ -115,8 +115,7 @@ def _fit(kind: str, raises: bool) -> tuple[set[str], set[str], list[str], int]:
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "zero2", "zero3"])
 def test_a_fit_leaves_all_as_it_was(kind: str, raises: bool) -> None:
     expected = {*(f"cell of {name}" for name in CLIPPING), "Thread.start", "Module._apply", "Parameter.__new__"}
-    if kind in ("fsdp2", "zero2"):  # which do not look at all steps
-        expected |= {f"Tensor.{name}" for name in ("data", "numpy", "__array__", "__dlpack__")}
+    expected |= {f"Tensor.{name}" for name in ("data", "numpy", "__array__", "__dlpack__")}
     if kind == "fsdp2":
         expected.add("_fsdp_param_group.record_function")
     if kind.startswith("zero"):

@@ -10,7 +10,7 @@ from tests.strategies.user_patterns import ENGINES
 from tests.strategies.user_programs import problems_of_programs
 
 
-@pytest.mark.core("gradients-zero3", "steps-fsdp1", "late-fsdp2")
+@pytest.mark.core("gradients-zero3", "steps-fsdp1", "late-fsdp2", "late_forwards-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("where", LINES)
 def test_a_line_trains_as_under_ddp(where: str, engine: str) -> None:

@@ -7,12 +7,14 @@ parameters, ``groups`` those of the optimizer's first group, ``see`` records a n
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
 from tests.strategies.user_patterns import MOVED, PATTERNS, TRANSFORMED, Entry, Pattern, Refused
@@ -326,6 +328,37 @@ torch.from_dlpack(h.detach()).mul_(0.9)
 """.strip().splitlines()
 """Run in some batches that are not the first, where most steps are not looked at; ``h`` is a weight of the root's."""
 
+IN_FORWARDS = r"""
+w.data.clamp_(-0.1, 0.1)
+w.clamp_(-0.1, 0.1)
+w.data = torch.renorm(w.data, 2, 0, 0.4)
+w.data = w.data * 0.9
+w.data[0] = 0.3
+w[0] = 0.3
+w.copy_(w / w.norm())
+w.data.copy_(w.data / w.data.norm())
+m.weight.data *= 0.9
+w.detach().mul_(0.9)
+w.detach().numpy()[0] = 0.25
+torch.from_numpy(w.data.numpy()).mul_(0.9)
+nn.utils.vector_to_parameters(w.flatten() * 0.9, [w])
+nn.init.zeros_(w)
+torch.mul(w, 0.9, out=w)
+torch._foreach_mul_([w, m.bias], 0.9)
+see(w.norm())
+see(np.abs(w.detach().cpu().numpy()).max())
+k = w.data; k *= 0.9
+k = nn.Parameter(w.data); k.mul_(0.9)
+m.bias.data.sub_(m.bias.data.mean())
+m.load_state_dict({"weight": w * 0.9, "bias": m.bias})
+s.model.head.weight.data.mul_(0.9)
+s.model.blocks[1].up.weight.mul_(0.9)
+s.model.blocks[1].up.weight[0] = 0.3
+s.model.blocks[1].up.weight.data[0] = 0.3
+see(s.model.blocks[1].up.weight.norm())
+""".strip().splitlines()
+"""Run in the forward of the layer, before its own."""
+
 LINES = {
     "hooks": IN_HOOKS,
     "gradients": IN_GRADIENT_HOOKS,
@@ -335,6 +368,11 @@ LINES = {
     "validation": IN_HOOKS[::2],
     "manual_backward": IN_GRADIENT_HOOKS,
     "manual_window": IN_HOOKS[1::2],
+    "forwards": IN_FORWARDS,
+    "late_forwards": IN_FORWARDS,
+    "manual_forwards": IN_FORWARDS,
+    "recomputed_forwards": IN_FORWARDS,
+    "validation_forwards": IN_FORWARDS,
 }
 
 _PART = Refused(r"requires_grad_\(\) of what was made from a sharded", "`weight[:].detach().requires_grad_()`")
@@ -345,6 +383,8 @@ _COPIED = Refused(r"FSDP frees its memory after the forward", "`weight[0] = 0.25
 _IN_A_UNIT = Refused(r"Sharded weights \(DTensors\) met plain tensors", "the hook `on_validation_batch_start()`")
 _NOT_MOVED = Refused(r"p\.data = value: the sharded parameter has|Couldn't swap", "nothing: weights are where they go")
 _WRAPPED = Refused(r"inside of torch\.func|storage of TensorWrapper", "`full = weight[:]`, outside of the transform")
+_IN_FORWARD = Refused(r"A weight was changed in place inside a forward", "`weight.data[0] = 0.3`")
+_RECOMPUTED = Refused(r"A forward whose activations are recomputed", "what `training_step` hands in")
 _NOT_ADDED = Refused(r"neither used in a step nor zeroed", "`optimizer.zero_grad()`")
 
 
@@ -361,6 +401,8 @@ def answers_to(line: str, where: str) -> dict[str, Refused]:
 
 
 def _answers(line: str, where: str) -> dict[str, Refused]:
+    if where.endswith("forwards"):
+        return _answers_in_forwards(line, where)
     if (
         where.startswith("late")
         and line.endswith((".numpy()[0] = 0.25", "(h.detach().numpy()).mul_(0.9)"))
@@ -380,6 +422,17 @@ def _answers(line: str, where: str) -> dict[str, Refused]:
     if "torch.autograd.functional" in line:
         return {"fsdp1": _PART, "fsdp2": _FREED, "zero3": _PART}
     return {}
+
+
+def _answers_in_forwards(line: str, where: str) -> dict[str, Refused]:
+    if "numpy()" in line and not line.startswith("see"):
+        return {"fsdp1": _COPIED, "fsdp2": _COPIED}
+    if "blocks[1]" in line:
+        return dict.fromkeys(("fsdp1", "fsdp2") if where == "recomputed_forwards" else (), _RECOMPUTED)
+    answers = {"fsdp2": _IN_A_UNIT} if line.startswith("m.load_state_dict") else {}
+    if where == "validation_forwards" or ".data" in line or line.startswith(("see", "nn.utils")):
+        return answers  # torch refuses others where a graph has the weight
+    return answers | {"fsdp1": _IN_FORWARD}
 
 
 def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
@@ -405,6 +458,8 @@ def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
 
 def _pattern(line: str, where: str) -> type[Pattern]:
     code = compile(line, "<line>", "exec")
+    if where.endswith("forwards"):
+        return _pattern_in_forwards(code, where)
 
     class InHooks(Pattern):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -460,6 +515,71 @@ def _pattern(line: str, where: str) -> type[Pattern]:
         "manual_backward": ManualGradients,
         "manual_window": ManualWindow,
     }[where]
+
+
+def _pattern_in_forwards(code: Any, where: str) -> type[Pattern]:
+    class LateForwards(Forwards):
+        def in_forward(self) -> None:
+            if self.trainer.training and self.global_step in (2, 3, 6):
+                run_line(self, code)
+
+    class AllForwards(Forwards):
+        def in_forward(self) -> None:
+            run_line(self, code)
+
+    class ManualForwards(LateForwards):
+        is_automatic = False
+
+    class RecomputedForwards(AllForwards):
+        recomputes = True
+
+    class ValidationForwards(Forwards):
+        validates = True
+
+        def in_forward(self) -> None:
+            if not self.trainer.training and self.global_step > 0:
+                run_line(self, code)
+
+    return {
+        "forwards": AllForwards,
+        "late_forwards": LateForwards,
+        "manual_forwards": ManualForwards,
+        "recomputed_forwards": RecomputedForwards,
+        "validation_forwards": ValidationForwards,
+    }[where]
+
+
+class Forwards(Pattern):
+    """Runs code of the user's in the forward of a layer, before the layer's own."""
+
+    is_automatic = True
+    recomputes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = self.is_automatic
+        in_forward, block = self.in_forward, self.model.blocks[0]
+
+        class Own(nn.Linear):
+            def forward(self, inputs: Any) -> Any:
+                in_forward()
+                return super().forward(inputs)
+
+        block.up.__class__ = Own
+        if self.recomputes:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def in_forward(self) -> None:
+        """Run in the layer's forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
 
 
 class Manual(Pattern):

@@ -1192,6 +1192,24 @@ class ClampInForwardHook(Pattern):
         module.weight.data.clamp_(-0.2, 0.2)
 
 
+class MaxNorm(nn.Linear):
+    """A linear layer that limits the norm of its rows in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        self.bias.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pattern("weights changed in the forward of their module, through `.data` (max-norm, clamps)")
+class ChangeInForward(Pattern):
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.__class__ = self.model.head.__class__ = MaxNorm
+
+
 @pattern(CHANGES)
 class ChangeAtEndOfStep(Pattern):
     def loss(self, batch: Any) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from tests.strategies.trained_patterns import problems
 from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, answers_to, run_line
 from tests.strategies.user_patterns import PATTERNS, Entry, Pattern
 
-_IN_STEPS = ("training_step", "after_forward", "validation_step")
+_IN_STEPS = ("training_step", "in_forward", "after_forward", "validation_step")
 _PLACES = (
     *_IN_STEPS,
     *("on_train_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_before_zero_grad"),
@@ -26,8 +27,8 @@ _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
 
-_ERRORS = ("ddp cannot train it", "modified by an inplace operation")
-"""No program of ours, or torch's own error: ZeRO-3's linear layers keep weights for all gradients."""
+_ERRORS = ("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward")
+"""No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or FSDP1's refusal."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,16 @@ def _pattern(program: Program) -> type[Pattern]:
             super().__init__()
             self.automatic_optimization = not program.is_manual
             self.batch_idx = 0
+            for name in _LAYERS:
+                self.model.get_submodule(name).register_forward_pre_hook(partial(self.in_forward, name))
 
-        def run(self, place: str) -> None:
+        def run(self, place: str, layers: Sequence[str] = _LAYERS) -> None:
             for line, code in compiled:
-                if line.place == place and self.batch_idx in line.batches:
+                if line.place == place and line.layer in layers and self.batch_idx in line.batches:
                     run_line(self, code, line.layer)
+
+        def in_forward(self, layer: str, *_: Any) -> None:
+            self.run("in_forward", [layer])
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.batch_idx = batch_idx
