@@ -46,6 +46,7 @@ from .kept_tensors import (
     OpenTensor,
     check_not_freed,
     has_storage,
+    is_array_of,
     share_memory,
     storage_of,
     weak_storage,
@@ -595,10 +596,11 @@ class GlobalTensors(TorchFunctionMode):
         if func.__name__ == "__dlpack__":
             raise RuntimeError(f"DLPack of an unsharded parameter in a step. {_FREED_MEMORY}")
         copied = tensor.clone()
-        self.copies = {key: one for key, one in self.copies.items() if not one.expired()}  # type: ignore[no-untyped-call]
-        self.copies[storage_of(copied)] = weak_storage(copied)
         array = func(copied, *args, **kwargs)
-        array.setflags(write=False)
+        if is_array_of(array, copied):
+            self.copies = {key: one for key, one in self.copies.items() if not one.expired()}  # type: ignore[no-untyped-call]
+            self.copies[storage_of(copied)] = weak_storage(copied)
+            array.setflags(write=False)
         return array
 
     def _check_not_copied(self, tensor: Tensor) -> None:

@@ -65,11 +65,13 @@ class OpenTensor:
         return is_written or self.full._version != self.version
 
     def show_uncounted(self, view: Any = None) -> None:
-        """Take note that users get a view whose writes no version counts."""
+        """Take note that users get a view whose writes no version counts; an array may be a copy, which is none."""
+        if isinstance(view, np.ndarray):
+            if not is_array_of(view, self.full):
+                return
+            self.arrays.append(ref(view))
         if self.seen is None:
             self.seen = self.full.clone()
-        if isinstance(view, np.ndarray):
-            self.arrays.append(ref(view))
 
     def end(self) -> None:
         """Let arrays that users have kept refuse writes: no shard would have them any more."""
@@ -309,6 +311,12 @@ def share_memory(full: Tensor, tensor: Any) -> bool:
     return is_plain and full.device == tensor.device and storage_of(full) == storage_of(tensor)
 
 
+def is_array_of(array: np.ndarray, tensor: Tensor) -> bool:
+    """Return whether a NumPy array, made of a tensor, lies in its memory; one of another dtype is a copy."""
+    begin, end = _addresses(tensor)
+    return begin <= array.ctypes.data < end
+
+
 def check_not_freed(tensor: Tensor, hook: str) -> None:
     """Refuse a tensor whose memory FSDP has freed: reading it would end the process."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and has_storage(tensor)
@@ -321,10 +329,10 @@ def check_not_freed(tensor: Tensor, hook: str) -> None:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own: not inside of `torch.vmap` and `torch.func.grad`, nor sparse."""
+    """Return whether a tensor has memory: none inside of `torch.func`'s transforms, is sparse, or `torch.export`'s."""
     try:
-        tensor.untyped_storage()
-    except NotImplementedError:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
         return False
     return True
 

@@ -23,7 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -79,8 +83,10 @@ _NOT_ABOUT_TENSORS = frozenset(
     ]
 )
 """Methods that run before the model is sharded, or inside steps."""
-_CALLS_USERS_CODE = frozenset(["lr_scheduler_step"])
-"""Methods that run users' code also where none overrides them: a schedule's functions."""
+_CALLS_USERS_CODE = frozenset(
+    ["lr_scheduler_step", "on_validation_model_eval", "on_test_model_eval", "on_predict_model_eval"]
+)
+"""Methods that run users' code also where none overrides them: a schedule's functions, ``eval()`` of modules."""
 _WAY_OUT = (
     "Reading a whole parameter or a gradient gathers it from all processes. Do it on every process, outside "
     "conditions such as `if trainer.is_global_zero:`; only logging the result belongs inside."
@@ -121,7 +127,7 @@ class UserCode:
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
-        self._buffer_hook: RemovableHandle | None = None
+        self._registration_hooks: list[RemovableHandle] = []
         self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
         self._in_modules = _InModules()
@@ -145,7 +151,12 @@ class UserCode:
             self.places = CollectiveOrderChecker(_WAY_OUT, timeout)
         for mode in self._modes:
             mode.places, mode.old_memory = self.places, OldMemory.of(module)
-        self._buffer_hook = register_module_buffer_registration_hook(self._before_buffer)  # type: ignore[arg-type]
+        own = {(module, name): each for module in self._called for name, each in module.named_parameters(recurse=False)}
+        before_parameter = partial(self._before_parameter, own)
+        self._registration_hooks = [
+            register_module_buffer_registration_hook(self._before_buffer),  # type: ignore[arg-type]
+            register_module_parameter_registration_hook(before_parameter),
+        ]
         dtensors = [one for one in module.parameters() if isinstance(one, DTensor)]  # they need a mode on one rank, too
         if watched := self._sharded(module) or dtensors:  # else DeepSpeed partitions later, if at all
             self._watch = Watch(watched)
@@ -368,8 +379,8 @@ class UserCode:
         self._patches.remove()
         self._fetch.close()
         self.follow_calls(follows=False)
-        if self._buffer_hook is not None:
-            self._buffer_hook.remove()
+        while self._registration_hooks:
+            self._registration_hooks.pop().remove()
         if _attached is self:
             _attached = None
 
@@ -528,6 +539,22 @@ class UserCode:
             self.places.compare_at_line(f"makes the buffer {name!r} from a sharded tensor")
         with library_code():
             return gathered(buffer)
+
+    def _before_parameter(
+        self, own: Mapping[tuple[nn.Module, str], Tensor], module: nn.Module, name: str, parameter: Any
+    ) -> None:
+        """Refuse another parameter in the place of a sharded one in a step: the engine would put its own back."""
+        present = own.get((module, name))
+        if parameter is None or present is None or parameter is present or not self.access.in_step:
+            return
+        is_put_back = isinstance(present, DTensor) or hasattr(present, "ds_tensor") or self.access.shows_shards
+        if is_put_back and is_method_called_by_user(sys._getframe(1)):
+            raise RuntimeError(
+                f"A step or a forward replaces the parameter {name!r} of {type(module).__name__} by another, as in "
+                f"module.{name} = nn.Parameter(value). The new one would be lost: the engine gathers its own. Change "
+                f"the values: module.{name}.data.copy_(value). What no gradient reaches, such as a codebook, may be a "
+                "buffer (register_buffer())."
+            )
 
     def _before_call(self, module: nn.Module, _: Any) -> None:
         if is_library() or module not in self._called:

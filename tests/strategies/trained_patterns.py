@@ -40,8 +40,11 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "fsdp2-cp": {"sequence_modules": ["model"]},
 }
 """Engines whose two ranks see the same batches."""
-NOT_FOR_SEQUENCES = {"SampleThenChange", "BankAndCounter", "BatchNormInEvaluation", "BatchNormWithValidation"}
-"""Patterns whose samples have no sequence."""
+NOT_FOR_SEQUENCES = {
+    *("SampleThenChange", "BankAndCounter", "BatchNormInEvaluation", "BatchNormWithValidation"),
+    *("CodesMovedInForward", "CodesReplacedInForward"),
+}
+"""Patterns whose samples have no sequence, or that look at all of it at once."""
 _NOT_IN_PARTS = {"NumbersInHooksOfModules"}
 """Hooks of modules also run in the trial of a sequence's first batch; a tensor-parallel layer shows its own part."""
 _ANSWERS = {("WeightNorm", "fsdp2-tp"): Refused("is parametrized", "leave it out of the plan")}

@@ -92,6 +92,7 @@ w.detach().numpy()[0] = 0.25
 np.multiply(w.detach().numpy(), 0.5, out=w.detach().numpy())
 np.asarray(w.detach())[1] *= 0.5
 torch.from_numpy(w.detach().numpy()).mul_(0.9)
+s.k = getattr(s, "k", np.asarray(w.detach(), dtype=np.float64)); s.k *= 0.5; see(s.k.sum())
 torch.from_dlpack(w.detach()).mul_(0.9)
 torch._foreach_mul_(ps, 0.9)
 torch._foreach_add_(ps, [p.sign() for p in ps], alpha=-0.01)
@@ -322,6 +323,7 @@ w.mul_(0.5); [q.clamp_(-0.1, 0.1) for q in groups]
 h.mul_(0.5); [q.mul_(0.9) for q in groups]; h.add_(0.01); see(h.sum())
 see(np.abs(h.detach().cpu().numpy()).max())
 see(np.asarray(h.detach())[0, 0] + np.asarray(w.detach())[0, 0])
+k = np.asarray(h.detach(), dtype=np.float64); k *= 0.5; see(k.sum())
 h.detach().numpy()[0] = 0.25
 torch.from_numpy(h.detach().numpy()).mul_(0.9)
 torch.from_dlpack(h.detach()).mul_(0.9)

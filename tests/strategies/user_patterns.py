@@ -25,6 +25,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from typing_extensions import Self
 
 from accelight.strategies import full_state_dict
 
@@ -1196,7 +1197,8 @@ class MaxNorm(nn.Linear):
     """A linear layer that limits the norm of its rows in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+        norms = self.weight.data.norm(dim=1, keepdim=True)
+        self.weight.data = self.weight.data * (0.3 / norms).clamp(max=1)
         self.bias.data.clamp_(-0.1, 0.1)
         return super().forward(x)
 
@@ -1208,6 +1210,97 @@ class ChangeInForward(Pattern):
     def __init__(self) -> None:
         super().__init__()
         self.first.__class__ = self.model.head.__class__ = MaxNorm
+
+
+class Codebook(nn.Module):
+    """Replaces what it gets by the nearest of eight codes, which follow the means of what they replace."""
+
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Embedding(8, WIDTH)
+        self.sums = nn.Parameter(self.codes.weight.detach().clone())
+        self.register_buffer("counts", torch.ones(8))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.detach().reshape(-1, WIDTH)
+        chosen = functional.one_hot(torch.cdist(flat, self.codes.weight).argmin(1), 8).float()
+        quantized = (chosen @ self.codes.weight).view(x.shape)
+        if self.training:
+            self.update(chosen.sum(0), chosen.t() @ flat)
+        return x + 0.1 * (quantized - x.detach())
+
+    def update(self, counts: Tensor, sums: Tensor) -> None:
+        """Move the codes; every process moves them alike."""
+        distributed.all_reduce(counts)
+        distributed.all_reduce(sums)
+        self.counts.mul_(0.9).add_(counts, alpha=0.1)
+        self.sums.data.mul_(0.9).add_(sums, alpha=0.1)
+        self.codes.weight.data.copy_(self.sums / self.counts.unsqueeze(1).clamp(min=1e-3))
+
+
+class ReplacedCodebook(Codebook):
+    """A codebook whose codes are another parameter after each forward."""
+
+    def update(self, counts: Tensor, sums: Tensor) -> None:
+        super().update(counts, sums)
+        self.codes.weight = nn.Parameter(self.codes.weight.detach().clone(), requires_grad=False)
+
+
+class QuantizedBlock(Block):
+    """A block whose output is quantized."""
+
+    def __init__(self, codebook: nn.Module) -> None:
+        super().__init__()
+        self.codebook = codebook
+
+    def forward(self, x: Tensor) -> Tensor:
+        quantized: Tensor = self.codebook(super().forward(x))
+        return quantized
+
+
+@pattern("codes that forwards move to means (VQ-VAE), through `.data` and in place")
+class CodesMovedInForward(Pattern):
+    codebook: ClassVar[type[Codebook]] = Codebook
+    validates = True
+
+    def build(self) -> Net:
+        net = super().build()
+        net.blocks[0] = QuantizedBlock(self.codebook())
+        return net
+
+    def groups(self) -> Any:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        codes: Any = self.model.get_submodule("blocks.0.codebook.codes")
+        self.see("codes", codes.weight.norm())
+
+
+REPLACED = Refused("replaces the parameter 'weight' of Embedding by another", "`self.weight.data.copy_(value)`")
+
+
+@pattern(
+    "parameters that forwards replace (`self.weight = nn.Parameter(value)`)",
+    fsdp1=REPLACED,
+    fsdp2=REPLACED,
+    zero3=REPLACED,
+)
+class CodesReplacedInForward(CodesMovedInForward):
+    codebook = ReplacedCodebook
+
+
+@pattern("`train()` and `eval()` overridden, with weights read")
+class EvalThatReads(Pattern):
+    validates = True
+
+    def train(self, mode: bool = True) -> Self:
+        if not mode:
+            self.see("head", self.model.head.weight.detach().norm())
+            self.see("first", self.first.weight.detach()[0].sum())
+        return super().train(mode)
 
 
 @pattern(CHANGES)
