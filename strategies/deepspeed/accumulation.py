@@ -118,7 +118,7 @@ class GradientAccumulator:
         self.gathered_changes: GatheredChanges | None = None
         """Of stage 3."""
         if self.stage == 3:
-            self.gathered_changes = GatheredChanges(engine.module, self.names, engine.device)
+            self.gathered_changes = GatheredChanges(engine, self.names)
         self._clear, self._is_stepping = zero.zero_grad, False
         tell_window(zero, self)
         engine.__dict__[_NAME] = self  # not as a submodule
@@ -694,19 +694,18 @@ class GatheredChanges:
     compares the values with its partition, and a parameter that differs is taken over from then on.
 
     Args:
-        module: The model, partitioned.
+        engine: DeepSpeed's engine, of stage 3.
         names: The parameters' names.
-        device: Of the ranks' collectives.
     """
 
-    def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str], device: torch.device) -> None:
-        self._names, self._device = names, device
+    def __init__(self, engine: Any, names: Mapping[nn.Parameter, str]) -> None:
+        self._engine, self._names, self._device = engine, names, engine.device
         self._versions: dict[nn.Parameter, int] = {}
         self._changed: set[nn.Parameter] = set()
         self._always: set[nn.Parameter] = set()
         self._compared: set[nn.Parameter] = set()
         self._probes = not is_planned()
-        for parameter in module.parameters():
+        for parameter in engine.module.parameters():
             self._watch(parameter)
 
     def _watch(self, parameter: Any) -> None:
@@ -778,7 +777,7 @@ class GatheredChanges:
             parameter: Any = each
             if self._is_changed(parameter) and not is_gathered_by_user(parameter):
                 parameter.ds_active_sub_modules.clear()  # as DeepSpeed does when it steps
-                parameter.partition()
+                partition(self._engine, parameter)
         lost = [self._names[each] for each in self._versions if self._has_new_version(each)]
         if lost:
             self.accept()
@@ -862,10 +861,23 @@ def finish_gather(engine: Any, parameter: nn.Parameter) -> None:
     """Wait for a parameter that DeepSpeed has begun to gather ahead of the forward that needs it."""
     from deepspeed.accelerator import get_accelerator
 
-    coordinator, device = _coordinator(engine), get_accelerator()
-    coordinator._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter).wait()
+    device = get_accelerator()
+    _gathers(engine).pop(parameter).wait()
     if not device.resolves_data_dependency():
-        device.current_stream().wait_stream(coordinator._PartitionedParameterCoordinator__allgather_stream)
+        device.current_stream().wait_stream(_coordinator(engine)._PartitionedParameterCoordinator__allgather_stream)
+
+
+def partition(engine: Any, parameter: Any) -> None:
+    """Partition a gathered parameter, which DeepSpeed may still have among those that it gathers, together with it."""
+    _gathers(engine).pop(parameter, None)
+    parameter.partition()
+
+
+def _gathers(engine: Any) -> MutableMapping[nn.Parameter, Any]:
+    """Return the gathers that DeepSpeed has begun and no layer has waited for, by parameter."""
+    coordinator = _coordinator(engine)
+    found: MutableMapping[nn.Parameter, Any] = coordinator._PartitionedParameterCoordinator__inflight_param_registry
+    return found
 
 
 class CollectiveOrder:

@@ -25,7 +25,7 @@ from ..sharded_tensors.shards import FlatLayout, FlatShard
 from ..sharded_tensors.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
 from ..upstream.patches import replace_for_good
 from . import zero_optimizer
-from .accumulation import GradientAccumulator, finish_gather, window_of
+from .accumulation import GradientAccumulator, finish_gather, partition, window_of
 from .library import is_gathered_by_user
 
 _IS_LIBRARY = "_accelight_is_library"
@@ -132,7 +132,7 @@ class ZeroAccess:
             is_automatic = getattr(self._module, "automatic_optimization", True)
             if is_gathered_by_user(parameter) or (self.in_step and is_automatic) or parameter.ds_active_sub_modules:
                 return None  # in a step, or for a module that runs, DeepSpeed has gathered it and takes its gradient
-            parameter.partition()  # else a copy of it would stay as it is
+            partition(self._engine, parameter)  # else a copy of it would stay as it is
         held: Tensor = parameter.ds_tensor
         if held.numel() < parameter.partition_numel():
             raise RuntimeError(
@@ -239,7 +239,7 @@ class ZeroAccess:
             parameter: Any = each
             is_left = not getattr(parameter, "ds_persist", True) and parameter.ds_status.name == "AVAILABLE"
             if is_left and not parameter.ds_active_sub_modules:
-                parameter.partition()
+                partition(self._engine, parameter)
 
     def reach_model(self) -> None:
         """Let the model compute with what was written to the weights that the optimizer steps on."""

@@ -373,6 +373,11 @@ class GlobalTensors(TorchFunctionMode):
         self.copies: dict[int, StorageWeakRef] = {}
         """Of unsharded parameters, that NumPy arrays are of, by their addresses."""
 
+    @property
+    def has_views(self) -> bool:
+        """Whether users may have views of full tensors, or NumPy's copies of unsharded ones."""
+        return bool(self._open or self.copies)
+
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
         self._is_paused = False

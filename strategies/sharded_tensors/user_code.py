@@ -354,7 +354,7 @@ class UserCode:
                 return plainly(func, args, kwargs)
             with running(mode):
                 result = func(*args, **kwargs)
-            if not mode.copies:
+            if not mode.has_views:
                 return result
         other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]  # the user's is left before ours
         with ExitStack() as this_use:
@@ -588,7 +588,7 @@ class _InModules(TorchFunctionMode):
         mode = _callers_mode() if is_in_call and not is_asked_by_library(sys._getframe(1)) else None
         if mode is not None and mode.meets_shards(func, args, kwargs):
             return self.run(mode, func, args, kwargs)
-        with running(mode) if mode is not None and (mode.copies or hands_out_memory(func)) else nullcontext():
+        with running(mode) if mode is not None and (mode.has_views or hands_out_memory(func)) else nullcontext():
             return func(*args, **kwargs)
 
     def run(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:

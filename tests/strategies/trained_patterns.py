@@ -45,7 +45,7 @@ NOT_FOR_SEQUENCES = {
     *("CodesMovedInForward", "CodesReplacedInForward"),
 }
 """Patterns whose samples have no sequence, or that look at all of it at once."""
-_NOT_IN_PARTS = {"NumbersInHooksOfModules"}
+_NOT_IN_PARTS = {"NumbersInHooksOfModules", "EditsBeforeForwardByHand"}
 """Hooks of modules also run in the trial of a sequence's first batch; a tensor-parallel layer shows its own part."""
 _ANSWERS = {("WeightNorm", "fsdp2-tp"): Refused("is parametrized", "leave it out of the plan")}
 """Where an engine of `PARALLEL` has another one than FSDP2."""

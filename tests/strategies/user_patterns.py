@@ -2091,6 +2091,33 @@ class EditsInManualSteps(ManualPattern):
             self.see("norm", sum(p.norm() for p in self.parameters()))
 
 
+@pattern(MANUAL)
+class ClipsBiasesBeforeForward(ManualPattern):
+    """As WGAN does with weights; DeepSpeed gathers some of them ahead when it meets them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for name, parameter in self.named_parameters() if batch_idx > 1 else ():
+                if name.endswith("bias"):
+                    parameter.clamp_(-0.05, 0.05)
+        self.first_backward(batch).step()
+
+
+@pattern(MANUAL)
+class EditsBeforeForwardByHand(ManualPattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.first, self.model.head):
+            layer.register_forward_pre_hook(self._edit)
+
+    @staticmethod
+    def _edit(module: Any, _: Any) -> None:
+        module.weight.data.view(-1)[0] = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.first_backward(batch).step()
+
+
 @pattern(MANUAL, core=True)
 class AccumulatedByHand(ManualPattern):
     def training_step(self, batch: Any, batch_idx: int) -> None:
