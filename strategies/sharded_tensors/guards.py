@@ -38,7 +38,7 @@ _ENGINES = ("torch.distributed.", "torch.nn.modules.", "torch.autograd.", "torch
 _BETWEEN = ("__torch_function__", "show_uncounted")
 """Functions that stand between an operation and who asks for it."""
 _CHECKPOINTING = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
-_MODULES = nn.Module.__module__, "utilities.device_dtype_mixin"
+_MODULES = nn.Module.__module__, "utilities.device_dtype_mixin", "_fully_shard", "fully_sharded_data_parallel"
 _TRAINERS = ("accelight.", "lightning.", "pytorch_lightning.")
 
 

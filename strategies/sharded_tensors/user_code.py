@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -232,27 +232,29 @@ class UserCode:
 
         Both go below all modes.
         """
-        apply: Any = nn.Module._apply
         new: Any = nn.Parameter.__new__
 
-        @functools.wraps(apply)
-        def apply_to_buffers(moved: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            caller = sys._getframe(1)
-            if caller.f_code is apply.__code__ or not is_method_called_by_user(caller):
-                return apply(moved, fn, recurse)
-            own = set(map(id, module.parameters()))
-            parameters = [one for one in moved.parameters(recurse) if id(one) in own]
-            if not parameters:
-                return apply(moved, fn, recurse)
-            with library_code():
-                for dtype, device in {(one.dtype, one.device) for one in parameters}:
-                    one = fn(torch.empty(0, dtype=dtype, device=device))
-                    if (one.dtype, one.device) != (dtype, device):
-                        raise RuntimeError(_MOVES.format(f"{dtype} on {device}", f"{one.dtype} on {one.device}"))
-            for each in moved.modules() if recurse else [moved]:
-                for name, buffer in each._buffers.items():
-                    each._buffers[name] = None if buffer is None else fn(buffer)
-            return moved
+        def following(apply: Any) -> Callable[..., nn.Module]:
+            @functools.wraps(apply)
+            def apply_to_buffers(moved: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+                caller = sys._getframe(1)
+                if caller.f_code is apply.__code__ or not is_method_called_by_user(caller):
+                    return apply(moved, fn, recurse)
+                own = set(map(id, module.parameters()))
+                parameters = [one for one in moved.parameters(recurse) if id(one) in own]
+                if not parameters:
+                    return apply(moved, fn, recurse)
+                with library_code():
+                    for dtype, device in {(one.dtype, one.device) for one in parameters}:
+                        one = fn(torch.empty(0, dtype=dtype, device=device))
+                        if (one.dtype, one.device) != (dtype, device):
+                            raise RuntimeError(_MOVES.format(f"{dtype} on {device}", f"{one.dtype} on {one.device}"))
+                for each in moved.modules() if recurse else [moved]:
+                    for name, buffer in each._buffers.items():
+                        each._buffers[name] = None if buffer is None else fn(buffer)
+                return moved
+
+            return apply_to_buffers
 
         @functools.wraps(new)
         def new_parameter(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
@@ -261,7 +263,8 @@ class UserCode:
                     data = self._in_hooks.data_of(data) if self._in_hooks.is_sharded(data) else data.detach()
             return new(cls, data, requires_grad)
 
-        self._patches.put(nn.Module, "_apply", apply_to_buffers)
+        for cls in (nn.Module, FullyShardedDataParallel):  # which puts its own parameters aside first
+            self._patches.put(cls, "_apply", following(cls._apply))
         self._patches.put(nn.Parameter, "__new__", new_parameter)
 
     def _raise_from_thread(self) -> None:

@@ -74,7 +74,7 @@ TABLE: dict[str, Patch] = {
     ),
     "user code": Patch(
         "the Trainer's profiler, loops and callbacks, the LightningModule, its parameters, optimizers, metrics, "
-        "loaders; threading.Thread, torch.nn.Module, torch.nn.Parameter, torch.Tensor",
+        "loaders; threading.Thread, torch.nn.Module, FSDP1's class, torch.nn.Parameter, torch.Tensor",
         "profile start run stop setup_data reset training_step validation_step test_step predict_step zero_grad "
         "lr_scheduler_step step _step_supports_amp_scaling dist_sync_fn worker_init_fn state_dict _apply __new__ "
         "__class__ data numpy __array__ __dlpack__",

@@ -29,6 +29,7 @@ OWNERS = (
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
     "torch.distributed.fsdp._flat_param.FlatParamHandle",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
     *("lightning.pytorch.LightningModule", "lightning.pytorch.Trainer"),
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop",
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector",
@@ -115,6 +116,7 @@ def _fit(kind: str, raises: bool) -> tuple[set[str], set[str], list[str], int]:
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "zero2", "zero3"])
 def test_a_fit_leaves_all_as_it_was(kind: str, raises: bool) -> None:
     expected = {*(f"cell of {name}" for name in CLIPPING), "Thread.start", "Module._apply", "Parameter.__new__"}
+    expected.add("FullyShardedDataParallel._apply")
     expected |= {f"Tensor.{name}" for name in ("data", "numpy", "__array__", "__dlpack__")}
     if kind == "fsdp2":
         expected.add("_fsdp_param_group.record_function")

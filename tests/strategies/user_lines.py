@@ -383,7 +383,6 @@ _FREED = Refused(r"torch\.autograd\.grad\(\) with respect to sharded", "`weight[
 
 _COPIED = Refused(r"FSDP frees its memory after the forward", "`weight[0] = 0.25` under `torch.no_grad()`")
 _IN_A_UNIT = Refused(r"Sharded weights \(DTensors\) met plain tensors", "the hook `on_validation_batch_start()`")
-_NOT_MOVED = Refused(r"p\.data = value: the sharded parameter has|Couldn't swap", "nothing: weights are where they go")
 _WRAPPED = Refused(r"inside of torch\.func|storage of TensorWrapper", "`full = weight[:]`, outside of the transform")
 _IN_FORWARD = Refused(r"A weight was changed in place inside a forward", "`weight.data[0] = 0.3`")
 _RECOMPUTED = Refused(r"A forward whose activations are recomputed", "what `training_step` hands in")
@@ -393,8 +392,6 @@ _NOT_ADDED = Refused(r"neither used in a step nor zeroed", "`optimizer.zero_grad
 def answers_to(line: str, where: str) -> dict[str, Refused]:
     """Return the answers of engines that refuse a line somewhere."""
     answers = _answers(line, where)
-    if where == "manual_window" and line.startswith(("s.model.to(", "s.model.double()")):
-        answers |= dict.fromkeys(("fsdp1", "fsdp2"), _NOT_MOVED)
     if where == "manual_window" and "torch.func.grad(" in line:
         answers |= {"zero3": _WRAPPED}
     if where == "validation" and ("torch.func.jvp" in line or "functional.jacobian" in line):

@@ -27,8 +27,13 @@ _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
 
-_ERRORS = ("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward")
-"""No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or FSDP1's refusal."""
+_NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
+"""Words of lines after which ``ddp`` computes some gradients with old values, as the guides say."""
+_ERRORS = (
+    *("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward"),
+    "between a forward and its backward",
+)
+"""No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or refusals."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ def _line(draw: random.Random, accumulate: int) -> _Line:
         lines = IN_GRADIENT_HOOKS
     else:
         place = draw.choice(_PLACES)
-        lines = [one for one in IN_HOOKS if not any(word in one for word in _NOT_ALONE)]
+        words = (*_NOT_ALONE, *(_NOT_AFTER_FORWARDS if place == "after_forward" else ()))
+        lines = [one for one in IN_HOOKS if not any(word in one for word in words)]
     where = "validation" if place in _IN_STEPS else "hooks"
     code = draw.choice([one for one in lines if not answers_to(one, where)])
     batches = draw.choice((range(4), range(4), range(1), range(2, 4)))
