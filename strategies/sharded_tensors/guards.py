@@ -132,12 +132,8 @@ class Watch:
     @contextmanager
     def until_end(self, use: Use) -> Iterator[None]:
         """Let ``use`` run what users' code of this thread does with the parameters, until the context ends."""
-        with waiting(use):
-            self._switch(is_on=True)
-            try:
-                yield
-            finally:
-                self._switch(is_on=False)
+        with waiting(use), self.switched(is_on=True):
+            yield
 
     @contextmanager
     def switched(self, *, is_on: bool) -> Iterator[None]:

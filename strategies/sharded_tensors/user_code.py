@@ -61,7 +61,7 @@ from .guards import (
     uncounted_aliases,
     waiting,
 )
-from .kept_tensors import Aliases, OldMemory
+from .kept_tensors import Aliases, OldMemory, share_memory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
@@ -546,9 +546,14 @@ class UserCode:
     def _before_parameter(
         self, own: Mapping[tuple[nn.Module, str], Tensor], module: nn.Module, name: str, parameter: Any
     ) -> None:
-        """Refuse another parameter in the place of a sharded one in a step: the engine would put its own back."""
-        present = own.get((module, name))
+        """Refuse another parameter in the place of a sharded one in a step: the engine would put its own back.
+
+        One with the memory of the present one has its values (bitsandbytes gives weights in 4 bits their class back).
+        """
+        present, now = own.get((module, name)), module._parameters.get(name)
         if parameter is None or present is None or parameter is present or not self.access.in_step:
+            return
+        if self.access.lends(parameter) or (now is not None and share_memory(now, parameter)):
             return
         is_put_back = isinstance(present, DTensor) or hasattr(present, "ds_tensor") or self.access.shows_shards
         if is_put_back and is_method_called_by_user(sys._getframe(1)):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from accelight.strategies.sharded_tensors.guards import Watch, plainly
 from tests.ranks import run_on_ranks
 from tests.strategies.trained_patterns import (
     BATCHES_OF_PATTERNS,
@@ -90,3 +95,19 @@ def test_stage_1_has_the_answers_of_stage_2() -> None:
 def test_patterns_of_one_row_have_the_same_answers() -> None:
     for does, entries in in_table(PATTERNS.values()).items():
         assert all(entry.answers == entries[0].answers for entry in entries), does
+
+
+def test_a_watch_inside_of_another_leaves_it_on() -> None:
+    parameter, seen = nn.Parameter(torch.ones(2)), []
+
+    def use(func: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(func.__name__)
+        return plainly(func, args, kwargs)
+
+    watch = Watch([parameter])
+    with watch.until_end(use):  # a step, which runs a backward of its own
+        with watch.until_end(use):
+            pass
+        parameter.sum()
+    assert seen == ["sum"]
+    assert type(parameter) is nn.Parameter
