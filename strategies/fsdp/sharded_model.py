@@ -720,14 +720,19 @@ def _problems(name: str, parameter: nn.Parameter, *, keeps_parameters: bool, is_
                 "it with an attribute (parameter.kind = ...), which is kept."
             )
     if parameter._post_accumulate_grad_hooks:
-        yield (
-            f"{name}: register_post_accumulate_grad_hook() would never run on a gradient that an optimizer uses. Use "
-            "register_hook() for the local gradient, or the module's on_before_optimizer_step() for the reduced one."
-        )
+        yield never_runs(name)
     if parameter._backward_hooks and is_flattened:
         yield (
             f"{name}: register_hook() on a part of a flat parameter never runs. Set use_orig_params=True (the default)."
         )
+
+
+def never_runs(name: str) -> str:
+    """Return what to say of a parameter with a hook that FSDP never runs."""
+    return (
+        f"{name}: register_post_accumulate_grad_hook() would never run on a gradient that an optimizer uses. Use "
+        "register_hook() for the local gradient, or the module's on_before_optimizer_step() for the reduced one."
+    )
 
 
 def run_hooks(parameter: Any, gradient: Tensor) -> Tensor | None:

@@ -1735,6 +1735,19 @@ class PostAccumulateHook(Pattern):
         self.model.head.weight.register_post_accumulate_grad_hook(halve)
 
 
+@pattern("the same in `configure_optimizers` or in hooks", fsdp1=POST)
+class PostAccumulateHookOfTraining(Pattern):
+    def configure_optimizers(self) -> Any:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+        return super().configure_optimizers()
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
 STEP_HOOKS = "hooks on the optimizer's step that change or read weights (`register_step_pre_hook`, `..._post_hook`)"
 
 
