@@ -61,7 +61,7 @@ from .guards import (
     uncounted_aliases,
     waiting,
 )
-from .kept_tensors import Aliases, OldMemory, share_memory
+from .kept_tensors import Aliases, OldMemory, has_storage, share_memory
 from .shards import FlatShard, Sharded, gathered, local_part, part_of
 
 _T = TypeVar("_T", bound=type)
@@ -553,10 +553,14 @@ class UserCode:
         present, now = own.get((module, name)), module._parameters.get(name)
         if parameter is None or present is None or parameter is present or not self.access.in_step:
             return
-        if self.access.lends(parameter) or (now is not None and share_memory(now, parameter)):
-            return
         is_put_back = isinstance(present, DTensor) or hasattr(present, "ds_tensor") or self.access.shows_shards
-        if is_put_back and is_method_called_by_user(sys._getframe(1)):
+        caller: Any = sys._getframe(1)
+        while caller.f_code.co_name in ("register_parameter", "__setattr__"):  # of a class of the user's, too
+            caller = caller.f_back
+        if not is_put_back or not is_method_called_by_user(caller):
+            return
+        is_same = now is not None and has_storage(now) and share_memory(now, parameter)
+        if not is_same and not self.access.lends(parameter):
             raise RuntimeError(
                 f"A step or a forward replaces the parameter {name!r} of {type(module).__name__} by another, as in "
                 f"module.{name} = nn.Parameter(value). The new one would be lost: the engine gathers its own. Change "

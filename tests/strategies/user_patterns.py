@@ -1292,6 +1292,31 @@ class CodesReplacedInForward(CodesMovedInForward):
     codebook = ReplacedCodebook
 
 
+class OwnAttributes(Block):
+    """A block that has a word in what is assigned to it, as classes of some libraries."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+class OwnLinear(nn.Linear):
+    """A layer that has one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+@pattern("modules with a `__setattr__` of their own")
+class ModulesWithSetattr(Pattern):
+    validates = True
+
+    def build(self) -> Net:
+        net = super().build()
+        net.blocks[0], net.head = OwnAttributes(), OwnLinear(WIDTH, OUTPUTS)
+        net.blocks[0].up = OwnLinear(WIDTH, HIDDEN)
+        return net
+
+
 @pattern("`train()` and `eval()` overridden, with weights read")
 class EvalThatReads(Pattern):
     validates = True
