@@ -361,15 +361,17 @@ see(s.model.blocks[1].up.weight.norm())
 """.strip().splitlines()
 """Run in the forward of the layer, before its own."""
 
+_ELSEWHERE = [line for line in IN_HOOKS if not line.startswith("s.k =")]
+
 LINES = {
     "hooks": IN_HOOKS,
     "gradients": IN_GRADIENT_HOOKS,
     "steps": IN_STEPS,
     "late": IN_LATE_STEPS,
     "late_validation": IN_LATE_STEPS,
-    "validation": IN_HOOKS[::2],
+    "validation": _ELSEWHERE[::2],
     "manual_backward": IN_GRADIENT_HOOKS,
-    "manual_window": IN_HOOKS[1::2],
+    "manual_window": _ELSEWHERE[1::2],
     "forwards": IN_FORWARDS,
     "late_forwards": IN_FORWARDS,
     "manual_forwards": IN_FORWARDS,
