@@ -868,7 +868,10 @@ def finish_gather(engine: Any, parameter: nn.Parameter) -> None:
 
 
 def partition(engine: Any, parameter: Any) -> None:
-    """Partition a gathered parameter, which DeepSpeed may still have among those that it gathers, together with it."""
+    """Partition a gathered parameter.
+
+    DeepSpeed gathers several at once; it waits for all of them, and keeps the others among the gathers under way.
+    """
     _gathers(engine).pop(parameter, None)
     parameter.partition()
 

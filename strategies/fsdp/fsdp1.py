@@ -1063,13 +1063,12 @@ class UsedParameterTracker:
 def _check_parameters(handle: Any) -> Any:
     """Refuse a call with other parameters, before torch takes them over as they are, or with hooks that never run."""
     flat_param = handle.flat_param
+    is_called = handle._training_state == HandleTrainingState.FORWARD and not handle._skipped_use_sharded_views
     for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params or (), strict=False):
         if parameter._post_accumulate_grad_hooks:
             raise RuntimeError(never_runs(f"{type(module).__name__}.{name}"))
-    if handle._training_state == HandleTrainingState.FORWARD and not handle._skipped_use_sharded_views:
-        for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params or (), strict=False):
-            if module._parameters.get(name, parameter) is not parameter:
-                raise other_parameters(module)
+        if is_called and module._parameters.get(name, parameter) is not parameter:
+            raise other_parameters(module)
     return type(handle).pre_unshard(handle)
 
 

@@ -457,7 +457,7 @@ class FlatChanges:
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Take over what has changed, then reshard."""
-        if self._is_seen:
+        if self._may_have_changed:
             self._take()
         self._version = None
         self._reshard(self._handle, free_unsharded_flat_param)
@@ -465,7 +465,7 @@ class FlatChanges:
     def take(self) -> None:
         """Let the shard have what has changed so far."""
         was_probing = self._sum is not None
-        if self._is_seen:
+        if self._may_have_changed:
             self._take()
             self._sum = checksum(self._handle.flat_param) if was_probing else None
 
@@ -474,7 +474,7 @@ class FlatChanges:
         return self._version not in (None, self._handle.flat_param._version)
 
     @property
-    def _is_seen(self) -> bool:
+    def _may_have_changed(self) -> bool:
         return self._sum is not None or self._compares or self._is_written
 
     @torch.no_grad()

@@ -259,7 +259,7 @@ class OldMemory:
             RuntimeError: If one does.
         """
         for tensor in tensors if self._parts else ():
-            is_trained = tensor.is_floating_point() or tensor.is_complex()
+            is_trained = tensor.dtype.is_floating_point or tensor.dtype.is_complex
             if type(tensor) not in (Tensor, nn.Parameter) or not is_trained or not has_storage(tensor):
                 continue
             parts = self._parts.get(weak_storage(tensor), ())
@@ -329,7 +329,7 @@ def check_not_freed(tensor: Tensor, hook: str) -> None:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory: none inside of `torch.func`'s transforms, is sparse, or `torch.export`'s."""
+    """Return whether a tensor has memory: sparse ones have none, nor those in `torch.func` and `torch.export`."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:

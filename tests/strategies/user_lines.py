@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
-from tests.strategies.user_patterns import MOVED, PATTERNS, TRANSFORMED, Entry, Pattern, Refused
+from tests.strategies.user_patterns import MOVED, PATTERNS, TRANSFORMED, Entry, ManualPattern, Pattern, Refused
 
 IN_HOOKS = r"""
 torch.mul(w, 0.9, out=w)
@@ -362,6 +362,7 @@ see(s.model.blocks[1].up.weight.norm())
 """Run in the forward of the layer, before its own."""
 
 _ELSEWHERE = [line for line in IN_HOOKS if not line.startswith("s.k =")]
+"""Those that `answers_to` knows in evaluations and in windows, each in one of both."""
 
 LINES = {
     "hooks": IN_HOOKS,
@@ -550,7 +551,7 @@ def _pattern_in_forwards(code: Any, where: str) -> type[Pattern]:
     }[where]
 
 
-class Forwards(Pattern):
+class Forwards(ManualPattern):
     """Runs code of the user's in the forward of a layer, before the layer's own."""
 
     is_automatic = True
@@ -574,13 +575,7 @@ class Forwards(Pattern):
         """Run in the layer's forward."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
+        return self.loss(batch) if self.automatic_optimization else self.first_backward(batch).step()
 
 
 class Manual(Pattern):

@@ -1181,15 +1181,23 @@ class ChangeBeforeForward(Pattern):
         return super().loss(batch)
 
 
-@pattern("weights changed in hooks of modules (`register_forward_pre_hook`)")
-class ClampInForwardHook(Pattern):
+class InForwardHooks(Pattern):
+    """Changes layers of a unit and of the root before their forwards."""
+
     def __init__(self) -> None:
         super().__init__()
         for layer in (self.first, self.model.head):
-            layer.register_forward_pre_hook(self._clamp)
+            layer.register_forward_pre_hook(self.change)
 
     @staticmethod
-    def _clamp(module: Any, _: Any) -> None:
+    def change(module: Any, _: Any) -> None:
+        """Change one."""
+
+
+@pattern("weights changed in hooks of modules (`register_forward_pre_hook`)")
+class ClampInForwardHook(InForwardHooks):
+    @staticmethod
+    def change(module: Any, _: Any) -> None:
         module.weight.data.clamp_(-0.2, 0.2)
 
 
@@ -1292,18 +1300,19 @@ class CodesReplacedInForward(CodesMovedInForward):
     codebook = ReplacedCodebook
 
 
-class OwnAttributes(Block):
-    """A block that has a word in what is assigned to it, as classes of some libraries."""
+class OwnAttributes(nn.Module):
+    """Has a word in what is assigned to it, as classes of some libraries."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
 
 
-class OwnLinear(nn.Linear):
-    """A layer that has one."""
+class OwnBlock(OwnAttributes, Block):
+    """A block that does."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+
+class OwnLinear(OwnAttributes, nn.Linear):
+    """A layer that does."""
 
 
 @pattern("modules with a `__setattr__` of their own")
@@ -1312,7 +1321,7 @@ class ModulesWithSetattr(Pattern):
 
     def build(self) -> Net:
         net = super().build()
-        net.blocks[0], net.head = OwnAttributes(), OwnLinear(WIDTH, OUTPUTS)
+        net.blocks[0], net.head = OwnBlock(), OwnLinear(WIDTH, OUTPUTS)
         net.blocks[0].up = OwnLinear(WIDTH, HIDDEN)
         return net
 
@@ -2142,14 +2151,9 @@ class ClipsBiasesBeforeForward(ManualPattern):
 
 
 @pattern(MANUAL)
-class EditsBeforeForwardByHand(ManualPattern):
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in (self.first, self.model.head):
-            layer.register_forward_pre_hook(self._edit)
-
+class EditsBeforeForwardByHand(InForwardHooks, ManualPattern):
     @staticmethod
-    def _edit(module: Any, _: Any) -> None:
+    def change(module: Any, _: Any) -> None:
         module.weight.data.view(-1)[0] = 0.5
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
