@@ -26,7 +26,7 @@ from ..upstream.torch_fsdp1 import (
     _reshard,
     _unshard,
 )
-from .sharded_model import unwrap_root
+from .sharded_model import GUARD, hook_leaf, unwrap_root
 from .step import is_inside
 
 
@@ -576,17 +576,14 @@ def guard_shards(root: nn.Module) -> None:
 
 
 def _guard_original(name: str, parameter: Any) -> None:
-    if hasattr(parameter, "_accelight_guard"):
+    if hasattr(parameter, GUARD):
         return
 
     def refuse(_: Tensor) -> None:
         if is_inside():  # with original parameters, a step's own graph goes through the flat one
             raise RuntimeError(_message(name))
 
-    is_trained = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch hooks nothing else
-    parameter._accelight_guard = parameter.register_hook(refuse)
-    parameter.requires_grad_(is_trained)
+    hook_leaf(parameter, GUARD, refuse)
 
 
 def _guard_flat(handle: Any, names: list[str]) -> None:

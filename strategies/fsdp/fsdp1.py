@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
 from ..common.grads import gradients_of, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
+from ..parallelism.sequence import HOOKED
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage, storage_of
 from ..sharded_tensors.shards import FlatLayout, FlatShard, gathered, with_plain_states
@@ -90,6 +92,8 @@ from .sharded_model import (
     NamedTensor,
     RootWrapper,
     ShardedModel,
+    hook_leaf,
+    hooks_of,
     load_model_state_dict,
     model_state_dict,
     named_tensors,
@@ -909,6 +913,8 @@ class UsedParameterTracker:
         """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
         self.used_in_hooks: set[tuple[int, int]] = set()
         """Units and parameters that a backward in a hook has reached, on which the ranks do not agree yet."""
+        self._arrived: set[tuple[int, int]] = set()
+        """Units and parameters whose gradients the backward that runs has computed, and whose hooks have not run."""
         self._prepared: set[Any] = set()
         """Units that a forward has prepared for the backward that runs, which undoes it when it ends."""
         self.in_backward = False
@@ -930,6 +936,8 @@ class UsedParameterTracker:
                 _use_unsharded_views=self._around(number, unit._handle),
                 _all_gather_flat_param=partial(_gather_together, unit._handle, path, number),
             )
+            if unit._handle.flat_param._params is not None:
+                hook_leaf(unit._handle.flat_param, HOOKED, partial(self._run_hooks, number))
             if number not in self.changes:
                 replace_for_good("FSDP1 handles", unit._handle, reshard=partial(_reshard_whole, unit._handle))
 
@@ -953,19 +961,40 @@ class UsedParameterTracker:
                 if view.requires_grad:
                     arrive = partial(self._arrive, (number, index), owner if owner.requires_grad else None)
                     view.register_hook(arrive)
+                    if owner is not handle.flat_param:  # what a forward hooks is the parameter
+                        if owner._backward_hooks is None:
+                            owner._backward_hooks = OrderedDict()
+                        view._backward_hooks = owner._backward_hooks
 
         return run
 
-    def _arrive(
-        self, place: tuple[int, int], owner: nn.Parameter | None, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _arrive(self, place: tuple[int, int], owner: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
         """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
         self._used.add(place)
+        self._arrived.add(place)
         if is_hook():
             self.used_in_hooks.add(place)
-        return run_hooks(owner, gradient) if owner._backward_hooks else None
+        return None
+
+    def _run_hooks(self, number: int, gradient: Tensor) -> Tensor | None:
+        """Run users' hooks on the gradients of a unit's parameters, each the sum over the forwards of the unit."""
+        handle = self._units[number]._handle
+        hooked = [
+            (index, owner)
+            for index, owner in enumerate(handle.flat_param._params)
+            if (number, index) in self._arrived and hooks_of(owner)
+        ]
+        self._arrived = {place for place in self._arrived if place[0] != number}
+        if not hooked:
+            return None
+        gradient = gradient.clone()
+        pieces = list(handle._get_unflat_views(gradient))
+        for index, owner in hooked:
+            if (changed := run_hooks(owner, pieces[index])) is not None:
+                pieces[index].copy_(changed)
+        return gradient
 
     def _prepare_gradient(self, unit: Any, is_in_step: Callable[[], bool]) -> None:
         """Move the gradient that a unit has aside, for the one that comes: a frozen unit gets none.
@@ -984,6 +1013,7 @@ class UsedParameterTracker:
 
     def begin(self) -> None:
         """Note which parameters have no gradient before a backward."""
+        self._arrived.clear()
         self.without = {place for place, parameter in self._parameters() if parameter.grad is None}
         self._prepared = {unit for unit in self._units if hook_state(unit)}
 

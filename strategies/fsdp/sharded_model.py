@@ -676,6 +676,10 @@ def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, devi
 GUARD = "_accelight_guard"
 """Where a parameter has the handle of a hook that is not the user's."""
 _FROM_LIBRARIES = ("torch.", "bitsandbytes.")
+_COUNTS_NODES = (
+    "register_multi_grad_hook() would never run on a parameter of FSDP, which is no node of autograd's graph. Use "
+    'register_hook() on each, register_multi_grad_hook(..., mode="any"), or the module\'s on_after_backward().'
+)
 
 
 def check_parameters(
@@ -721,6 +725,8 @@ def _problems(name: str, parameter: nn.Parameter, *, keeps_parameters: bool, is_
             )
     if parameter._post_accumulate_grad_hooks:
         yield never_runs(name)
+    if any(map(_counts_nodes, (parameter._backward_hooks or {}).values())):
+        yield f"{name}: {_COUNTS_NODES}"
     if parameter._backward_hooks and is_flattened:
         yield (
             f"{name}: register_hook() on a part of a flat parameter never runs. Set use_orig_params=True (the default)."
@@ -735,19 +741,42 @@ def never_runs(name: str) -> str:
     )
 
 
+def _counts_nodes(hook: Any) -> bool:
+    """Return whether ``torch.autograd.graph.register_multi_grad_hook`` waits for the gradients of all its tensors."""
+    return getattr(hook, "__qualname__", "") == "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_hook"
+
+
+def hooks_of(parameter: Any) -> list[Any]:
+    """Return the hooks that users have registered on ``parameter``."""
+    hooks = parameter._backward_hooks
+    if not hooks:
+        return []
+    guard = getattr(parameter, GUARD, None)
+    return [hook for key, hook in hooks.items() if guard is None or key != guard.id]
+
+
 def run_hooks(parameter: Any, gradient: Tensor) -> Tensor | None:
     """Run the hooks on ``parameter`` on the local gradient of its unsharded form; return what replaces it, if any."""
     changed: Tensor | None = None
-    guard = getattr(parameter, GUARD, None)
-    for key, hook in list((parameter._backward_hooks or {}).items()):
-        if guard is not None and key == guard.id:
-            continue
+    for hook in hooks_of(parameter):
+        if _counts_nodes(hook):
+            raise RuntimeError(_COUNTS_NODES)
         with in_backward():
             result = hook(gradient)
         if result is not None:
             full = gathered(result)
             gradient = changed = full if not isinstance(gradient, DTensor) else part_of(full, gradient)
     return changed
+
+
+def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Let ``hook`` run on gradients of ``leaf``, frozen or not, in place of what has been hooked under this name."""
+    if hasattr(leaf, name):
+        getattr(leaf, name).remove()
+    is_trained = leaf.requires_grad
+    leaf.requires_grad_(True)  # torch hooks nothing else
+    setattr(leaf, name, leaf.register_hook(hook))
+    leaf.requires_grad_(is_trained)
 
 
 def run_hooks_on(leaf: Any, record: Any) -> None:
@@ -765,7 +794,4 @@ def run_hooks_on(leaf: Any, record: Any) -> None:
         found = known()
         return None if found is None else run_hooks(found.sharded_param, gradient)
 
-    is_trained = leaf.requires_grad
-    leaf.requires_grad_(True)  # torch hooks nothing else
-    setattr(leaf, HOOKED, leaf.register_hook(run))
-    leaf.requires_grad_(is_trained)
+    hook_leaf(leaf, HOOKED, run)

@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -1705,7 +1706,7 @@ class MasksOfWeights(Pattern):
         self.model.head.weight.masked_fill_(~self.kept, 0.0)
 
 
-HOOKS = "`p.register_hook`, in `__init__` or in hooks; hooks of modules on outputs and gradients"
+HOOKS = "`p.register_hook`, in `__init__`, in hooks or in forwards; hooks of modules on outputs and gradients"
 
 
 @pattern(HOOKS, core=True)
@@ -1721,6 +1722,16 @@ class GradientHooksOfTraining(Pattern):
     def on_train_start(self) -> None:
         for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+
+@pattern(HOOKS, core=True)
+class GradientHooksOfTwoForwards(GradientHooksOfTraining):
+    """Clamps the sum of the gradients that two forwards give a weight."""
+
+    accumulate = 2
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + functional.mse_loss(self.model(2 * batch[0]), batch[1])
 
 
 @pattern(HOOKS)
@@ -1750,6 +1761,39 @@ class GradientHooksWithTheirParameter(Pattern):
         super().__init__()
         for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient, p=parameter: gradient * p.norm() + 0.1 * p.detach())
+
+
+class HooksItsWeight(nn.Linear):
+    """A linear layer that hooks its own weight in its first forward, and removes the hook in its sixth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + self.training
+        if self.calls == 1 and self.training:
+            self.hook = self.weight.register_hook(lambda gradient: gradient * 0.2)
+        elif self.calls == 6 and self.training:
+            self.hook.remove()
+        return super().forward(x)
+
+
+@pattern(HOOKS)
+class HooksOfForwards(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.__class__ = self.model.head.__class__ = HooksItsWeight
+
+
+MULTI = Refused("register_multi_grad_hook\\(\\) would never run on a parameter of FSDP", "`p.register_hook`")
+
+
+@pattern("`register_multi_grad_hook` on parameters, in `__init__`", fsdp1=MULTI, fsdp2=MULTI)
+class MultiGradHook(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def see(gradients: Any) -> None:
+            self.see("sums", sum(gradient.abs().sum() for gradient in gradients))
+
+        register_multi_grad_hook(tuple(self.model.parameters()), see)
 
 
 POST = Refused(
