@@ -276,7 +276,8 @@ def _tail(path: Path, num_chars: int = 4000) -> str:
     text = path.read_text(errors="replace")
     crash = text.rfind(_CRASH)
     if crash >= 0:  # which thread crashed stands first, and a corrupt frame's name may be longer than all else
-        text = "\n".join(line[:200] for line in text[crash:].splitlines())[: 2 * num_chars]
+        why = text[max(0, crash - 500) : crash]  # what libc, or C++, says of it
+        text = why + "\n".join(line[:200] for line in text[crash:].splitlines())[: 2 * num_chars]
     else:
         text = text[-num_chars:]
     return f"--- its output ---\n{text}" if text.strip() else "(it printed nothing)"

@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
+from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.items import ItemAverage
 from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.guards import refuse_in_threads
@@ -104,6 +105,8 @@ class GradientAccumulator:
         self.has_begun = False
         """Whether a backward has run in this window."""
         self._clip_norm: float | None = None
+        self.norm: Tensor | None = None
+        """Of the gradients before they were clipped, where users have looked at them since."""
         self.is_stale = self._adds_to_stale = False
         """Whether the optimizer has stepped and gradients have not been zeroed since."""
         self.hooks_before_step = False
@@ -342,6 +345,11 @@ class GradientAccumulator:
         if not self._is_partitioned:
             self.apply_factor()
 
+    @property
+    def is_to_multiply(self) -> bool:
+        """Whether the step is still to multiply the gradients, or to clip them."""
+        return self.factor != 1.0 or self._clip_norm is not None
+
     @torch.no_grad()
     def apply_factor(self) -> None:
         """Multiply complete gradients by what is left of their factor, which the step would do: users look at them."""
@@ -445,12 +453,22 @@ class GradientAccumulator:
         self.is_stale = True
 
     def clip(self, max_norm: float) -> None:
-        """Clip the gradients of this window by their norm when the optimizer steps."""
+        """Clip the gradients of this window by their norm: DeepSpeed's optimizers do it as they step."""
         if not getattr(self._zero, "compute_grad_norm", True):
             raise RuntimeError(
                 "clip_gradients() needs the norm: set compute_grad_norm to true in the DeepSpeed config."
             )
-        self._clip_norm = float(max_norm)
+        self._clip_norm = max_norm if self._clip_norm is None else min(max_norm, self._clip_norm)
+        if not self._is_partitioned:
+            self.clip_now()
+
+    @torch.no_grad()
+    def clip_now(self) -> None:
+        """Do what `clip` has left to the step, if anything: users look at the gradients. Every rank calls it."""
+        max_norm, self._clip_norm = self._clip_norm, None
+        if max_norm is not None:
+            self.norm = gradient_norm(self)
+            self.multiply(min(1.0, max_norm / (float(self.norm) + 1e-6)))  # torch's and DeepSpeed's formula
 
     def set_mode(self, name: str) -> None:
         """Call ``train()`` or ``eval()`` of the optimizer, which change weights (schedule-free), on every rank."""
@@ -464,12 +482,7 @@ class GradientAccumulator:
         if self._clip_norm is None:
             yield
             return
-        max_norm, self._clip_norm = self._clip_norm, None
-        if self.is_plain:
-            nn.utils.clip_grad_norm_(self.used, max_norm)
-            yield
-            return
-        before, self._zero.clip_grad = self._zero.clip_grad, max_norm
+        before, self._zero.clip_grad = self._zero.clip_grad, self._clip_norm
         try:
             yield
         finally:
@@ -490,12 +503,40 @@ class GradientAccumulator:
             return
         self._is_dirty = self._is_complete = self.has_begun = False
         self._let_go()
-        self._clip_norm = None
+        self._clip_norm = self.norm = None
         self.used = set()
         self._order, self.factor = 0, 1.0
         for parameter in self._parameters:
             parameter.grad = None
         drop_gradients(self.engine)
+
+
+@torch.no_grad()
+def gradient_norm(window: GradientAccumulator) -> torch.Tensor:
+    """Return the global norm of a window's complete gradients, without their scale; every rank calls it."""
+    window.complete()
+    zero = window.engine.optimizer
+    if not zero_optimizer.is_partitioned_optimizer(zero):
+        return plain_norm(window.engine)
+    parts: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for index in range(len(zero_optimizer.parameter_groups(zero))):
+        parts.setdefault(zero_optimizer.process_group(zero, index), [])
+    for piece in zero_optimizer.pieces(zero):
+        if piece.parameter in window.used:
+            parts[zero_optimizer.process_group(zero, piece.group)].append(zero_optimizer.gradient_piece(zero, piece))
+    total = torch.zeros((), dtype=dtype_of_powers(window.device), device=window.device)
+    for group, gradients in parts.items():
+        power = norm_powers(gradients, 2.0).sum().to(total) if gradients else torch.zeros_like(total)
+        reduce_powers(power, [group], 2.0)
+        total += power
+    return (total.sqrt() * (window.factor / window.loss_scale)).float()
+
+
+def plain_norm(engine: Any) -> torch.Tensor:
+    """Return the norm of unpartitioned gradients: stage 0 computes none in fp32, and a scaled one in fp16."""
+    config, scaler = getattr(engine.optimizer, "loss_scale_config", None), engine.torch_autocast_z0_gradscaler
+    scale = scaler.get_scale() if scaler is not None else 1.0 if config is None else config.cur_scale
+    return nn.utils.get_total_norm([gradient.float() for gradient in plain_gradients(engine)]) / scale
 
 
 def plain_gradients(engine: Any) -> list[Tensor]:

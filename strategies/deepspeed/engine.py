@@ -21,23 +21,19 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from ..common.broadcast import check_layout, send_from_rank_zero
-from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.launch import RunSummary, Unit
 from ..sharded_tensors.kept_tensors import OldMemory
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
-from .accumulation import GradientAccumulator, plain_gradients, window_of
+from .accumulation import GradientAccumulator, plain_norm, window_of
 from .ds_config import DeepSpeedSettings, HfDeepSpeedConfig, untested_line
 from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
 from .zero_optimizer import (
     MasterWeights,
     State,
     clear_padding,
-    gradient_piece,
     is_partitioned_optimizer,
-    parameter_groups,
     pieces,
-    process_group,
 )
 
 
@@ -134,38 +130,10 @@ def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tenso
     """
     window.complete()
     with gradients_scaled(engine, window.factor):
-        plain = None if engine.zero_optimization() else _plain_norm(engine)
+        norm = plain_norm(engine) if window.norm is None and not engine.zero_optimization() else window.norm
         window.step(**kwargs)
-    norm = engine.get_global_grad_norm() if plain is None else plain
+    norm = engine.get_global_grad_norm() if norm is None else norm
     return None if norm is None or not window.has_stepped else torch.as_tensor(norm).detach().float().reshape(())
-
-
-@torch.no_grad()
-def gradient_norm(engine: Any, window: GradientAccumulator) -> torch.Tensor:
-    """Return the global norm of a window's complete gradients, without their scale; every rank calls it."""
-    window.complete()
-    zero = engine.optimizer
-    if not is_partitioned_optimizer(zero):
-        return _plain_norm(engine)
-    parts: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for index in range(len(parameter_groups(zero))):
-        parts.setdefault(process_group(zero, index), [])
-    for piece in pieces(zero):
-        if piece.parameter in window.used:
-            parts[process_group(zero, piece.group)].append(gradient_piece(zero, piece))
-    total = torch.zeros((), dtype=dtype_of_powers(window.device), device=window.device)
-    for group, gradients in parts.items():
-        power = norm_powers(gradients, 2.0).sum().to(total) if gradients else torch.zeros_like(total)
-        reduce_powers(power, [group], 2.0)
-        total += power
-    return (total.sqrt() * (window.factor / window.loss_scale)).float()
-
-
-def _plain_norm(engine: Any) -> torch.Tensor:
-    """Return the norm of unpartitioned gradients: stage 0 computes none in fp32, and a scaled one in fp16."""
-    config, scaler = getattr(engine.optimizer, "loss_scale_config", None), engine.torch_autocast_z0_gradscaler
-    scale = scaler.get_scale() if scaler is not None else 1.0 if config is None else config.cur_scale
-    return nn.utils.get_total_norm([gradient.float() for gradient in plain_gradients(engine)]) / scale
 
 
 # ------------------------------------------------------------------------------------------------

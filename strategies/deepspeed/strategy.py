@@ -66,6 +66,7 @@ from .accumulation import (
     CollectiveOrder,
     EngineBackwards,
     GradientAccumulator,
+    gradient_norm,
     hold_parameters,
     hold_parameters_in_forward,
 )
@@ -228,10 +229,16 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             *args: For ``engine.backward``.
             **kwargs: For ``engine.backward``.
         """
-        window = self._present_window
-        window.backward(loss, *args, **kwargs)
+        self._backward(loss, *args, **kwargs)
         if self._ends_window:
-            window.complete()  # before the hooks that see it
+            self._present_window.complete()  # before the hooks that see it
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        window = self._present_window
+        with ExitStack() as stack:
+            if self._user_code is not None and window.stage == 3:  # whose other parameters are partitioned there
+                stack.enter_context(self._user_code.in_gradient_hooks(window.names))
+            window.backward(loss, *args, **kwargs)
 
     def run_backward_of_user(self, backward: Callable[[], None]) -> None:
         """Run a ``backward()`` that the user has written: each ``loss.backward()`` in it is the engine's.
@@ -239,12 +246,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         Args:
             backward: The module's, with its arguments.
         """
-        window = self._present_window
         in_hook = nullcontext() if self._user_code is None else self._user_code.in_hook(ends_window=self._ends_window)
-        with in_hook, EngineBackwards(window.backward):
+        with in_hook, EngineBackwards(self._backward):
             backward()
         if self._ends_window:
-            window.complete()
+            self._present_window.complete()
 
     @property
     def _ends_window(self) -> bool:
@@ -257,7 +263,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         return super().optimizer_step(optimizer, *args, **kwargs)
 
     def clip_step(self, max_norm: float) -> None:
-        """Let the next optimizer step clip its gradients by their norm."""
+        """Clip the gradients of the next optimizer step by their norm; all ranks call it."""
         self._present_window.clip(max_norm)
 
     def grad_norm(self) -> torch.Tensor:
@@ -265,7 +271,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
         DeepSpeed itself computes the norm inside its step. Without a step this one stays as ``last_grad_norm``.
         """
-        self.last_grad_norm = engines.gradient_norm(self.deepspeed_engine, self._present_window)
+        self.last_grad_norm = gradient_norm(self._present_window)
         return self.last_grad_norm
 
     def take_step(self, **kwargs: Any) -> None:

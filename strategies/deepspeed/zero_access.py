@@ -382,7 +382,10 @@ class ZeroAccess:
                 f"p.grad was used in a hook while it is multiplied by the loss scale, {window.loss_scale:g}: DeepSpeed "
                 "unscales gradients in its step. Use precision='bf16-mixed' or '32-true' to work on gradients."
             )
-        window.apply_factor()
+        if window.is_to_multiply:
+            with library_code():  # before and after which full gradients that users have are brought up to date
+                window.clip_now()
+                window.apply_factor()
         return window
 
     def _part(self, parameter: Tensor) -> FlatShard:

@@ -93,6 +93,7 @@ from .sharded_model import (
     RootWrapper,
     ShardedModel,
     hook_leaf,
+    hooked_in_loss,
     hooks_of,
     load_model_state_dict,
     model_state_dict,
@@ -946,22 +947,21 @@ class UsedParameterTracker:
 
         def run(as_params: bool) -> None:
             use_views(handle, as_params)
-            for name, module, _ in handle.flat_param._param_infos:
-                if name in module._parameters:  # there torch.func.functional_call puts others; torch has it twice
-                    vars(module).pop(name, None)
+            flat_param = handle.flat_param
+            for name, module, *_ in (*flat_param._param_infos, *flat_param._shared_param_infos):
+                if flat_param._params is not None and (view := vars(module).pop(name, None)) is not None:
+                    module._parameters[name] = view  # parameters() has it in a backward; functional_call() replaces it
             if not as_params and number in self.changes:
                 self.changes[number].after_unshard()
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:
                 return
-            owners = handle.flat_param._params or [handle.flat_param] * len(handle.flat_param._param_infos)
-            for index, ((name, module, _), owner) in enumerate(
-                zip(handle.flat_param._param_infos, owners, strict=True)
-            ):
+            owners = flat_param._params or [flat_param] * len(flat_param._param_infos)
+            for index, ((name, module, _), owner) in enumerate(zip(flat_param._param_infos, owners, strict=True)):
                 view = getattr(module, name)
                 if view.requires_grad:
                     arrive = partial(self._arrive, (number, index), owner if owner.requires_grad else None)
                     view.register_hook(arrive)
-                    if owner is not handle.flat_param:  # what a forward hooks is the parameter
+                    if owner is not flat_param:  # what a forward hooks is the parameter
                         if owner._backward_hooks is None:
                             owner._backward_hooks = OrderedDict()
                         view._backward_hooks = owner._backward_hooks
@@ -1048,8 +1048,14 @@ class UsedParameterTracker:
         Args:
             place: The numbers of the unit and of the parameter in it.
             gradient: Of this rank, of the parameter's shape.
+
+        Raises:
+            RuntimeError: If users have hooked the parameter.
         """
         number, index = place
+        if hooks_of(self._owner(*place)):
+            name, module, _ = self._units[number]._handle.flat_param._param_infos[index]
+            raise RuntimeError(hooked_in_loss(module, name))
         add_unreduced(self._units[number]._handle, index, gradient)
         self._used.add(place)
 

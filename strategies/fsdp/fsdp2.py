@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -52,16 +53,20 @@ from .engine import CPUOffloadGradScaler, Engine, GroupGradScaler
 from .plugin import FullyShardedDataParallelPlugin
 from .settings import FSDP2Settings, resolve_ignored
 from .sharded_model import (
+    GUARD,
     NamedTensor,
     RootWrapper,
     ShardedModel,
     build_mesh,
+    hook_leaf,
+    hooked_in_loss,
+    hooks_of,
     open_tensors,
     recall_form,
     run_hooks_on,
     unwrap_root,
 )
-from .step import Close, CollectiveOrder, GroupChanges, other_parameters
+from .step import Close, CollectiveOrder, GroupChanges, is_inside, other_parameters
 from .units import Plan, make_masters, output_heads
 from .weights import prepare_with_weights
 
@@ -312,6 +317,13 @@ def _prefetch_in_order(units: list[FSDPModule]) -> None:
         unit.set_modules_to_forward_prefetch([following])
 
 
+def _refuse_gradient(record: Callable[[], Any], why: str, _: torch.Tensor) -> None:
+    """Refuse a gradient that autograd takes to a sharded parameter, whose hooks run on that of the unsharded one."""
+    param = record()  # a hook keeps what it knows, where no garbage collector looks
+    if param is not None and is_inside() and hooks_of(param.sharded_param):
+        raise RuntimeError(why)
+
+
 # ------------------------------------------------------------------------------------------------
 # The units of an FSDP2 model in torch: states, parameter groups, and leftovers of a backward.
 
@@ -342,6 +354,11 @@ class Units:
         own = {id(each): (module, name) for module in self._root.modules() for name, each in module._parameters.items()}
         return {param: own[id(param.sharded_param)] for param in self.params}
 
+    def _place(self, param: Any) -> tuple[nn.Module, str]:
+        forms = param.sharded_param, getattr(param, "_unsharded_param", None)
+        each = ((module, name, one) for module in self._root.modules() for name, one in module._parameters.items())
+        return next((module, name) for module, name, one in each if any(one is form for form in forms))
+
     def reshard(self) -> None:
         """Leave none gathered."""
         for group in self.groups:
@@ -351,7 +368,12 @@ class Units:
     def let_hooks_run(self) -> None:
         """Let users' hooks on parameters run in the backward that comes."""
         for param in self.params:
-            if param.sharded_param._backward_hooks and (leaf := getattr(param, "_unsharded_param", None)) is not None:
+            if not param.sharded_param._backward_hooks:
+                continue
+            if not hasattr(param.sharded_param, GUARD):
+                refuse = partial(_refuse_gradient, weakref.ref(param), hooked_in_loss(*self._place(param)))
+                hook_leaf(param.sharded_param, GUARD, refuse)
+            if (leaf := getattr(param, "_unsharded_param", None)) is not None:
                 run_hooks_on(leaf, param)
 
     def forget_forwards(self) -> None:

@@ -769,6 +769,16 @@ def run_hooks(parameter: Any, gradient: Tensor) -> Tensor | None:
     return changed
 
 
+def hooked_in_loss(module: nn.Module, name: str) -> str:
+    """Return what to say of a parameter with hooks, of whose gradient a part comes from outside of its unit."""
+    return (
+        f"{type(module).__name__}.{name} has a hook (register_hook()) and was used in a loss outside of its unit's "
+        "forward, as penalties on weights do: the hook would run on two gradients instead of on their sum. Compute the "
+        "penalty in the forward of the module that has the parameter, set the optimizer's weight_decay, or change "
+        "gradients in on_before_optimizer_step()."
+    )
+
+
 def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Let ``hook`` run on gradients of ``leaf``, frozen or not, in place of what has been hooked under this name."""
     if hasattr(leaf, name):

@@ -368,8 +368,8 @@ class GlobalTensors(TorchFunctionMode):
         """Name of the hook that runs, or ran last."""
         self._written_on = "cpu"
         """Where the engine is to gather values that users' code has written in the midst of a forward."""
-        self.num_steps = 0
-        """Of optimizers, and of changes of their own weights, so far."""
+        self.num_changes = 0
+        """How often shards may have changed: the library has run, an optimizer, or a change of its own weights."""
         self.copies: dict[int, StorageWeakRef] = {}
         """Of unsharded parameters, that NumPy arrays are of, by their addresses."""
 
@@ -381,10 +381,11 @@ class GlobalTensors(TorchFunctionMode):
     def enter(self) -> None:
         """Begin, or continue after `leave`."""
         self._is_paused = False
+        self.num_changes += 1
         self._access.begin()
         for one in self._open.values():
             if one.seen is not None:  # a NumPy array asks for nothing
-                one.read_again(self.num_steps)
+                one.read_again(self.num_changes)
         if not self._is_entered:
             self._is_entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -542,7 +543,7 @@ class GlobalTensors(TorchFunctionMode):
             self._access.note_write_to_shard(original)
         if is_optimizers_own:
             self.has_met_shards = True
-            self.num_steps += 1
+            self.num_changes += 1
 
     def _come(self, name: str) -> None:
         if self.places is not None:
@@ -902,10 +903,10 @@ class GlobalTensors(TorchFunctionMode):
         if id(original) not in self._open:
             kept = self._aliases.kept.pop(id(original), None)
             self._open[id(original)] = OpenTensor.gathered(
-                original, shard, self.num_steps, None if kept is None else kept.full()
+                original, shard, self.num_changes, None if kept is None else kept.full()
             )
         self._write_back(self._open[id(original)])
-        self._open[id(original)].read_again(self.num_steps)
+        self._open[id(original)].read_again(self.num_changes)
         return self._open[id(original)]
 
     def _linked(self, opened: OpenTensor, tensor: Tensor) -> Tensor:

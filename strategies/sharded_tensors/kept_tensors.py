@@ -36,27 +36,26 @@ class OpenTensor:
     shard: Sharded
     full: Tensor
     version: int
-    shard_version: int
-    step: int
-    """The number of optimizer steps before it was gathered."""
+    num_changes: int
+    """How often shards may have changed before it was gathered; see `GlobalTensors.num_changes`."""
     seen: Tensor | None = None
     """What NumPy arrays, whose writes no version counts, were last seen to have; None where users have none."""
     arrays: list[ref[np.ndarray]] = field(default_factory=list)
 
     @classmethod
-    def gathered(cls, tensor: Tensor, shard: Sharded, step: int, into: Tensor | None = None) -> Self:
+    def gathered(cls, tensor: Tensor, shard: Sharded, num_changes: int, into: Tensor | None = None) -> Self:
         """Return a new one; every rank calls it.
 
         Args:
             tensor: The user's.
             shard: Its shard.
-            step: The number of optimizer steps before.
+            num_changes: How often shards may have changed before.
             into: The full tensor that an earlier one had.
         """
         full = gathered(shard).data  # no view: users' are views of it
         if into is not None:
             full = into if torch.equal(into, full) else into.copy_(full)  # a graph that waits for backward may have it
-        return cls(tensor, shard, full, full._version, local_part(shard)._version, step)
+        return cls(tensor, shard, full, full._version, num_changes)
 
     @property
     def is_changed(self) -> bool:
@@ -86,20 +85,20 @@ class OpenTensor:
             self._settle()
 
     @torch.no_grad()
-    def read_again(self, step: int) -> None:
+    def read_again(self, num_changes: int) -> None:
         """Let the full tensor have what the shard has been changed to since; every rank calls it.
 
         Args:
-            step: The number of optimizer steps before: of a shard without elements, no version shows them.
+            num_changes: How often shards may have changed before. Versions of the parts differ between the ranks: those
+                of FSDP1 are views of one tensor, and a rank's part may be empty.
         """
-        version = local_part(self.shard)._version  # not an alias's, which may be empty, and new
-        if version != self.shard_version or step != self.step:
+        if num_changes != self.num_changes:
             self.full.copy_(gathered(self.shard))
-            self.step = step
+            self.num_changes = num_changes
             self._settle()
 
     def _settle(self) -> None:
-        self.version, self.shard_version = self.full._version, local_part(self.shard)._version
+        self.version = self.full._version
         self.seen = None if self.seen is None else self.full.clone()
 
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar
@@ -322,17 +322,20 @@ class UserCode:
     @contextmanager
     def _watching(self, mode: GlobalTensors) -> Iterator[None]:
         """Let users' code that begins to use shards in the midst of a run do so under a mode."""
+        with ExitStack() as self._since_use, self._present_watch().until_end(partial(self._begin, mode)):
+            yield
+
+    def _present_watch(self) -> Watch:
         if self._watch is None:
             sharded = [] if self._trainer is None else self._sharded(self._trainer.lightning_module)
             self._watch = Watch([*sharded, *self.access.optimizers_own()])
-        with ExitStack() as self._since_use, self._watch.until_end(partial(self._begin, mode)):
-            yield
+        return self._watch
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         before, self._since_use = self._since_use, None  # torch's backward drops modes that begin in it
         try:
-            watch = self._watch if self._always_in_steps else None
+            watch = self._present_watch() if self._always_in_steps else None
             with waiting(self._begin_again) if watch is None else watch.until_end(self._begin_again):
                 yield
         finally:
@@ -503,15 +506,23 @@ class UserCode:
     def in_step_hooks(self, optimizer: Optimizer) -> Iterator[None]:
         """Run hooks on an optimizer's step (``register_step_pre_hook``, ``..._post_hook``) as users' code."""
         found = [step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")]
-        before = [dict(hooks) for hooks in found]
-        for hooks in found:
-            hooks.update({key: self.in_hook()(hook) for key, hook in hooks.items()})
+        with _hooks_in(self.in_hook, found), self.in_optimizer():
+            yield
+
+    @contextmanager
+    def in_gradient_hooks(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Run hooks on parameters (``register_hook``) as a step's code, where autograd reaches these parameters."""
+        with _hooks_in(self._as_step, [hooks for each in parameters if (hooks := each._backward_hooks)]):
+            yield
+
+    @contextmanager
+    def _as_step(self) -> Iterator[None]:
+        in_step, self.access.in_step = self.access.in_step, True
         try:
-            with self.in_optimizer():
+            with running(self._in_steps):
                 yield
         finally:
-            for hooks, own in zip(found, before, strict=True):
-                hooks.update({key: hook for key, hook in own.items() if key in hooks})
+            self.access.in_step = in_step
 
     @contextmanager
     def in_optimizer(self) -> Iterator[None]:
@@ -521,7 +532,7 @@ class UserCode:
                 yield
         finally:
             for mode in self._modes:
-                mode.num_steps += 1
+                mode.num_changes += 1
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
@@ -635,6 +646,19 @@ def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dic
 _attached: UserCode | None = None
 _followed: WeakKeyDictionary[Any, Patches] = WeakKeyDictionary()
 """What follows hooks of a Trainer, by its profiler."""
+
+
+@contextmanager
+def _hooks_in(context: Callable[[], Any], found: Sequence[MutableMapping[int, Any]]) -> Iterator[None]:
+    """Run each of these hooks in a context of its own."""
+    before = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.update({key: context()(hook) for key, hook in hooks.items()})
+    try:
+        yield
+    finally:
+        for hooks, own in zip(found, before, strict=True):
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
 
 
 def _refuse_in_fork() -> None:

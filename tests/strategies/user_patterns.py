@@ -1706,6 +1706,22 @@ class MasksOfWeights(Pattern):
         self.model.head.weight.masked_fill_(~self.kept, 0.0)
 
 
+@pattern("gradients read and changed after `clip_gradients()`", core=True)
+class ClipThenChange(Pattern):
+    accumulate = 2
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        gradient = self.first.weight.grad
+        values = gradient.numpy()
+        values *= 0.5
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.see("norm", torch.cat([each.grad.flatten() for each in self.parameters() if each.grad is not None]).norm())
+        self.see("kept", values.sum() + gradient.sum())
+        if self.global_step % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        self.first.weight.grad.add_(0.01)
+
+
 HOOKS = "`p.register_hook`, in `__init__`, in hooks or in forwards; hooks of modules on outputs and gradients"
 
 
@@ -1732,6 +1748,25 @@ class GradientHooksOfTwoForwards(GradientHooksOfTraining):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + functional.mse_loss(self.model(2 * batch[0]), batch[1])
+
+
+@pattern(HOOKS, core=True)
+class GradientHooksThatReadOthers(Pattern):
+    """Reads all parameters, of all units, in the hook of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            parameter.register_hook(functools.partial(self.read, name))
+
+    def read(self, name: str, _: Tensor) -> None:
+        values = [(index + each.shape[0]) * each.norm() for index, each in enumerate(self.parameters())]
+        self.norms[name] = torch.stack(values).sum()
+
+    def on_after_backward(self) -> None:
+        for name in sorted(self.norms):
+            self.see(name, self.norms[name])
 
 
 @pattern(HOOKS)
@@ -1780,6 +1815,19 @@ class HooksOfForwards(Pattern):
     def __init__(self) -> None:
         super().__init__()
         self.first.__class__ = self.model.head.__class__ = HooksItsWeight
+
+
+PENALTY = Refused("was used in a loss outside of its unit's forward", "`on_before_optimizer_step`")
+
+
+@pattern("`p.register_hook` on what the loss uses outside of its unit, too (penalties)", fsdp1=PENALTY, fsdp2=PENALTY)
+class GradientHookAndPenalty(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.first.weight.square().sum()
 
 
 MULTI = Refused("register_multi_grad_hook\\(\\) would never run on a parameter of FSDP", "`p.register_hook`")

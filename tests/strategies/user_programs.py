@@ -6,32 +6,46 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
 from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, answers_to, run_line
 from tests.strategies.user_patterns import PATTERNS, Entry, Pattern
 
+_LOSSES = ("plain", "plain", "two forwards", "block twice", "penalty", "recomputed", "target")
+"""What a step computes."""
 _IN_STEPS = ("training_step", "in_forward", "after_forward", "validation_step")
 _PLACES = (
     *_IN_STEPS,
     *("on_train_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_before_zero_grad"),
-    *("on_before_backward", "on_before_optimizer_step"),
+    *("on_before_backward", "on_before_optimizer_step", "on_train_epoch_start", "on_fit_start", "on_train_end"),
+    *("before_optimizer_step", "after_optimizer_step", "step_pre_hook", "step_post_hook", "after_zero_grad"),
+    *("before_backward", "after_backward", "in_gradient_hook"),
     *("on_validation_start", "on_validation_batch_start", "on_validation_epoch_end"),
 )
-_WITH_GRADIENTS = ("on_before_optimizer_step", "on_after_backward")
+_WITH_GRADIENTS = ("on_before_optimizer_step", "before_clipping", "after_clipping")
+_WITH_LAST_GRADIENTS = ("on_after_backward", "after_backward", "step_pre_hook")
+"""The same, outside of accumulation windows; the last runs before the closure, on what the step before has left."""
 _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
 
+_IN_BACKWARD = ("see(", "w.", "w[")
+"""How lines begin that read, or change their own weight alone: others may be in use."""
+_IN_OWN_BACKWARD = ("in_gradient_hook", "before_backward", "after_backward")
+"""Where modules cannot be called."""
 _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 """Words of lines after which ``ddp`` computes some gradients with old values, as the guides say."""
 _ERRORS = (
     *("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward"),
-    "between a forward and its backward",
+    *("between a forward and its backward", "was used in a loss", "whose activations are recomputed"),
+    *("was used in backward(): with FSDP1", "DeepSpeed has freed the gradients"),
 )
 """No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or refusals."""
 
@@ -53,6 +67,7 @@ class Program:
     accumulate: int
     is_manual: bool
     clips: bool
+    loss: str
 
     @staticmethod
     def drawn(seed: int) -> Program:
@@ -60,71 +75,130 @@ class Program:
         draw = random.Random(seed)
         accumulate, is_manual = draw.choice((1, 1, 2, 3)), draw.random() < 0.25
         lines = tuple(_line(draw, accumulate) for _ in range(draw.choice((1, 2, 2, 3))))
-        return Program(lines, accumulate, is_manual, clips=not is_manual and draw.random() < 0.4)
+        clips = not is_manual and draw.random() < 0.4
+        return Program(lines, accumulate, is_manual, clips, draw.choice(_LOSSES))
 
 
 def _line(draw: random.Random, accumulate: int) -> _Line:
     if draw.random() < 0.4:
-        place = draw.choice(_WITH_GRADIENTS if accumulate == 1 else _WITH_GRADIENTS[:1])
+        place = draw.choice((*_WITH_GRADIENTS, *(_WITH_LAST_GRADIENTS if accumulate == 1 else ())))
         lines = IN_GRADIENT_HOOKS
     else:
         place = draw.choice(_PLACES)
         words = (*_NOT_ALONE, *(_NOT_AFTER_FORWARDS if place == "after_forward" else ()))
         lines = [one for one in IN_HOOKS if not any(word in one for word in words)]
+        if place == "in_gradient_hook":
+            lines = [one for one in lines if one.startswith(_IN_BACKWARD) and "see(m" not in one]
+        if place in _IN_OWN_BACKWARD:
+            lines = [one for one in lines if "(torch.ones(2, w.shape[1]))" not in one]
     where = "validation" if place in _IN_STEPS else "hooks"
     code = draw.choice([one for one in lines if not answers_to(one, where)])
     batches = draw.choice((range(4), range(4), range(1), range(2, 4)))
     return _Line(place, code, draw.choice(_LAYERS), frozenset(batches))
 
 
+class _Drawn(Pattern):
+    """Runs the lines of a program in their places."""
+
+    program: ClassVar[Program]
+    compiled: ClassVar[list[tuple[_Line, Any]]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = not self.program.is_manual
+        self.batch_idx = 0
+        for name in _LAYERS:
+            layer: Any = self.model.get_submodule(name)
+            layer.register_forward_pre_hook(partial(self.in_forward, name))
+            if any(line.place == "in_gradient_hook" and line.layer == name for line in self.program.lines):
+                layer.weight.register_hook(partial(self.in_gradient_hook, name))
+        if self.program.loss == "recomputed":
+            for block in self.model.blocks:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def run(self, place: str, layers: Sequence[str] = _LAYERS) -> None:
+        for line, code in self.compiled:
+            if line.place == place and line.layer in layers and self.batch_idx in line.batches:
+                run_line(self, code, line.layer)
+
+    def loss(self, batch: Any) -> Tensor:
+        (inputs, targets), net, kind = batch, self.model, self.program.loss
+        if kind == "block twice":
+            return functional.mse_loss(net.head(net.blocks(net.blocks[0](net.embed(inputs)))), targets)
+        loss = super().loss(batch)
+        if kind == "two forwards":
+            return loss + functional.mse_loss(net(2 * inputs), targets)
+        if kind == "penalty":
+            return loss + 0.01 * torch.stack([each.square().sum() for each in self.parameters()]).sum()
+        if kind == "target":
+            with torch.no_grad():
+                targets = net(inputs + 1)
+            return loss + functional.mse_loss(net(inputs), targets)
+        return loss
+
+    def in_forward(self, layer: str, *_: Any) -> None:
+        self.run("in_forward", [layer])
+
+    def in_gradient_hook(self, layer: str, gradient: Tensor) -> Tensor:
+        self.run("in_gradient_hook", [layer])
+        return gradient.clamp(-0.01, 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        self.run("training_step")
+        loss = self.loss(batch)
+        self.run("after_forward")
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss / self.program.accumulate)
+        if (batch_idx + 1) % self.program.accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.batch_idx = batch_idx
+        self.run("validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.run("before_backward")
+        super().backward(loss, *args, **kwargs)
+        self.run("after_backward")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        for place in {line.place for line in self.program.lines if line.place.startswith("step_")}:
+            getattr(optimizer, f"register_{place}")(lambda *_, place=place: self.run(place))
+        return optimizer
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self.run("before_clipping")
+        if self.program.clips:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.run("after_clipping")
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.run("before_optimizer_step")
+        super().optimizer_step(*args, **kwargs)
+        self.run("after_optimizer_step")
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        super().optimizer_zero_grad(*args)
+        self.run("after_zero_grad")
+
+
 def _pattern(program: Program) -> type[Pattern]:
-    compiled = [(line, compile(line.code, f"<{line.place}>", "exec")) for line in program.lines]
-
-    class Drawn(Pattern):
-        accumulate = 1 if program.is_manual else program.accumulate
-        validates = any("validation" in line.place for line in program.lines)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = not program.is_manual
-            self.batch_idx = 0
-            for name in _LAYERS:
-                self.model.get_submodule(name).register_forward_pre_hook(partial(self.in_forward, name))
-
-        def run(self, place: str, layers: Sequence[str] = _LAYERS) -> None:
-            for line, code in compiled:
-                if line.place == place and line.layer in layers and self.batch_idx in line.batches:
-                    run_line(self, code, line.layer)
-
-        def in_forward(self, layer: str, *_: Any) -> None:
-            self.run("in_forward", [layer])
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.batch_idx = batch_idx
-            self.run("training_step")
-            loss: Tensor = self.loss(batch)
-            self.run("after_forward")
-            if not program.is_manual:
-                return loss
-            optimizer: Any = self.optimizers()
-            self.manual_backward(loss / program.accumulate)
-            if (batch_idx + 1) % program.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            return None
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.batch_idx = batch_idx
-            self.run("validation_step")
-            super().validation_step(batch, batch_idx)
-
-        def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-            if program.clips:
-                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-
-    for place in {line.place for line in program.lines if line.place.startswith("on_")}:
-        setattr(Drawn, place, lambda self, *_, _place=place, **__: self.run(_place))
-    return Drawn
+    hooks = {line.place for line in program.lines if line.place.startswith("on_")}
+    attributes: dict[str, Any] = {place: lambda self, *_, _place=place, **__: self.run(_place) for place in hooks}
+    attributes |= {
+        "program": program,
+        "compiled": [(line, compile(line.code, f"<{line.place}>", "exec")) for line in program.lines],
+        "accumulate": 1 if program.is_manual else program.accumulate,
+        "validates": any("validation" in line.place for line in program.lines),
+    }
+    return type("Drawn", (_Drawn,), attributes)
 
 
 def problems_of_programs(engine: str, seeds: Iterable[int]) -> list[str]:
