@@ -432,6 +432,7 @@ class GradientAccumulator:
         self.complete()
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
+            self._clip_norm = None
             return
         self.follow_changed_weights()
         if self.gathered_changes is not None:
@@ -499,11 +500,11 @@ class GradientAccumulator:
 
     def forget(self) -> None:
         """Drop every gradient, wherever DeepSpeed keeps it, and what a backward that failed has left."""
+        self._clip_norm = self.norm = None
         if not self._is_dirty:
             return
         self._is_dirty = self._is_complete = self.has_begun = False
         self._let_go()
-        self._clip_norm = self.norm = None
         self.used = set()
         self._order, self.factor = 0, 1.0
         for parameter in self._parameters:

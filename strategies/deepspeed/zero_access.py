@@ -22,7 +22,14 @@ from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
 from ..sharded_tensors.kept_tensors import OldMemory, has_storage, share_memory, storage_of
 from ..sharded_tensors.shards import FlatLayout, FlatShard
-from ..sharded_tensors.user_code import as_library, follow_state_dicts, is_user_code, library_code, refuse_copies
+from ..sharded_tensors.user_code import (
+    as_library,
+    follow_state_dicts,
+    is_user_code,
+    library_code,
+    note_changes,
+    refuse_copies,
+)
 from ..upstream.patches import replace_for_good
 from . import zero_optimizer
 from .accumulation import GradientAccumulator, finish_gather, partition, window_of
@@ -383,9 +390,10 @@ class ZeroAccess:
                 "unscales gradients in its step. Use precision='bf16-mixed' or '32-true' to work on gradients."
             )
         if window.is_to_multiply:
-            with library_code():  # before and after which full gradients that users have are brought up to date
+            with library_code():
                 window.clip_now()
                 window.apply_factor()
+                note_changes()
         return window
 
     def _part(self, parameter: Tensor) -> FlatShard:

@@ -343,6 +343,8 @@ class Units:
         """Torch's parameter groups, the same order on every rank."""
         self.params: list[Any] = [param for group in self.groups for param in group.fsdp_params]
         """Torch's records of the parameters in them."""
+        self._guarded: set[Any] = set()
+        """Those whose sharded form refuses gradients of autograd's, as users have hooked it."""
         self._root = root
         self.root_groups: list[Any] = [
             group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
@@ -370,7 +372,8 @@ class Units:
         for param in self.params:
             if not param.sharded_param._backward_hooks:
                 continue
-            if not hasattr(param.sharded_param, GUARD):
+            if param not in self._guarded:
+                self._guarded.add(param)
                 refuse = partial(_refuse_gradient, weakref.ref(param), hooked_in_loss(*self._place(param)))
                 hook_leaf(param.sharded_param, GUARD, refuse)
             if (leaf := getattr(param, "_unsharded_param", None)) is not None:

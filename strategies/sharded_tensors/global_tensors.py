@@ -369,7 +369,7 @@ class GlobalTensors(TorchFunctionMode):
         self._written_on = "cpu"
         """Where the engine is to gather values that users' code has written in the midst of a forward."""
         self.num_changes = 0
-        """How often shards may have changed: the library has run, an optimizer, or a change of its own weights."""
+        """How often shards may have changed: by the library, an optimizer, or a change of its own weights."""
         self.copies: dict[int, StorageWeakRef] = {}
         """Of unsharded parameters, that NumPy arrays are of, by their addresses."""
 
@@ -378,12 +378,15 @@ class GlobalTensors(TorchFunctionMode):
         """Whether users may have views of full tensors, or NumPy's copies of unsharded ones."""
         return bool(self._open or self.copies)
 
-    def enter(self) -> None:
-        """Begin, or continue after `leave`."""
+    def enter(self, *, reads: bool = True) -> None:
+        """Begin, or continue after `leave`.
+
+        Args:
+            reads: Whether NumPy arrays are to have what shards have been changed to; all ranks are at this place then.
+        """
         self._is_paused = False
-        self.num_changes += 1
         self._access.begin()
-        for one in self._open.values():
+        for one in self._open.values() if reads else ():
             if one.seen is not None:  # a NumPy array asks for nothing
                 one.read_again(self.num_changes)
         if not self._is_entered:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -99,6 +100,10 @@ _MOVES = (
 _LIBRARIES = ("lightning.pytorch.", "pytorch_lightning.", "accelight.")
 
 
+_ASSIGNS_VIEW = (
+    "A step or a forward assigns a tensor to a parameter, as module.weight *= value does there: FSDP1 shows parameters "
+    "as views of a flat one. Write module.weight.data.mul_(value)."
+)
 _running: list[GlobalTensors | None] = []
 """The code that runs now, outermost first: users' under a mode, or the library's (None); empty outside of both."""
 _without_modules: set[int] = set()
@@ -422,6 +427,10 @@ class UserCode:
                 if self._in_steps.copies and "read-only" in str(error):
                     raise RuntimeError(WRITES_TO_COPY) from error
                 raise
+            except TypeError as error:
+                if self.access.shows_shards and re.search("cannot assign .* as parameter", str(error)):
+                    raise RuntimeError(_ASSIGNS_VIEW) from error
+                raise
             finally:
                 self.access.in_step = False
                 self._has_stepped = self._has_stepped or name == "training_step"
@@ -531,8 +540,7 @@ class UserCode:
             with nullcontext() if self._watch is None else self._watch.switched(is_on=False):
                 yield
         finally:
-            for mode in self._modes:
-                mode.num_changes += 1
+            note_changes()
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
@@ -611,7 +619,9 @@ class _InModules(TorchFunctionMode):
         mode = _callers_mode() if is_in_call and not is_asked_by_library(sys._getframe(1)) else None
         if mode is not None and mode.meets_shards(func, args, kwargs):
             return self.run(mode, func, args, kwargs)
-        with running(mode) if mode is not None and (mode.has_views or hands_out_memory(func)) else nullcontext():
+        if mode is None or not (mode.has_views or hands_out_memory(func)):
+            return func(*args, **kwargs)
+        with running(mode, reads=False):  # torch's operations for a unit are not the same on all ranks
             return func(*args, **kwargs)
 
     def run(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
@@ -703,9 +713,14 @@ def is_step() -> bool:
 
 
 @contextmanager
-def running(mode: GlobalTensors | None) -> Iterator[None]:
-    """Run users' code under a mode, or the library's under none, until the context ends."""
-    _switch(_running[-1] if _running else None, mode)
+def running(mode: GlobalTensors | None, *, reads: bool = True) -> Iterator[None]:
+    """Run users' code under a mode, or the library's under none, until the context ends.
+
+    Args:
+        mode: The one.
+        reads: See `GlobalTensors.enter`.
+    """
+    _switch(_running[-1] if _running else None, mode, reads=reads)
     _running.append(mode)
     try:
         yield
@@ -716,7 +731,7 @@ def running(mode: GlobalTensors | None) -> Iterator[None]:
             mode.write_back()
 
 
-def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
+def _switch(before: GlobalTensors | None, after: GlobalTensors | None, *, reads: bool = True) -> None:
     if before is after:
         return
     if _attached is not None:
@@ -725,7 +740,7 @@ def _switch(before: GlobalTensors | None, after: GlobalTensors | None) -> None:
         before.leave()
         before.write_back(forget=False)
     if after is not None:
-        after.enter()
+        after.enter(reads=reads)
 
 
 @contextmanager
@@ -791,9 +806,18 @@ def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
         if is_library():
             return method(*args, **kwargs)
         with running(None):
-            return method(*args, **kwargs)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                note_changes()
 
     return run
+
+
+def note_changes() -> None:
+    """Let users' code read again what it has of shards, which the library may have changed; all ranks call it."""
+    for mode in () if _attached is None else _attached._modes:
+        mode.num_changes += 1
 
 
 def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]:

@@ -340,6 +340,7 @@ w[0] = 0.3
 w.copy_(w / w.norm())
 w.data.copy_(w.data / w.data.norm())
 m.weight.data *= 0.9
+m.weight *= 0.9
 w.detach().mul_(0.9)
 w.detach().numpy()[0] = 0.25
 torch.from_numpy(w.data.numpy()).mul_(0.9)
@@ -388,6 +389,7 @@ _COPIED = Refused(r"FSDP frees its memory after the forward", "`weight[0] = 0.25
 _IN_A_UNIT = Refused(r"Sharded weights \(DTensors\) met plain tensors", "the hook `on_validation_batch_start()`")
 _WRAPPED = Refused(r"inside of torch\.func|storage of TensorWrapper", "`full = weight[:]`, outside of the transform")
 _IN_FORWARD = Refused(r"A weight was changed in place inside a forward", "`weight.data[0] = 0.3`")
+_ASSIGNS_VIEW = Refused(r"assigns a tensor to a parameter, as module\.weight \*= value", "`weight.data.mul_(value)`")
 _RECOMPUTED = Refused(r"A forward whose activations are recomputed", "what `training_step` hands in")
 _NOT_ADDED = Refused(r"neither used in a step nor zeroed", "`optimizer.zero_grad()`")
 
@@ -431,6 +433,8 @@ def _answers_in_forwards(line: str, where: str) -> dict[str, Refused]:
         return {"fsdp1": _COPIED, "fsdp2": _COPIED}
     if "blocks[1]" in line:
         return dict.fromkeys(("fsdp1", "fsdp2") if where == "recomputed_forwards" else (), _RECOMPUTED)
+    if line.startswith("m.weight *="):
+        return {"fsdp1": _ASSIGNS_VIEW}
     answers = {"fsdp2": _IN_A_UNIT} if line.startswith("m.load_state_dict") else {}
     if where == "validation_forwards" or ".data" in line or line.startswith(("see", "nn.utils")):
         return answers  # torch refuses others where a graph has the weight

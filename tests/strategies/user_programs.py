@@ -45,7 +45,7 @@ _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 _ERRORS = (
     *("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward"),
     *("between a forward and its backward", "was used in a loss", "whose activations are recomputed"),
-    *("was used in backward(): with FSDP1", "DeepSpeed has freed the gradients"),
+    *("was used in backward(): with FSDP1", "DeepSpeed has freed the gradients", "assigns a tensor to a parameter"),
 )
 """No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or refusals."""
 
@@ -82,7 +82,7 @@ class Program:
 def _line(draw: random.Random, accumulate: int) -> _Line:
     if draw.random() < 0.4:
         place = draw.choice((*_WITH_GRADIENTS, *(_WITH_LAST_GRADIENTS if accumulate == 1 else ())))
-        lines = IN_GRADIENT_HOOKS
+        lines = [one for one in IN_GRADIENT_HOOKS if place != "step_pre_hook" or "numpy()" not in one]
     else:
         place = draw.choice(_PLACES)
         words = (*_NOT_ALONE, *(_NOT_AFTER_FORWARDS if place == "after_forward" else ()))
