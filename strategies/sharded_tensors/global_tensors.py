@@ -772,23 +772,28 @@ class GlobalTensors(TorchFunctionMode):
         return func(tensor, *(self._as_gradient(tensor, value, tensor) for value in values))
 
     def _own_gradient(self, tensor: Tensor, action: str, values: Sequence[Any]) -> Any:
-        gradients = self._aliases.gradients
         if action == "__get__":
             gradient = self._access.gradient_of(tensor)
-            if gradient is not None:
-                self._aliases.add(gradients.setdefault(id(tensor), gradient), gradient)
+            if gradient is None:  # cleared; where another rank has all elements, no ``p.grad = None`` follows
+                self._lose_gradient(tensor, None)
+            else:
+                self._aliases.add(self._aliases.gradients.setdefault(id(tensor), gradient), gradient)
             return gradient
         value = values[0] if action == "__set__" else None
         shard = None
         if value is not None:
             place = self._access.place_of_gradient(tensor)
             shard = self._as_gradient(tensor, value, self._shard(tensor) if place is None else place)
-        first = gradients.get(id(tensor))
+        self._lose_gradient(tensor, value)
+        return self._access.set_gradient(tensor, shard)
+
+    def _lose_gradient(self, tensor: Tensor, value: Tensor | None) -> None:
+        """Let what users have of a gradient be theirs alone, unless ``value``, which follows it, is the same."""
+        first = self._aliases.gradients.get(id(tensor))
         if first is not None and (value is None or self._aliases.original(value) is not first):
-            del gradients[id(tensor)]
+            del self._aliases.gradients[id(tensor)]
             self._open.pop(id(first), None)
             self._aliases.separate(first, also_itself=True)
-        return self._access.set_gradient(tensor, shard)
 
     def _check_reduced(self, tensor: Tensor) -> None:
         if self._access.is_unreduced(tensor):

@@ -82,7 +82,7 @@ class Program:
 def _line(draw: random.Random, accumulate: int) -> _Line:
     if draw.random() < 0.4:
         place = draw.choice((*_WITH_GRADIENTS, *(_WITH_LAST_GRADIENTS if accumulate == 1 else ())))
-        lines = [one for one in IN_GRADIENT_HOOKS if place != "step_pre_hook" or "numpy()" not in one]
+        lines = IN_GRADIENT_HOOKS
     else:
         place = draw.choice(_PLACES)
         words = (*_NOT_ALONE, *(_NOT_AFTER_FORWARDS if place == "after_forward" else ()))
