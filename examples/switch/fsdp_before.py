@@ -27,7 +27,7 @@ class Regression(LightningModule):
         inputs, targets = batch
         return nn.functional.mse_loss(self.net(inputs).squeeze(1), targets)
 
-    def configure_gradient_clipping(self, *arguments: object) -> None:
+    def configure_gradient_clipping(self, *_: object, **__: object) -> None:
         wrapped: Any = self.trainer.strategy.model
         wrapped.clip_grad_norm_(1.0)  # FSDPStrategy refuses Trainer(gradient_clip_val=1.0)
 
