@@ -285,6 +285,7 @@ class TotalNorms:
     ) -> None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         self._check("clip_grad_value_", parameters)
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]  # torch refuses to clip none
         sharded = [parameter for parameter in parameters if isinstance(parameter.grad, DTensor)]
         others = [parameter for parameter in parameters if not isinstance(parameter.grad, DTensor)]  # ignored modules'
         for alike in filter(None, (sharded, others)):

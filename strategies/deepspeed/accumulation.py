@@ -150,7 +150,7 @@ class GradientAccumulator:
         zero = self._zero
         self.steps = PerParameterStep(zero, self.names)
         step_on_all_values(zero)
-        self.changes = ChangedWeights(zero, self._parameters, self.names)
+        self.changes = ChangedWeights(zero, self._parameters, self.names, self._frozen)
         self._leaves = {each for each in self._parameters if getattr(each, "ds_z3_leaf_module", None) is not None}
         self._reduce = zero.reduce_ready_partitions_and_remove_grads
         replace_for_good("ZeRO optimizers", zero, reduce_ready_partitions_and_remove_grads=self._reduce_noting)
@@ -212,6 +212,10 @@ class GradientAccumulator:
     def keeps(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter is not where torch has it: in a partition, or freed by a step."""
         return (self._is_partitioned or self.is_stale) and parameter in self._places
+
+    def leaves_out(self, parameter: Tensor) -> bool:
+        """Return whether the user's optimizer was given a parameter, frozen, that DeepSpeed's does not hold."""
+        return self._is_partitioned and any(each is parameter for each in self._frozen)
 
     # ------------------------------------------------------------------ backward
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -473,10 +477,11 @@ class GradientAccumulator:
 
     def set_mode(self, name: str) -> None:
         """Call ``train()`` or ``eval()`` of the optimizer, which change weights (schedule-free), on every rank."""
-        if self.changes is None:
-            getattr(self._zero.optimizer, name)()
-        else:
-            self.changes.switch_mode(name)
+        with library_code():  # what the optimizer writes to flat parameters is no change of users'
+            if self.changes is None:
+                getattr(self._zero.optimizer, name)()
+            else:
+                self.changes.switch_mode(name)
 
     @contextmanager
     def _clipping(self) -> Iterator[None]:

@@ -308,7 +308,8 @@ class ZeroAccess:
     # ------------------------------------------------------------------ gradients
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether DeepSpeed keeps the gradient of ``tensor`` in a partition."""
-        return bool(self._window is not None and (self._window.keeps(tensor) or self._is_flat(tensor)))
+        window = self._window
+        return window is not None and (window.keeps(tensor) or window.leaves_out(tensor) or self._is_flat(tensor))
 
     def _is_flat(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is one of DeepSpeed's flat parameters."""
@@ -335,8 +336,10 @@ class ZeroAccess:
                 loss scale, or if the parameter is the optimizer's own.
         """
         self._check_not_flat(parameter)
+        if self._window is None or self._window.leaves_out(parameter):
+            return None
         window = self._complete_window()
-        if window is None and self._window is not None and self._window.is_stale and not _is_asked_by_torch():
+        if window is None and self._window.is_stale and not _is_asked_by_torch():
             raise RuntimeError(
                 "p.grad was used in a hook after the optimizer step: DeepSpeed has freed the gradients in it. Use it "
                 "in on_before_optimizer_step()."
@@ -347,9 +350,16 @@ class ZeroAccess:
         """Return this rank's part of a gradient, whether any rank has one or not.
 
         Raises:
-            RuntimeError: Where `gradient_of` does, and before a backward has run.
+            RuntimeError: Where `gradient_of` does, before a backward has run, and of a parameter that DeepSpeed's
+                optimizer does not hold.
         """
         self.gradient_of(parameter)
+        if self._window is not None and self._window.leaves_out(parameter):
+            raise RuntimeError(
+                f"p.grad = value of {self._window.names[cast('nn.Parameter', parameter)]}, which was frozen when fit() "
+                "started: DeepSpeed's optimizer does not hold it and would never step on the gradient. Start fit() "
+                "with it unfrozen, or change its values."
+            )
         if self._complete_window() is None:
             raise RuntimeError(
                 "p.grad = value: DeepSpeed has no place for a gradient before a backward has run, nor after "
@@ -361,6 +371,8 @@ class ZeroAccess:
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient that the optimizer steps on."""
         self._check_not_flat(parameter)
+        if self._window is None or self._window.leaves_out(parameter):
+            return
         window = self._complete_window()
         if window is None:
             return
@@ -491,9 +503,12 @@ def refuse_norm(module: nn.Module, gradients: Sequence[Tensor], norm_type: float
     """Refuse to take a norm of gradients of ``module`` while DeepSpeed trains it; others are torch's business.
 
     Raises:
-        RuntimeError: If they are some of the module's, or none: parameters have none that DeepSpeed has taken.
+        RuntimeError: If they are some of the module's, or none outside of hooks: parameters have none that DeepSpeed
+            has taken.
     """
     if any(isinstance(gradient, FlatShard) for gradient in gradients):  # hooks see those of the stages 1 to 3
+        return
+    if not gradients and is_user_code():  # none of a frozen parameter
         return
     own = {id(gradient) for gradient in gradients_of(module.parameters())}
     if gradients and not any(id(gradient) in own for gradient in gradients):
@@ -511,7 +526,7 @@ def refuse_change(module: nn.Module, function: str, parameters: Sequence[Tensor]
     Raises:
         RuntimeError: If one of the parameters is the module's.
     """
-    if is_user_code() and any(isinstance(parameter.grad, FlatShard) for parameter in parameters):
+    if is_user_code() and all(isinstance(parameter.grad, FlatShard | None) for parameter in parameters):
         return
     own = {id(parameter) for parameter in module.parameters()}
     if not any(id(parameter) in own for parameter in parameters):

@@ -225,11 +225,18 @@ class ChangedWeights:
     Args:
         zero: DeepSpeed's optimizer of the stages 1 to 3.
         parameters: That it trains.
-        names: Their names.
+        names: Of the module's parameters.
+        frozen: Parameters that the user's optimizer was given and that DeepSpeed left out.
     """
 
-    def __init__(self, zero: Any, parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-        self._zero, self._parameters, self._names = zero, parameters, names
+    def __init__(
+        self,
+        zero: Any,
+        parameters: Sequence[nn.Parameter],
+        names: Mapping[nn.Parameter, str],
+        frozen: Sequence[nn.Parameter],
+    ) -> None:
+        self._zero, self._parameters, self._names, self._frozen = zero, parameters, names, frozen
         self.accept()
 
     def accept(self) -> None:
@@ -280,11 +287,20 @@ class ChangedWeights:
 
     def _changed_masters(self) -> list[int]:
         flats = masters(self._zero)
-        return [
+        changed = [
             place
             for place, (flat, version) in enumerate(zip(flats, self._masters, strict=True))
             if flat._version != version
         ]
+        if changed and self._frozen:
+            names = ", ".join(self._names[each] for each in self._frozen[:3])
+            raise RuntimeError(
+                f"Weights of optimizer.param_groups were changed, which held frozen parameters ({names}"
+                f"{' and others' if self._frozen[3:] else ''}): DeepSpeed leaves these out of its flat ones, so the "
+                "change did not reach them. Change the module's parameters, or give the optimizer only those with "
+                "requires_grad=True."
+            )
+        return changed
 
 
 def _version_of(parameter: Any) -> int:

@@ -135,6 +135,32 @@ class InnerModes(InTwoModes):
         getattr(optimizer, "optimizer", optimizer).eval()
 
 
+class Frozen(Module):
+    """The optimizer is given a frozen weight, too, which has no gradient to clip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.requires_grad_(False)
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.seen.append(float(nn.utils.clip_grad_norm_(self.first.weight, 0.01)))
+        self.first.weight.grad = None
+
+
+class FrozenInGroups(Frozen):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.shrink()
+
+
+class FrozenWithGradient(Frozen):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.first.weight.grad = torch.ones(5, 4)
+
+
+class FrozenInModes(Frozen, InTwoModes):
+    """The optimizer changes what it averages alone."""
+
+
 class OneLossIsNan(Module):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
@@ -168,9 +194,11 @@ def sharded(kind: type[Module], stage: int, precision: str = "32-true") -> Any:
         reset_state()
 
 
-@pytest.mark.core("2-BeforeStep", "3-AfterBatch", "3-InTwoModes", "1-Both", "3-BothAtOnce")
+@pytest.mark.core("2-BeforeStep", "3-AfterBatch", "3-InTwoModes", "1-Both", "3-BothAtOnce", "2-Frozen")
 @pytest.mark.parametrize(
-    "kind", [BeforeStep, AfterBatch, Both, BothAtOnce, InTwoModes, InnerModes], ids=lambda kind: kind.__name__
+    "kind",
+    [BeforeStep, AfterBatch, Both, BothAtOnce, InTwoModes, InnerModes, Frozen, FrozenInModes],
+    ids=lambda kind: kind.__name__,
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_either_side_follows_the_other(kind: type[Module], stage: int) -> None:
@@ -193,6 +221,18 @@ def test_half_precision(stage: int) -> None:
 def test_both_sides_at_once_are_refused_where_nobody_sees_them() -> None:
     for found in run_on_ranks(2, sharded, BothAtOnceUnseen, 2):
         assert "second.weight was changed in the module, and the weights of optimizer.param_groups" in found
+
+
+@pytest.mark.core("3-FrozenInGroups", "2-FrozenWithGradient")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(FrozenInGroups, "which held frozen parameters (first.weight)"), (FrozenWithGradient, "first.weight, which was")],
+    ids=["FrozenInGroups", "FrozenWithGradient"],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_changes_that_frozen_parameters_would_miss_are_refused(kind: type[Module], words: str, stage: int) -> None:
+    for found in run_on_ranks(2, sharded, kind, stage):
+        assert words in found
 
 
 @pytest.mark.core("2")
