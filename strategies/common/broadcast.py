@@ -370,12 +370,13 @@ class BufferSync:
         self._num_certain = 0
 
     def follow(self, root: nn.Module, device: torch.device) -> None:
-        """Begin a fit: its first forward has rank 0's buffers."""
+        """Begin a fit, with rank 0's buffers; every rank calls it."""
         self.detach()
         if self.is_on and num_ranks() > 1:
             self._root, self._device = root, device
             self._is_due, self._num_certain = True, _NUM_FIRST
             self._find()
+            self._broadcast(looks=False)
 
     def detach(self) -> None:
         """End a fit."""

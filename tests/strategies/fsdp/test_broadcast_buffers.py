@@ -58,6 +58,6 @@ def _count_broadcasts(version: int) -> list[int]:
 
 
 def test_buffers_that_never_change_are_not_broadcast_in_each_step() -> None:
-    """Three kinds of buffers: sharding, three forwards, the second epoch, and one validation of each epoch or two."""
+    """Three kinds: sharding, the fit's start, three forwards, the second epoch, and one or two validations an epoch."""
     for counted in run_on_ranks(2, _count_broadcasts, 2):
-        assert len(counted) <= 3 * (1 + 3 + 1 + 2)
+        assert len(counted) <= 3 * (1 + 1 + 3 + 1 + 2)
