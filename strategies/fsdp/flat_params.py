@@ -297,6 +297,7 @@ def layouts_of(unit: Any) -> list[FlatLayout | None]:
 
 
 _WAITING = "_accelight_unreduced"
+_ADDS_WAITING = "_accelight_hook"
 
 
 class FrozenGradients:
@@ -384,8 +385,6 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Cal
         on_reduce: Called before torch reduces.
     """
     flat_param: Any = unit._handle.flat_param
-    if hasattr(flat_param, "_accelight_hook"):
-        flat_param._accelight_hook.remove()
 
     def add(parameter: torch.Tensor) -> None:
         waiting = getattr(parameter, _WAITING, None)
@@ -395,10 +394,7 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Cal
             parameter.grad.data = parameter.grad.data.add(waiting)
             delattr(parameter, _WAITING)
 
-    is_trained = flat_param.requires_grad
-    flat_param.requires_grad_(True)  # torch hooks nothing else, and a frozen unit may be thawed
-    flat_param._accelight_hook = flat_param.register_post_accumulate_grad_hook(add)
-    flat_param.requires_grad_(is_trained)
+    hook_leaf(flat_param, _ADDS_WAITING, add, "register_post_accumulate_grad_hook")
 
 
 def has_unreduced(flat_param: Any) -> bool:

@@ -352,14 +352,10 @@ class Units:
         """Groups of the outermost units."""
 
     def places(self) -> dict[Any, tuple[nn.Module, str]]:
-        """Return in which module, and under which name, each parameter is registered; all of them are sharded now."""
+        """Return in which module, and under which name, each parameter is registered, sharded or not."""
         own = {id(each): (module, name) for module in self._root.modules() for name, each in module._parameters.items()}
-        return {param: own[id(param.sharded_param)] for param in self.params}
-
-    def _place(self, param: Any) -> tuple[nn.Module, str]:
-        forms = param.sharded_param, getattr(param, "_unsharded_param", None)
-        each = ((module, name, one) for module in self._root.modules() for name, one in module._parameters.items())
-        return next((module, name) for module, name, one in each if any(one is form for form in forms))
+        forms = ((param, (param.sharded_param, getattr(param, "_unsharded_param", None))) for param in self.params)
+        return {param: next(own[id(form)] for form in both if id(form) in own) for param, both in forms}
 
     def reshard(self) -> None:
         """Leave none gathered."""
@@ -374,7 +370,7 @@ class Units:
                 continue
             if param not in self._guarded:
                 self._guarded.add(param)
-                refuse = partial(_refuse_gradient, weakref.ref(param), hooked_in_loss(*self._place(param)))
+                refuse = partial(_refuse_gradient, weakref.ref(param), hooked_in_loss(*self.places()[param]))
                 hook_leaf(param.sharded_param, GUARD, refuse)
             if (leaf := getattr(param, "_unsharded_param", None)) is not None:
                 run_hooks_on(leaf, param)
@@ -680,7 +676,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     meta device.
 
     Args:
-        accelerator: Anything with ``device``, ``is_main_process``, ``fsdp_plugin`` and, if it likes, ``device_mesh``:
+        accelerator: Anything with ``device``, ``is_main_process``, ``fsdp_plugin`` and, optionally, ``device_mesh``:
             a mesh, ``(replicate, shard)``, or None to shard over every rank. A connected strategy gives its precision.
         model: Not sharded with FSDP1.
 

@@ -779,14 +779,25 @@ def hooked_in_loss(module: nn.Module, name: str) -> str:
     )
 
 
-def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Let ``hook`` run on gradients of ``leaf``, frozen or not, in place of what has been hooked under this name."""
+def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kind: str = "register_hook") -> None:
+    """Let ``hook`` run on gradients of ``leaf``, frozen or not, in place of what has been hooked under this name.
+
+    It runs before hooks that users have registered.
+
+    Args:
+        leaf: A tensor without a graph.
+        name: Of the attribute of the leaf that keeps torch's handle.
+        hook: What to run.
+        kind: The method of the leaf that registers it.
+    """
     if hasattr(leaf, name):
         getattr(leaf, name).remove()
     is_trained = leaf.requires_grad
-    leaf.requires_grad_(True)  # torch hooks nothing else
-    setattr(leaf, name, leaf.register_hook(hook))
+    leaf.requires_grad_(True)  # torch hooks nothing else, and what is frozen may be thawed
+    setattr(leaf, name, getattr(leaf, kind)(hook))
     leaf.requires_grad_(is_trained)
+    hooks = leaf._backward_hooks or {}
+    hooks.update([(key, hooks.pop(key)) for key in list(hooks)[:-1]])
 
 
 def run_hooks_on(leaf: Any, record: Any) -> None:

@@ -32,7 +32,7 @@ from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.guards import refuse_gathers_in_fork, refuse_in_threads
 from ..sharded_tensors.kept_tensors import share_memory, storage_of
 from ..sharded_tensors.shards import local_part, part_of
-from ..sharded_tensors.user_code import call_of_module
+from ..sharded_tensors.user_code import after_call, call_of_module
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 
@@ -103,14 +103,10 @@ class UnshardOnCall:
             return args
         self._check_parameters(module)
         succeeded: list[bool] = []
-        handles: list[RemovableHandle] = []
-
         library = call_of_module()
 
         def finish() -> None:
             library.__exit__(None, None, None)
-            for handle in handles:
-                handle.remove()
             context.__exit__(None, None, None)
             _leave()
             if not succeeded:
@@ -133,9 +129,7 @@ class UnshardOnCall:
             succeeded.append(True)
             return output
 
-        # The first runs after a call that came to its end, the second whatever its end.
-        handles.append(module.register_forward_hook(succeed))
-        handles.append(module.register_forward_hook(lambda *_: finish(), always_call=True))
+        after_call(module, finish, succeed)
         return args
 
     def _check_parameters(self, module: nn.Module) -> None:

@@ -144,6 +144,10 @@ _OF_THE_SHAPE = frozenset(
     ["shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "nbytes", "is_contiguous"]
 )
 _OF_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__"])
+_HAS_NO_NODE = (
+    "register_multi_grad_hook() of a sharded parameter in a hook or a step: it is no node of autograd's graph there. "
+    'Use register_hook() on each, register_multi_grad_hook(..., mode="any"), or the module\'s on_after_backward().'
+)
 _NOT_OF_VALUES = OF_THE_SHARD | _OF_THE_SHAPE
 UNCOUNTED = frozenset(["numpy", "__array__", "__dlpack__"])
 """Operations whose results share memory, and whose writes raise no version counter."""
@@ -470,6 +474,8 @@ class GlobalTensors(TorchFunctionMode):
             return self._copied(*args)
         if name == "__reduce_ex__" and isinstance(args[0], DTensor) and _is_shallow_copy(sys._getframe(2)):
             return _itself, (self.data_of(args[0]),)
+        if name == "view_as" and sys._getframe(2).f_globals.get("__name__") == "torch.autograd.graph":
+            raise RuntimeError(_HAS_NO_NODE)
         if name in OF_THE_SHARD:
             return func(*args, **kwargs)
         if name in _OF_THE_SHAPE:

@@ -132,6 +132,8 @@ class UserCode:
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
+        self._calls: list[AbstractContextManager[None]] = []
+        """Of modules that users' code calls, in which the library runs."""
         self._registration_hooks: list[RemovableHandle] = []
         self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
@@ -347,11 +349,8 @@ class UserCode:
             self._since_use = before
 
     def _begin_again(self, func: Any, args: Any, kwargs: Any) -> Any:
-        in_step, self.access.in_step = self.access.in_step, True
-        try:
+        with self._in_step():
             return self._begin(self._in_steps, func, args, kwargs)
-        finally:
-            self.access.in_step = in_step
 
     def _begin(self, mode: GlobalTensors, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the first use of shards in users' code that was not looked at; what follows runs under the mode, too."""
@@ -389,6 +388,8 @@ class UserCode:
         self._trainer = self._watch = None
         self._patches.remove()
         self._fetch.close()
+        while self._calls:  # interrupted: torch runs no hooks then
+            self._calls.pop().__exit__(None, None, None)
         self.follow_calls(follows=False)
         while self._registration_hooks:
             self._registration_hooks.pop().remove()
@@ -419,9 +420,9 @@ class UserCode:
             self._raise_from_thread()
             uses_kept = self._in_steps.old_memory.begin_step()
             is_to_look = uses_kept or name != "training_step" or self._is_in_steps(module)
-            self.access.in_step = True
+            mode = running(self._in_steps) if is_to_look else nullcontext()
             try:
-                with self._looking_into_modules(), running(self._in_steps) if is_to_look else nullcontext():
+                with self._in_step(), self._looking_into_modules(), mode:
                     return step(*args, **kwargs)
             except ValueError as error:
                 if self._in_steps.copies and "read-only" in str(error):
@@ -432,7 +433,6 @@ class UserCode:
                     raise RuntimeError(_ASSIGNS_VIEW) from error
                 raise
             finally:
-                self.access.in_step = False
                 self._has_stepped = self._has_stepped or name == "training_step"
 
         self._patches.put(module, name, run_step)
@@ -526,12 +526,16 @@ class UserCode:
 
     @contextmanager
     def _as_step(self) -> Iterator[None]:
-        in_step, self.access.in_step = self.access.in_step, True
+        with self._in_step(), running(self._in_steps):
+            yield
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        before, self.access.in_step = self.access.in_step, True
         try:
-            with running(self._in_steps):
-                yield
+            yield
         finally:
-            self.access.in_step = in_step
+            self.access.in_step = before
 
     @contextmanager
     def in_optimizer(self) -> Iterator[None]:
@@ -593,14 +597,18 @@ class UserCode:
         library = call_of_module()
         is_in_hook = _running[-1] is self._in_hooks
         library.__enter__()
+        self._calls.append(library)
 
-        def leave(*_: Any) -> None:
-            handle.remove()
-            if is_in_hook:
-                self.access.release()
-            library.__exit__(None, None, None)
+        def leave() -> None:
+            try:
+                if is_in_hook:
+                    self.access.release()
+            finally:
+                if library in self._calls:
+                    self._calls.remove(library)
+                    library.__exit__(None, None, None)
 
-        handle = module.register_forward_hook(leave, always_call=True)
+        after_call(module, leave)
 
 
 class _InModules(TorchFunctionMode):
@@ -758,6 +766,41 @@ def library_code() -> Iterator[None]:
 def call_of_module() -> AbstractContextManager[None]:
     """Run a module's call as the library's; what its forward does with other parameters is users' code."""
     return running(None)
+
+
+_failed: list[RemovableHandle] = []
+"""Of hooks on calls that an error has ended."""
+
+
+def after_call(
+    module: nn.Module, end: Callable[[], None], succeed: Callable[[nn.Module, Any, Any], Any] | None = None
+) -> None:
+    """Run hooks once, at the end of the call of a module that begins.
+
+    Args:
+        module: Whose forward pre-hooks run.
+        end: Run whether the call succeeds or fails.
+        succeed: A forward hook, run before if the call succeeds.
+    """
+    while _failed:
+        _failed.pop().remove()
+    handles: list[RemovableHandle] = []
+
+    def run_end(*_: Any) -> None:
+        if sys.exc_info()[0] is None:
+            for handle in handles:
+                handle.remove()
+        else:  # torch iterates over the module's hooks, not over a copy
+            _failed.extend(handles)
+        if handles:
+            handles.clear()
+            end()
+
+    def run_succeed(*args: Any) -> Any:
+        return None if succeed is None or not handles else succeed(*args)
+
+    handles.append(module.register_forward_hook(run_succeed))
+    handles.append(module.register_forward_hook(run_end, always_call=True))
 
 
 @contextmanager

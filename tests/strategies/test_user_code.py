@@ -13,6 +13,7 @@ from tests.ranks import run_on_ranks
 from tests.strategies.trained_patterns import (
     BATCHES_OF_PATTERNS,
     PARALLEL,
+    fit_after_an_error,
     numbers_without_a_fit,
     problems,
     silent_problems,
@@ -57,6 +58,14 @@ def test_test_and_predict_steps_see_whole_weights(engine: str) -> None:
     under_ddp = run_on_ranks(2, numbers_without_a_fit, "ddp")
     for found, expected in zip(of_engine, under_ddp, strict=True):
         assert found == pytest.approx(expected, rel=0, abs=5e-6)  # sums in another order
+
+
+@pytest.mark.core("fsdp1", "fsdp2")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_in_a_call_is_the_users_and_ends_with_its_fit(engine: str) -> None:
+    for error, problem in run_on_ranks(2, fit_after_an_error, engine, timeout_s=120):
+        assert "Given normalized_shape=[7], expected input with shape [*, 7]" in error
+        assert problem == ""
 
 
 def test_one_process_of_stage_3_has_no_whole_weights_either() -> None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from packaging.version import Version
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from tests.strategies.oracle import quiet_trainer
-from tests.strategies.user_patterns import INPUTS, OUTPUTS, PATTERNS, Block, Pattern, Refused, in_table
+from tests.strategies.user_patterns import INPUTS, OUTPUTS, PATTERNS, Block, ManualPattern, Pattern, Refused, in_table
 
 BATCHES = 4
 CLOSE, CLOSE_IN_PARTS = 2e-5, 1e-4
@@ -96,17 +97,18 @@ def _strategy(engine: str, leaves_unused: bool, ignored: str | None = None) -> A
 
 def _train(kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trained:
     module = kind()
-    trainer = quiet_trainer(
-        _strategy(engine, kind.leaves_unused, kind.ignored),
-        dist.get_world_size(),
-        max_epochs=kind.epochs,
-        accumulate_grad_batches=kind.accumulate,
-        callbacks=module.callbacks(),
-        use_distributed_sampler=False,
-        **where,
-    )
     try:
-        trainer.fit(module, **module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None))
+        for _ in range(kind.fits):
+            trainer = quiet_trainer(
+                _strategy(engine, kind.leaves_unused, kind.ignored),
+                dist.get_world_size(),
+                max_epochs=kind.epochs,
+                accumulate_grad_batches=kind.accumulate,
+                callbacks=module.callbacks(),
+                use_distributed_sampler=False,
+                **where,
+            )
+            trainer.fit(module, **module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None))
     except Exception as error:  # noqa: BLE001 (compared with the words of the table)
         trained = Trained({}, {}, f"{type(error).__name__}: {error}")
     else:
@@ -158,6 +160,31 @@ def problems(names: Sequence[str], engine: str, **where: Any) -> list[str]:
 def silent_problems(names: Sequence[str], engine: str) -> list[str]:
     """Return the problems that no error tells: where nothing is sharded, more may be right or refused than usual."""
     return [one for one in problems(names, engine) if "Error" not in one and "was not refused; equal" not in one]
+
+
+class _CallsWithWrongShape(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+        with torch.no_grad():
+            self.model.blocks[0](batch[0])
+
+
+class _CallsParts(ManualPattern):
+    """Calls parts of a child, which are unsharded for that alone."""
+
+    def loss(self, batch: Any) -> Tensor:
+        net = self.model
+        return functional.mse_loss(net.head(net.blocks(net.blocks[0](net.embed(batch[0])))), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.first_backward(batch).step()
+
+
+def fit_after_an_error(engine: str) -> tuple[str, str]:
+    """Fail in a call of a unit; return the error, and what the next fit of this process has that differs from ddp."""
+    error = _train(_CallsWithWrongShape, engine, engine).error
+    trained, expected = (_train(_CallsParts, each, engine) for each in (engine, "ddp"))
+    return error, _problem(None, trained, expected, CLOSE)
 
 
 class _Evaluated(Pattern):

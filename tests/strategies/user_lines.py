@@ -443,14 +443,14 @@ def _answers_in_forwards(line: str, where: str) -> dict[str, Refused]:
 
 def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
     """Run a compiled line of users' code with the names that this file has for it."""
-    linear = module.model.get_submodule(layer)
+    linear, optimizers = module.model.get_submodule(layer), module.optimizers()
     names = {
         "s": module,
         "m": linear,
         "w": linear.weight,
         "h": module.model.head.weight,
         "ps": list(module.parameters()),
-        "groups": module.optimizers().param_groups[0]["params"],
+        "groups": (optimizers[0] if isinstance(optimizers, list) else optimizers).param_groups[0]["params"],
         "see": lambda value: module.see("", value),
         "np": np,
         "torch": torch,

@@ -62,6 +62,8 @@ class Net(nn.Module):
 class Pattern(LightningModule):
     """Plain training; each pattern changes something of it."""
 
+    fits: ClassVar[int] = 1
+    """One after the other, each with a Trainer of its own."""
     epochs: ClassVar[int] = 2
     accumulate: ClassVar[int] = 1
     validates: ClassVar[bool] = False
@@ -945,6 +947,19 @@ class ClipEachModule(Pattern):
             nn.utils.clip_grad_norm_(module.parameters(), 0.1)
 
 
+@pattern(CLIPPING, core=True)
+class ClipValuesOfSome(Pattern):
+    """Frozen parameters have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        nn.utils.clip_grad_value_(self.parameters(), 0.01)
+        nn.utils.clip_grad_norm_(self.model.embed.parameters(), 0.01)
+
+
 @pattern(CLIPPING)
 class ClipEachParameter(Pattern):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -1666,6 +1681,25 @@ class BatchNormWithValidation(Pattern):
         return Net(nn.BatchNorm1d)
 
 
+@pattern(BUFFERS, core=True)
+class BuffersOfSecondFit(Pattern):
+    """Each rank's own at the end of a fit, and those of rank 0 as the next one starts."""
+
+    fits = 2
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(INPUTS))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last.copy_(batch[0].mean(0))
+        return self.loss(batch)
+
+    def on_train_start(self) -> None:
+        self.see("last", self.last.sum())
+
+
 @pattern(BUFFERS)
 class BankAndCounter(Pattern):
     bank: Tensor
@@ -1798,6 +1832,18 @@ class GradientHooksWithTheirParameter(Pattern):
             parameter.register_hook(lambda gradient, p=parameter: gradient * p.norm() + 0.1 * p.detach())
 
 
+@pattern(HOOKS, core=True)
+class GradientHooksOfSecondFit(Pattern):
+    fits = 2
+    has_trained = False
+
+    def on_fit_start(self) -> None:
+        if self.has_trained:
+            for parameter in self.model.parameters():
+                parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        self.has_trained = True
+
+
 class HooksItsWeight(nn.Linear):
     """A linear layer that hooks its own weight in its first forward, and removes the hook in its sixth."""
 
@@ -1842,6 +1888,15 @@ class MultiGradHook(Pattern):
             self.see("sums", sum(gradient.abs().sum() for gradient in gradients))
 
         register_multi_grad_hook(tuple(self.model.parameters()), see)
+
+
+NO_NODE = Refused("register_multi_grad_hook\\(\\) of a sharded parameter in a hook", "`p.register_hook`")
+
+
+@pattern("the same in hooks", fsdp1=NO_NODE, fsdp2=NO_NODE, zero3=NO_NODE)
+class MultiGradHookOfHook(Pattern):
+    def on_train_start(self) -> None:
+        register_multi_grad_hook(tuple(self.model.parameters()), lambda gradients: self.see("number", len(gradients)))
 
 
 POST = Refused(
@@ -2228,6 +2283,19 @@ class EditsInManualSteps(ManualPattern):
         with torch.no_grad():
             self.first.weight[0].zero_()
             self.see("norm", sum(p.norm() for p in self.parameters()))
+
+
+@pattern(MANUAL)
+class LargerLimitAfterNoGradients(ManualPattern):
+    """The first limit is that of a step without gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx % 2:
+            self.first_backward(batch)
+        self.clip_gradients(optimizer, 0.5 if batch_idx % 2 else 0.01, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pattern(MANUAL)

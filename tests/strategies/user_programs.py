@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
 from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, answers_to, run_line
-from tests.strategies.user_patterns import PATTERNS, Entry, Pattern
+from tests.strategies.user_patterns import PATTERNS, Entry, Net, Pattern
 
 _LOSSES = ("plain", "plain", "two forwards", "block twice", "penalty", "recomputed", "target")
 """What a step computes."""
+_MODELS = (*["plain"] * 4, "frozen", "freezes", "buffers", "tied", "groups", "optimizers", "unused")
+"""What is trained."""
+_ON_BUFFERS = (
+    "s.model.blocks[0].norm.mean.mul_(0.9)",
+    "s.model.blocks[0].norm.mean[0] = 1.5",
+    "s.model.blocks[0].norm.mean.data.copy_(w.data.mean())",
+    "s.model.blocks[1].norm.mean = s.model.blocks[1].norm.mean * 0.5",
+    "s.model.blocks[1].norm.calls.zero_()",
+    "see(s.model.blocks[0].norm.mean.sum() + s.model.blocks[0].norm.calls)",
+    "see(sum(each.sum() for each in s.buffers()))",
+    "s.model.blocks[1].norm.load_state_dict(s.model.blocks[0].norm.state_dict())",
+)
 _IN_STEPS = ("training_step", "in_forward", "after_forward", "validation_step")
 _PLACES = (
     *_IN_STEPS,
@@ -32,6 +44,7 @@ _PLACES = (
 _WITH_GRADIENTS = ("on_before_optimizer_step", "before_clipping", "after_clipping")
 _WITH_LAST_GRADIENTS = ("on_after_backward", "after_backward", "step_pre_hook")
 """The same, outside of accumulation windows; the last runs before the closure, on what the step before has left."""
+_FOR_BUFFERS = tuple(each for each in _PLACES if each not in ("in_gradient_hook", "before_backward", "after_backward"))
 _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
@@ -45,7 +58,13 @@ _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 _ERRORS = (
     *("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward"),
     *("between a forward and its backward", "was used in a loss", "whose activations are recomputed"),
+    *(
+        "which held frozen parameters",
+        "which was frozen when fit() started",
+        "returned 2 optimizers, but a DeepSpeed engine has only one",
+    ),
     *("was used in backward(): with FSDP1", "DeepSpeed has freed the gradients", "assigns a tensor to a parameter"),
+    "as it was when a training step had gathered it",
 )
 """No program of ours, torch's own error (ZeRO-3's linear layers keep weights for all gradients), or refusals."""
 
@@ -68,6 +87,8 @@ class Program:
     is_manual: bool
     clips: bool
     loss: str
+    model: str
+    fits: int
 
     @staticmethod
     def drawn(seed: int) -> Program:
@@ -76,7 +97,12 @@ class Program:
         accumulate, is_manual = draw.choice((1, 1, 2, 3)), draw.random() < 0.25
         lines = tuple(_line(draw, accumulate) for _ in range(draw.choice((1, 2, 2, 3))))
         clips = not is_manual and draw.random() < 0.4
-        return Program(lines, accumulate, is_manual, clips, draw.choice(_LOSSES))
+        loss, model = draw.choice(_LOSSES), draw.choice(_MODELS)
+        if model == "optimizers":
+            is_manual, clips = True, False
+        if model == "buffers":
+            lines += (_Line(draw.choice(_FOR_BUFFERS), draw.choice(_ON_BUFFERS), "head", frozenset(range(4))),)
+        return Program(lines, accumulate, is_manual, clips, loss, model, draw.choice((1, 1, 1, 2)))
 
 
 def _line(draw: random.Random, accumulate: int) -> _Line:
@@ -97,6 +123,27 @@ def _line(draw: random.Random, accumulate: int) -> _Line:
     return _Line(place, code, draw.choice(_LAYERS), frozenset(batches))
 
 
+class _Centred(nn.Module):
+    """Subtracts a mean that forwards move: dividing by the deviation of two samples would magnify roundings."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                self.mean.lerp_(x.mean(0), 0.2)
+                self.calls += 1
+            mean = self.mean.clone()  # a second forward moves it before the backward of the first
+        return self.scale * (x - mean)
+
+
 class _Drawn(Pattern):
     """Runs the lines of a program in their places."""
 
@@ -107,14 +154,34 @@ class _Drawn(Pattern):
         super().__init__()
         self.automatic_optimization = not self.program.is_manual
         self.batch_idx = 0
+        blocks: Any = self.model.blocks
+        if self.program.model == "frozen":
+            blocks[0].up.weight.requires_grad_(False)
+        if self.program.model == "tied":
+            blocks[1].up.weight = blocks[0].up.weight
         for name in _LAYERS:
             layer: Any = self.model.get_submodule(name)
             layer.register_forward_pre_hook(partial(self.in_forward, name))
-            if any(line.place == "in_gradient_hook" and line.layer == name for line in self.program.lines):
+            is_hooked = any(line.place == "in_gradient_hook" and line.layer == name for line in self.program.lines)
+            if is_hooked and layer.weight.requires_grad:
                 layer.weight.register_hook(partial(self.in_gradient_hook, name))
         if self.program.loss == "recomputed":
             for block in self.model.blocks:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def build(self) -> Net:
+        return Net(_Centred) if self.program.model == "buffers" else super().build()
+
+    def groups(self) -> Any:
+        if self.program.model != "groups":
+            return super().groups()
+        blocks, rest = self.model.blocks.parameters(), [*self.model.embed.parameters(), *self.model.head.parameters()]
+        return [{"params": blocks, "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
+
+    def net(self, inputs: Tensor) -> Tensor:
+        net = self.model
+        leaves_out = self.program.model == "unused" and self.trainer.training and self.batch_idx % 2
+        return net.head(net.blocks[0](net.embed(inputs))) if leaves_out else net(inputs)
 
     def run(self, place: str, layers: Sequence[str] = _LAYERS) -> None:
         for line, code in self.compiled:
@@ -125,15 +192,15 @@ class _Drawn(Pattern):
         (inputs, targets), net, kind = batch, self.model, self.program.loss
         if kind == "block twice":
             return functional.mse_loss(net.head(net.blocks(net.blocks[0](net.embed(inputs)))), targets)
-        loss = super().loss(batch)
+        loss = functional.mse_loss(self.net(inputs), targets)
         if kind == "two forwards":
-            return loss + functional.mse_loss(net(2 * inputs), targets)
+            return loss + functional.mse_loss(self.net(2 * inputs), targets)
         if kind == "penalty":
             return loss + 0.01 * torch.stack([each.square().sum() for each in self.parameters()]).sum()
         if kind == "target":
             with torch.no_grad():
-                targets = net(inputs + 1)
-            return loss + functional.mse_loss(net(inputs), targets)
+                targets = self.net(inputs + 1)
+            return loss + functional.mse_loss(self.net(inputs), targets)
         return loss
 
     def in_forward(self, layer: str, *_: Any) -> None:
@@ -150,12 +217,18 @@ class _Drawn(Pattern):
         self.run("after_forward")
         if self.automatic_optimization:
             return loss
-        optimizer: Any = self.optimizers()
         self.manual_backward(loss / self.program.accumulate)
         if (batch_idx + 1) % self.program.accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                optimizer.step()
+                optimizer.zero_grad()
         return None
+
+    def on_train_epoch_start(self) -> None:
+        if self.program.model == "freezes" and self.current_epoch == 1:
+            self.model.get_parameter("blocks.1.down.weight").requires_grad_(False)
+        self.run("on_train_epoch_start")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.batch_idx = batch_idx
@@ -168,10 +241,14 @@ class _Drawn(Pattern):
         self.run("after_backward")
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
+        if self.program.model == "optimizers":
+            parts = self.model.blocks.parameters(), [*self.model.embed.parameters(), *self.model.head.parameters()]
+            optimizers = [SGD(part, lr=0.05, momentum=0.9) for part in parts]
+        else:
+            optimizers = [super().configure_optimizers()]
         for place in {line.place for line in self.program.lines if line.place.startswith("step_")}:
-            getattr(optimizer, f"register_{place}")(lambda *_, place=place: self.run(place))
-        return optimizer
+            getattr(optimizers[0], f"register_{place}")(lambda *_, place=place: self.run(place))
+        return optimizers
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         self.run("before_clipping")
@@ -190,12 +267,14 @@ class _Drawn(Pattern):
 
 
 def _pattern(program: Program) -> type[Pattern]:
-    hooks = {line.place for line in program.lines if line.place.startswith("on_")}
+    hooks = {line.place for line in program.lines if line.place.startswith("on_")} - {"on_train_epoch_start"}
     attributes: dict[str, Any] = {place: lambda self, *_, _place=place, **__: self.run(_place) for place in hooks}
     attributes |= {
         "program": program,
+        "fits": program.fits,
         "compiled": [(line, compile(line.code, f"<{line.place}>", "exec")) for line in program.lines],
         "accumulate": 1 if program.is_manual else program.accumulate,
+        "leaves_unused": program.model in ("freezes", "unused"),
         "validates": any("validation" in line.place for line in program.lines),
     }
     return type("Drawn", (_Drawn,), attributes)
@@ -206,7 +285,9 @@ def problems_of_programs(engine: str, seeds: Iterable[int]) -> list[str]:
     found = []
     for seed in seeds:
         program = Program.drawn(seed)
-        name = f"program {seed}"
+        if engine.startswith("zero3") and program.loss == "penalty":
+            program = replace(program, loss="two forwards")
+        name = f"program {seed}, {program.loss}"
         PATTERNS[name] = Entry(_pattern(program), "lines", {}, core=False)
         found += [f"{one}\n{program}" for one in problems([name], engine) if not any(each in one for each in _ERRORS)]
     return found
