@@ -87,6 +87,7 @@ class GradientAccumulator:
         self.names: Mapping[nn.Parameter, str] = dict(engine.param_names)
         optimized = list(optimized)
         self._frozen = [each for each in optimized if not each.requires_grad]
+        self._left_out = set(map(id, self._frozen)) if self._is_partitioned else set()
         if self._is_partitioned:
             self._parameters = [each for group in zero_optimizer.parameter_groups(zero) for each in group]
         else:
@@ -215,7 +216,7 @@ class GradientAccumulator:
 
     def leaves_out(self, parameter: Tensor) -> bool:
         """Return whether the user's optimizer was given a parameter, frozen, that DeepSpeed's does not hold."""
-        return self._is_partitioned and any(each is parameter for each in self._frozen)
+        return id(parameter) in self._left_out
 
     # ------------------------------------------------------------------ backward
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

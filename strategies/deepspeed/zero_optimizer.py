@@ -256,9 +256,8 @@ class ChangedWeights:
             both = [self._names[each] for each, version in pairs if _version_of(each) != version]
             if both:
                 raise RuntimeError(
-                    f"{', '.join(both[:3])}{' and others' if both[3:] else ''} was changed in the module, and the "
-                    "weights of optimizer.param_groups were changed, too, before they were synchronized. Change "
-                    "only the module's parameters."
+                    f"{_first(both)} was changed in the module, and the weights of optimizer.param_groups were "
+                    "changed, too, before they were synchronized. Change only the module's parameters."
                 )
         sync_master_weights(self._zero, except_for=changed)
         self.accept()
@@ -293,14 +292,17 @@ class ChangedWeights:
             if flat._version != version
         ]
         if changed and self._frozen:
-            names = ", ".join(self._names[each] for each in self._frozen[:3])
             raise RuntimeError(
-                f"Weights of optimizer.param_groups were changed, which held frozen parameters ({names}"
-                f"{' and others' if self._frozen[3:] else ''}): DeepSpeed leaves these out of its flat ones, so the "
-                "change did not reach them. Change the module's parameters, or give the optimizer only those with "
-                "requires_grad=True."
+                "Weights of optimizer.param_groups were changed, which held frozen parameters "
+                f"({_first([self._names[each] for each in self._frozen])}): DeepSpeed leaves these out of its flat "
+                "ones, so the change did not reach them. Change the module's parameters, or give the optimizer only "
+                "those with requires_grad=True."
             )
         return changed
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" and others" if names[3:] else "")
 
 
 def _version_of(parameter: Any) -> int:

@@ -796,8 +796,9 @@ def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kin
     leaf.requires_grad_(True)  # torch hooks nothing else, and what is frozen may be thawed
     setattr(leaf, name, getattr(leaf, kind)(hook))
     leaf.requires_grad_(is_trained)
-    hooks = leaf._backward_hooks or {}
-    hooks.update([(key, hooks.pop(key)) for key in list(hooks)[:-1]])
+    if kind == "register_hook":
+        hooks = leaf._backward_hooks
+        hooks.update([(key, hooks.pop(key)) for key in list(hooks)[:-1]])
 
 
 def run_hooks_on(leaf: Any, record: Any) -> None:
