@@ -51,28 +51,28 @@ class ElasticTraining(Callback):
 
     Under ``torchrun --nnodes=1:4 --max-restarts=...`` the script is started again, with the processes that are left,
     whenever one is lost or comes back. Then every sample of an epoch is used once over all these runs, every optimizer
-    step has the samples, the gradient and the learning rate that it would have had without the interruption, and what
-    was done after the last checkpoint is done again.
+    step has the samples, the gradient and the learning rate that it would have had without the interruption, and steps
+    after the last checkpoint are repeated.
 
     - Each optimizer step has ``global_batch_size`` samples: the batch size of each process and
       ``accumulate_grad_batches`` are set so that they make that up. The loader's own ``batch_size`` is not used.
     - The order of samples comes from ``seed`` and the epoch. A loader with ``shuffle=True`` is shuffled, one with
-      ``drop_last=True`` leaves an incomplete last global batch out; else its samples are dealt as equally as possible,
-      and each counts the same. A process that has none of them computes one that counts nothing.
+      ``drop_last=True`` leaves an incomplete last global batch out; else its samples are divided as equally as
+      possible, and each counts the same. A process without a sample computes one that does not count.
     - The loss that ``training_step`` returns must be a mean over the samples of its batch.
     - ``limit_train_batches`` and ``val_check_interval`` as whole numbers, and the ``frequency`` of schedules with
       ``interval="step"``, count optimizer steps, which are the same on any number of processes.
-    - A checkpoint may be of any moment. What is in it of an open accumulation window is done again.
+    - A checkpoint may be of any moment. A run that resumes from it repeats an open accumulation window.
     - Processes that share one copy of the model (tensor or sequence parallelism) have the same samples, and count as
       one. A run may continue with other sizes.
 
-    What cannot be alike are random numbers (dropout, augmentation), and layers that look at the whole micro-batch
-    (BatchNorm), where its size changes.
+    Two things differ: random numbers (dropout, augmentation), and layers that use the whole micro-batch (BatchNorm), if
+    its size changes.
 
     Args:
         global_batch_size: Samples of one optimizer step, over all processes.
-        max_batch_size: Most samples of one process in one micro-batch, what fits into memory. Default: no limit, and
-            so no accumulation.
+        max_batch_size: Most samples of one process in one micro-batch, as memory allows. Default: no limit, and so no
+            accumulation.
         resume_from: Folder of checkpoints that all processes see: ``fit`` continues from the newest whole one, see
             `accelight.strategies.newest_checkpoint`; ``fit(ckpt_path=...)`` is for the first start then. Default:
             ``ckpt_path`` alone says.

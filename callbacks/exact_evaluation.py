@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @named_arguments
 class ExactEvaluation(Callback):
-    """Makes validation and test metrics of many processes equal to those of one, though samples are dealt out evenly.
+    """Makes validation and test metrics of many processes equal to those of one, although all get equally many samples.
 
     Adding it is enough for steps that log numbers or torchmetrics' metrics, by ``self.log`` or ``self.log_dict``::
 
@@ -66,13 +66,13 @@ class ExactEvaluation(Callback):
 
     Floating-point sums of another order may differ in their last bits, as they do between batch sizes.
 
-    What it cannot know raises instead of giving a wrong number: loaders that deal samples in an unknown way, a loader
-    that drops samples, numbers logged at the epoch's end that differ between processes. What it cannot see are values
+    It raises instead of giving a wrong number where it cannot know: loaders that divide samples in an unknown way, a
+    loader that drops samples, numbers logged at the epoch's end that differ between processes. It does not see values
     that a step keeps in the module by itself; let such a step use `gather`, or look at `num_samples`.
 
     Args:
-        assume_disjoint: Accept loaders whose dealing cannot be read (iterable datasets, samplers of your own), because
-            each of their samples lies on exactly one process.
+        assume_disjoint: Accept loaders that do not show which process has which samples (iterable datasets, samplers of
+            your own), because each of their samples is on exactly one process.
     """
 
     def __init__(self, assume_disjoint: bool = False) -> None:

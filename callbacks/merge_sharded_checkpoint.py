@@ -60,8 +60,8 @@ class MergeShardedCheckpoint(Callback):
 
     Process 0 of all starts ``accelight merge-weights`` as a separate process, one merge at a time, at low priority
     (niceness 10) unless training waits for it. A checkpoint that is to be deleted or overwritten while a merge needs it
-    waits for the merge. What goes wrong is raised on all processes when ``fit`` ends; an exception in training ends the
-    merges, and nothing half-done stays.
+    waits for the merge. Errors are raised on all processes when ``fit`` ends; an exception in training ends the merges,
+    which leave nothing unfinished.
 
     For a Hugging Face model, its configuration and the tokenizer or processor (attributes ``tokenizer``, ``processor``,
     ``image_processor``, ``feature_extractor`` of the module or the datamodule) are saved beside the weights. A model

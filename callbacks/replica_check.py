@@ -87,18 +87,18 @@ class ReplicaCheck(Callback):
 
         Trainer(strategy="ddp", callbacks=[ReplicaCheck(every_n_steps=500)])
 
-    After every so many optimizer steps each process computes fingerprints of its parameters, its optimizer state and
-    its constant buffers, which a single flipped bit changes. Threads compare those of copies through the process
-    group's store, without a collective; step counts, learning rates, the state of schedules and samplers, the loss
-    scale, and the random state of processes that must draw alike, too. A difference names the tensor, the processes
-    that differ and the step, and says whether a majority of the copies could repair it.
+    After every ``every_n_steps`` optimizer steps, each process computes fingerprints of its parameters, its optimizer
+    state and its constant buffers, which a single flipped bit changes. Threads compare those of copies through the
+    process group's store, without a collective; step counts, learning rates, the state of schedules and samplers, the
+    loss scale, and the random state of processes that must draw alike, too. A difference names the tensor, the
+    processes that differ and the step, and says whether a majority of the copies could repair it.
 
     - All processes raise the same error at the same place, at most ten steps after the step that was compared.
     - Every save first compares the present state, as does the end of training: no checkpoint has unseen differences.
     - Compared are copies in hybrid sharding (HSDP), under ``ddp`` and ``NO_SHARD``; the weights that ZeRO 0 to 2
       gather; the optimizer state of ZeRO-0 in fp32; parameters of ignored modules. Shards of which there is one, as
       with plain FSDP and ZeRO-3, have no copy to be compared with: there the rest is checked.
-    - A process on its own has nothing to compare, and says so once.
+    - One process has nothing to compare without ``recompute``, and logs that once.
 
     Args:
         every_n_steps: Optimizer steps from one check to the next.

@@ -48,7 +48,7 @@ class ShardedEMA(Callback):
     step needs no communication, and memory of one shard more. Works with accelight's strategies, ``ddp`` and a single
     device; the averages equal those of one process.
 
-    - In validation, test and predict the model has the averages, and training goes on with the trained weights.
+    - In validation, test and predict the model has the averages, and training continues with the trained weights.
       Metrics that ``ModelCheckpoint`` and ``EarlyStopping`` look at are those of the averages.
     - Checkpoints have both, with accelight's strategies also those of ``save_weights_only``. Training resumes from them
       on another number of processes and on the other FSDP version; ``Trainer.test(ckpt_path=...)`` with this callback

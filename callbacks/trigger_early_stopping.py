@@ -49,14 +49,14 @@ _REASONS = {DEFAULT: "set_trigger()", _CONDITION: "condition", _NONFINITE: "non-
 
 @named_arguments
 class TriggerEarlyStopping(Callback):
-    """Stops training on every process at the same step when any process says so.
+    """Stops training on every process at the same step when any process asks for it.
 
-    A process says so by ``condition``, by a loss that is not finite, by a signal, or by ``set_trigger()`` anywhere in
-    user code (the unnamed trigger; named ones are left to whoever checks them). The processes agree at the end of
+    A process asks for it by ``condition``, by a loss that is not finite, by a signal, or by ``set_trigger()`` anywhere
+    in user code (the unnamed trigger; named ones are left to whoever checks them). The processes agree at the end of
     optimizer steps, so that no gradient is lost. After that Lightning ends as with its own ``EarlyStopping``, which may
-    run beside this: not before ``min_steps`` and ``min_epochs``, and with a last validation.
+    run at the same time: not before ``min_steps`` and ``min_epochs``, and with a last validation.
 
-    **Signals** only leave a note; the next check does the rest on all processes: a checkpoint, then Lightning's
+    **Signals** only set a flag. At the next check, all processes save a checkpoint and raise Lightning's
     ``SIGTERMException``, a ``SystemExit`` with the status of a process that the signal has ended: 128 and its number,
     143 for SIGTERM. ``min_steps`` does not hold that back. The checkpoint lies in the folder of the first
     ``ModelCheckpoint``, where ``fit(ckpt_path="last")`` finds it, else in ``default_root_dir``; its path is
@@ -77,7 +77,7 @@ class TriggerEarlyStopping(Callback):
         stop_on_signals: Signals that stop training, such as ``[signal.SIGTERM, "SIGUSR1"]``.
         lag: Whether checks answer for what was set before the previous one. They hardly wait then, and the stop comes
             one check later, on all processes alike. False stops at the check itself, and waits for all at each.
-        verbose: Whether to say on process 0 what stopped training.
+        verbose: Whether process 0 prints what stopped training.
         end_epoch_when_exhausted: Whether the epoch ends on all processes when the data of one ends, instead of hanging.
             What the others have left is not used in this epoch. Loaders without a length cost a reduction each batch.
         requeue_on_signals: Signals that stop training, too, and after whose checkpoint the SLURM job goes back to the

@@ -90,7 +90,7 @@ class Watchdog(TimingCallback):
     A process has a limit for each action of the Trainer (a hook, the next batch, the backward, a save): ``factor``
     times the median of how long it usually takes, at least twice what it has taken twice, and at least
     ``min_limit_s``. The first three times, and while ``torch.compile`` compiles, the limit is ``first_limit_s``. When
-    a process stands still for longer and does not wait for another one, when it is no longer heard from, or when all
+    a process stands still for longer and does not wait for another one, when its messages end, or when all
     wait for each other, process 0 logs a table of all processes, and each one writes the stacks of its threads (and
     torch's flight recorder) to ``dirpath``.
 

@@ -234,8 +234,8 @@ def merge_fsdp_weights(
         output_path: Folder for ``model.safetensors``; made where missing. A file of that name is replaced. It may be
             the URL of an object store; one that has the checkpoint, too, copies the bytes itself where it can.
         safe_serialization: False writes ``pytorch_model.bin`` instead, with the full model in memory.
-        remove_checkpoint_dir: Remove the folder that was merged, after the output was read back and compared. Beside
-            one it was given, an optimizer's folder stays; DeepSpeed's ``latest`` goes with the tag folder it names.
+        remove_checkpoint_dir: Remove the folder that was merged, after the output was read back and compared. An
+            optimizer's folder next to it stays; DeepSpeed's ``latest`` is removed with the tag folder that it names.
         max_shard_size: Split into files of at most this size (``"5GB"``, bytes), with Hugging Face's index.
         dtype: Convert floating-point tensors (``"bf16"``, ``"float16"``, a ``torch.dtype``); others keep theirs. None
             keeps each one's own, but for ZeRO 1 to 3: fp32, as DeepSpeed's ``zero_to_fp32`` gives.

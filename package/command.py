@@ -63,9 +63,9 @@ def _show_timings(arguments: Namespace) -> int:
 
 
 def _add_convert_config(add_parser: Callable[..., ArgumentParser]) -> None:
-    summary = "show the Trainer that an Accelerate config file asks for"
+    what = "the Trainer that an Accelerate config file asks for"
     parser = add_parser(
-        "convert-config", help=summary, description=f"{summary.capitalize()}, as Python code.", allow_abbrev=False
+        "convert-config", help=f"show {what}", description=f"Show {what}, as Python code.", allow_abbrev=False
     )
     default = "default: the one that accelerate config writes"
     parser.add_argument("path", type=Path, metavar="PATH", nargs="?", help=f"the file, YAML or JSON; {default}")

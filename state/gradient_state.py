@@ -96,7 +96,7 @@ _shared = _Shared()
 class GradientState(ReadOnlyState):
     """Facts about gradient accumulation and the data under it. All instances share one state.
 
-    A strategy drives it under a Trainer. In a loop of one's own, :meth:`track` and :meth:`accumulate` do::
+    A strategy drives it under a Trainer. In a loop of your own, use :meth:`track` and :meth:`accumulate`::
 
         gradients = GradientState(GradientAccumulationPlugin(num_steps=4))
         for batch in gradients.track(dataloader):

@@ -47,8 +47,8 @@ class PartialState(ReadOnlyState):
     destroyed the facts stay as last known, and communication raises ``RuntimeError``.
 
     In a process that Lightning's own launcher started (``LOCAL_RANK`` and ``WORLD_SIZE`` set, ``RANK`` not) the group
-    begins in ``Trainer.fit``. Until then the state knows its place and waits for nobody: the first process has passed
-    this line long ago. ``wait_for_everyone`` and ``main_process_first`` do nothing there, gathering and triggers raise.
+    begins in ``Trainer.fit``. Until then the state knows its place, but cannot communicate: the first process is past
+    this line already. ``wait_for_everyone`` and ``main_process_first`` do nothing there, gathering and triggers raise.
 
     Args:
         cpu: Use the CPU even where there is an accelerator. ``ACCELERATE_USE_CPU=1`` does the same.

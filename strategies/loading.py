@@ -120,11 +120,11 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     For ``trainer.fit(..., ckpt_path=newest_checkpoint("checkpoints"))`` in a script that is started again whenever it
     has ended. Newest is the one of the most steps, as the checkpoint itself says, full or sharded, whatever its name
-    (``last.ckpt`` and ``hpc_ckpt_1.ckpt`` too). Passed over, with a warning, are those that a killed process has left
-    incomplete, and those without optimizer state. The bytes of tensors are not read.
+    (``last.ckpt`` and ``hpc_ckpt_1.ckpt`` too). Checkpoints that a killed process has left incomplete, and those
+    without optimizer state, are skipped with a warning. The bytes of tensors are not read.
 
-    Where a process group is there, process 0 looks and sends the result to the others, and all must call it. Before,
-    each process looks by itself. `ElasticTraining(resume_from=...)` looks when the processes are connected.
+    With a process group, process 0 searches and sends the result to the others, and all must call it. Without one,
+    each process searches by itself. `ElasticTraining(resume_from=...)` searches once the processes are connected.
 
     Args:
         folder: Such as ``ModelCheckpoint(dirpath)``. It need not exist.

@@ -21,7 +21,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), *,
 
     Each process is a fork of this one: it has all that the notebook has defined so far. The function begins with the
     variables that torchrun sets, so it can do everything that a script under torchrun can. What it changes is gone
-    when it ends; what is needed later belongs into a file, such as a checkpoint. With one process, the function runs
+    when it ends: write what you need later into a file, such as a checkpoint. With one process, the function runs
     in the notebook's own process, and in a script that torchrun has started on as many processes, in each of these.
 
     Example::

@@ -483,21 +483,21 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         enable_msamp: Whether MS-AMP trains in FP8.
         msamp_opt_level: MS-AMP's optimization level.
         load_universal: Whether a checkpoint may come from another number of ranks: it is converted to DeepSpeed's
-            universal form once, beside itself.
+            universal form once, in a folder next to it.
         find_unused_parameters: Whether ranks may use different layers in stage 3, too: it then keeps parameters
             gathered from forward to step, as stage 2 does. Stages 0 to 2 allow that anyway.
         broadcast_buffers: Whether buffers (BatchNorm's statistics, memory banks, counters) are process 0's at each
             forward of a fit, where and when ddp broadcasts them. Default True.
         async_save: Write checkpoints in the background while training continues; the loop waits for the copy to host
             memory. See `wait_for_saves`. Default False.
-        save_trainable_only: Whether checkpoints leave out what is frozen, such as the base of adapters. A module that
-            resumes brings it; other values are an error. Default False.
+        save_trainable_only: Whether checkpoints leave out what is frozen, such as the base of adapters. The module
+            that resumes must have it; other values are an error. Default False.
         exclude_frozen_parameters: Lightning's name for ``save_trainable_only``.
         weights_only: False lets a checkpoint hold any Python object, and so run code when it is read. What
             ``fit(weights_only=...)`` and the like are given wins.
         gradient_accumulation: A `GradientAccumulationPlugin`, or the number of micro-batches for each optimizer step.
         timeout: Of the process group's collectives. Default 30 minutes.
-        process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it.
+        process_group_backend: Default: gloo on CPU, on an accelerator its own backend, with gloo for CPU tensors.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed is not installed.

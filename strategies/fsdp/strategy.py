@@ -565,10 +565,10 @@ class AccelFSDPStrategy(TrainerHooks):
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
         async_save: Write checkpoints in the background while training continues; the loop waits at most for the copy to
             host memory, and what is there already is copied behind the next backward. See `wait_for_saves`.
-            ``"process"`` lets a process beside each rank write sharded ones: what `Trainer.save_checkpoint` has
-            returned for is completed though all ranks are killed. Default False.
+            ``"process"`` lets a separate process for each rank write sharded ones: once `Trainer.save_checkpoint`
+            has returned, the checkpoint is completed even if all ranks are killed. Default False.
         save_trainable_only: Whether checkpoints leave out what is frozen and has not changed since fit began, such as
-            the base of adapters. A module that resumes brings it, or ``pretrained_weights`` does; other values are an
+            the base of adapters. The module that resumes must have it, or ``pretrained_weights``; other values are an
             error. Default False.
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``; also Accelerate's own config. With
@@ -579,8 +579,7 @@ class AccelFSDPStrategy(TrainerHooks):
         sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
             Default: a causal language model of transformers.
         timeout: Of the process group's collectives. Default 30 minutes.
-        process_group_backend: Default: gloo on CPU, on an accelerator its own backend with gloo beside it for what
-            lies on the CPU.
+        process_group_backend: Default: gloo on CPU, on an accelerator its own backend, with gloo for CPU tensors.
 
     Raises:
         ValueError: If both a plugin and fields of it are given, or a field or ``async_save`` has a value that is not
