@@ -52,7 +52,7 @@ class TriggerEarlyStopping(Callback):
     """Stops training on every process at the same step when any process asks for it.
 
     A process asks for it by ``condition``, by a loss that is not finite, by a signal, or by ``set_trigger()`` anywhere
-    in user code (the unnamed trigger; named ones are left to whoever checks them). The processes agree at the end of
+    in user code (the unnamed trigger; code that sets a named one checks it itself). The processes agree at the end of
     optimizer steps, so that no gradient is lost. After that Lightning ends as with its own ``EarlyStopping``, which may
     run at the same time: not before ``min_steps`` and ``min_epochs``, and with a last validation.
 

@@ -44,7 +44,6 @@ _PLACES = (
 _WITH_GRADIENTS = ("on_before_optimizer_step", "before_clipping", "after_clipping")
 _WITH_LAST_GRADIENTS = ("on_after_backward", "after_backward", "step_pre_hook")
 """The same, outside of accumulation windows; the last runs before the closure, on what the step before has left."""
-_FOR_BUFFERS = tuple(each for each in _PLACES if each not in ("in_gradient_hook", "before_backward", "after_backward"))
 _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
@@ -53,6 +52,7 @@ _IN_BACKWARD = ("see(", "w.", "w[")
 """How lines begin that read, or change their own weight alone: others may be in use."""
 _IN_OWN_BACKWARD = ("in_gradient_hook", "before_backward", "after_backward")
 """Where modules cannot be called."""
+_FOR_BUFFERS = tuple(each for each in _PLACES if each not in _IN_OWN_BACKWARD)
 _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 """Words of lines after which ``ddp`` computes some gradients with old values, as the guides say."""
 _ERRORS = (
@@ -172,10 +172,15 @@ class _Drawn(Pattern):
     def build(self) -> Net:
         return Net(_Centred) if self.program.model == "buffers" else super().build()
 
+    def parts(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of the blocks, and the others."""
+        net = self.model
+        return [list(net.blocks.parameters()), [*net.embed.parameters(), *net.head.parameters()]]
+
     def groups(self) -> Any:
         if self.program.model != "groups":
             return super().groups()
-        blocks, rest = self.model.blocks.parameters(), [*self.model.embed.parameters(), *self.model.head.parameters()]
+        blocks, rest = self.parts()
         return [{"params": blocks, "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
 
     def net(self, inputs: Tensor) -> Tensor:
@@ -242,8 +247,7 @@ class _Drawn(Pattern):
 
     def configure_optimizers(self) -> Any:
         if self.program.model == "optimizers":
-            parts = self.model.blocks.parameters(), [*self.model.embed.parameters(), *self.model.head.parameters()]
-            optimizers = [SGD(part, lr=0.05, momentum=0.9) for part in parts]
+            optimizers = [SGD(part, lr=0.05, momentum=0.9) for part in self.parts()]
         else:
             optimizers = [super().configure_optimizers()]
         for place in {line.place for line in self.program.lines if line.place.startswith("step_")}:
