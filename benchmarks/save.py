@@ -116,18 +116,11 @@ class _Saves:
 
 
 def _lightning() -> Any:
-    import torch
-    from lightning.pytorch.strategies import FSDPStrategy
     from torch import nn
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    class OnCPU(FSDPStrategy):
-        """Lightning's own with nothing changed but the device that torch is told."""
+    from benchmarks.sharded_training import FSDPStrategyOnCPU
 
-        def _setup_model(self, model: nn.Module) -> nn.Module:
-            return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
-
-    return OnCPU(auto_wrap_policy={nn.Linear}, state_dict_type="sharded")
+    return FSDPStrategyOnCPU(auto_wrap_policy={nn.Linear}, state_dict_type="sharded")
 
 
 def _ours(engine: str) -> Any:

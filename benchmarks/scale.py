@@ -5,9 +5,10 @@
     ACCELIGHT_BENCH_PROCESSES=2,4 python -m benchmarks scale
 
 With U units of B bytes in all and A micro-batches a step, each unit is gathered twice for a micro-batch (forward and
-backward), and its gradients are reduced and scattered once for a step: 2AU calls of 2AB bytes, and U of B. With
-``reshard_during_accumulation=False`` it is gathered once for a step. Two copies (HSDP) gather and scatter among half of
-the processes, and add U all-reduces of this process's shards. Small reductions: one of 4 (P + 1) bytes for a
+backward), and its gradients are reduced and scattered once for a step: 2AU calls of 2AB bytes, and U of B. FSDP2
+gathers the last unit, whose backward comes first, once for a micro-batch: A calls less. With
+``reshard_during_accumulation=False`` each unit is gathered once for a step. Two copies (HSDP) gather and scatter among
+half of the processes, and add U all-reduces of this process's shards. Small reductions: one of 4 (P + 1) bytes for a
 step (which of the P parameters were used, and SIGTERM, in place of Lightning's broadcast), one of 4 bytes for each
 other micro-batch (SIGTERM).
 
@@ -81,10 +82,11 @@ def _formula(world_size: int, kind: str, accumulate: int) -> Counts:
     num_bytes = 4.0 * NUM_LAYERS * WIDTH * (WIDTH + 1)
     if kind.startswith(OURS_ZERO):
         return _formula_of_zero(int(kind.removeprefix(OURS_ZERO)), accumulate, num_bytes)
-    gathers = 1 if kind.endswith(KEPT) else 2 * accumulate
+    kept = kind.endswith(KEPT)
+    gathers = NUM_LAYERS if kept else 2 * accumulate * NUM_LAYERS - accumulate * kind.startswith(OURS_FSDP2)
     expected: Counts = {
         "allreduce": (accumulate, 16.0 * (accumulate - 1) + 4.0 * (_NUM_PARAMETERS + 2)),
-        "gather": (gathers * NUM_LAYERS, gathers * num_bytes),
+        "gather": (gathers, gathers * num_bytes / NUM_LAYERS),
         "reduce_scatter": (NUM_LAYERS, num_bytes),
     }
     if kind.endswith(COPIES):

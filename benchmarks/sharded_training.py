@@ -88,7 +88,7 @@ class _Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class _FSDPOnCPU(FSDPStrategy):
+class FSDPStrategyOnCPU(FSDPStrategy):
     """Lightning refuses exactly its own class on CPU.
 
     It reduces gradients once a window, as ours does: Lightning's ``block_backward_sync`` asks for DDP by a protocol
@@ -167,7 +167,7 @@ def train(
 
 def _strategy(kind: str, world_size: int) -> Any:
     if kind == LIGHTNING_FSDP1:
-        return _FSDPOnCPU(auto_wrap_policy=ModuleWrapPolicy({Layer}), process_group_backend="gloo")
+        return FSDPStrategyOnCPU(auto_wrap_policy=ModuleWrapPolicy({Layer}), process_group_backend="gloo")
     if kind == LIGHTNING_FSDP2:
         return ModelParallelStrategy(world_size, 1, process_group_backend="gloo")
     if kind == LIGHTNING_DDP:

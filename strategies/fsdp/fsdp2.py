@@ -77,6 +77,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     version = 2
     model_key = "state_dict"
     renews_parameters = True
+    keeps_last_unit = True
+    """Whether the last unit stays unsharded until its backward, which comes first."""
 
     def __init__(self, settings: FSDP2Settings, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(settings, mesh, device)
@@ -107,6 +109,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
+        # torch would gather the last unit again at once: its memory serves nothing else before.
+        kept = plan.units[-1] if plan.units and self.keeps_last_unit and self._mesh_after_forward is None else None
         policy = self._mp_policy(is_root=False)
         for module in [*plan.parts, *([] if plan.parts else [root])]:
             if not can_be_unit(module):
@@ -116,7 +120,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
                 )
         for unit in [*plan.units, *plan.parts]:
             if not isinstance(unit, FSDPModule):
-                fully_shard(unit, reshard_after_forward=bool(reshard), mp_policy=policy, **common)
+                frees = bool(reshard) and unit is not kept
+                fully_shard(unit, reshard_after_forward=frees, mp_policy=policy, **common)
                 if self._mesh_after_forward is not None:
                     reshard_to(unit, self._mesh_after_forward)
         heads = [] if plan.parts else self._heads(model, plan)
@@ -660,6 +665,7 @@ class _InPlaceEngine(FSDP2Engine):
     """Makes the model itself the root: nobody redirects its ``forward`` here."""
 
     refuses_holders = False  # users hold the original parameters, for `map_parameters`
+    keeps_last_unit = False  # nobody reshards it after a forward without a backward
 
     @override
     def _root_of(self, model: nn.Module) -> nn.Module:

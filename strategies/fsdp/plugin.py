@@ -82,7 +82,8 @@ class PluginFields:
     sharding_strategy: str | ShardingStrategy | None = None
     """FSDP1: what is sharded, ``"FULL_SHARD"`` by default. With FSDP2 it is turned into ``reshard_after_forward``."""
     reshard_after_forward: str | ShardingStrategy | bool | int | None = None
-    """FSDP2: free gathered parameters after forward, True by default. A number keeps them until backward, sharded over
+    """FSDP2: free gathered parameters after forward, True by default; the last unit's backward comes at once, and it
+    keeps them. A number keeps them until backward, sharded over
     so many processes (those of a node). With FSDP1, the same as ``sharding_strategy``."""
     backward_prefetch: str | BackwardPrefetch | None = None
     """FSDP1: ``"BACKWARD_PRE"``, ``"BACKWARD_POST"`` or ``"NO_PREFETCH"`` (the default, held as None)."""

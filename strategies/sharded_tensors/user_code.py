@@ -186,7 +186,10 @@ class UserCode:
 
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
-            context, user_code, trainer = profile(action_name), own(), its_trainer()
+            context = profile(action_name)
+            if action_name not in actions and action_name != "save_checkpoint" and action_name != last:
+                return context
+            user_code, trainer = own(), its_trainer()
             if user_code is None or trainer is None:
                 return context
             if action_name == "save_checkpoint":
