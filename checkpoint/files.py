@@ -366,10 +366,7 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
             raise CheckpointError(f"{what} needs the object {relative!r}, not found in {folder}. Were all copied?")
         return folder / relative
     root = folder.resolve()
-    try:
-        path = root.joinpath(*parts).resolve()
-    except RuntimeError:  # Python before 3.13 says so of links in a circle
-        raise CheckpointError(f"{what} names the file {relative!r}, a chain of links that never ends.") from None
+    path = Path(os.path.realpath(root.joinpath(*parts)))
     if not path.is_relative_to(root):
         raise CheckpointError(f"{what} names the file {relative!r}, a link out of the checkpoint's folder to {path}.")
     try:
@@ -379,6 +376,8 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
             f"{what} needs the file {relative!r}, not found in {folder} ({error.strerror}). Were the files of all "
             "processes copied?"
         ) from None
+    if stat.S_ISLNK(mode):
+        raise CheckpointError(f"{what} names the file {relative!r}, a chain of links that never ends.")
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{what} names {relative!r}, which is not a regular file.")
     return path

@@ -51,7 +51,7 @@ def test_results_are_kept_with_versions_and_machine(tmp_path: Path, monkeypatch:
     results.keep("some", {"rounds": [1.0]})
     found = results.kept("some")
     assert found["rounds"] == [1.0]
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not of every build
     assert found["machine"]["cores"] > 0
 
 

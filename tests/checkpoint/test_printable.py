@@ -87,5 +87,5 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
     folder = damage.good(tmp_path / "in")
     (folder / "__0_0.distcp").unlink()
     os.symlink("__0_0.distcp", folder / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp'.*(chain of links|not found|Too many levels)"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp'.*chain of links"):
         merge_fsdp_weights(folder, tmp_path / "out")

@@ -422,6 +422,7 @@ def test_torchs_old_format(zero_checkpoints: Saved, tmp_path: Path) -> None:
         ("global_step9", r"latest names the folder 'global_step9', which does not exist"),
         ("empty", r"latest names the folder 'empty', which holds none of DeepSpeed's files"),
         ("link", r"latest names 'link', a link out of the folder to"),
+        ("circle", r"latest names the folder 'circle', which does not exist"),
     ],
 )
 def test_a_bad_latest(zero_checkpoints: Saved, tmp_path: Path, tag: str, match: str) -> None:
@@ -429,6 +430,7 @@ def test_a_bad_latest(zero_checkpoints: Saved, tmp_path: Path, tag: str, match: 
     zero_damage.copy(tmp_path / "in", tmp_path / "elsewhere")
     (tmp_path / "in/empty").mkdir()
     (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in/circle").symlink_to("circle")
     (tmp_path / "in/latest").write_text(tag)
     assert_refused(tmp_path / "in", match)
 
