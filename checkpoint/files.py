@@ -93,7 +93,7 @@ class MergeReport:
     ties: dict[str, str]
     """Alias to the name of the tensor it shares, as in the output."""
     skipped: dict[str, str]
-    """What the output lacks of the checkpoint, or of the model that was saved: names in the checkpoint, and why."""
+    """Tensors of the checkpoint, or of the saved model, that the output lacks: names in the checkpoint, and reasons."""
     verified: bool
     """Whether the output was read back and compared with its sources."""
 
@@ -288,8 +288,8 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors has the system's erro
 
 
 @contextmanager
-def telling_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Let the body write a file or folder; if the disk is full, the error says so.
+def translate_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Run the body, which writes a file or folder; if the disk is full, the error says so.
 
     torch 2.13 reports such a write as an unexpected position in its zip, with the system's own error behind it.
 
@@ -333,7 +333,7 @@ def _described(number: int, path: Path, num_bytes: int | None) -> str:
 
 
 def _room(path: Path) -> int:
-    """Return how many bytes the disk had before what is there of ``path`` was written."""
+    """Return the free bytes of the disk before the present part of ``path`` was written."""
     place = path
     while not place.exists():
         place = place.parent
@@ -343,6 +343,11 @@ def _room(path: Path) -> int:
 
 # ------------------------------------------------------------------------------------------------
 # Paths of the files that a checkpoint names: they must be regular files inside its own folder.
+
+
+def resolved(path: Path) -> Path:
+    """Return a path without links; of links in a circle one, for which `Path.resolve` raises before Python 3.13."""
+    return path.resolve() if isinstance(path, ObjectPath) else Path(os.path.realpath(path))
 
 
 def file_inside(folder: Path, relative: str, what: str) -> Path:
@@ -366,7 +371,7 @@ def file_inside(folder: Path, relative: str, what: str) -> Path:
             raise CheckpointError(f"{what} needs the object {relative!r}, not found in {folder}. Were all copied?")
         return folder / relative
     root = folder.resolve()
-    path = Path(os.path.realpath(root.joinpath(*parts)))
+    path = resolved(root.joinpath(*parts))
     if not path.is_relative_to(root):
         raise CheckpointError(f"{what} names the file {relative!r}, a link out of the checkpoint's folder to {path}.")
     try:

@@ -5,14 +5,13 @@ Source: deepspeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_get_rank_
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from ..files import CheckpointError, file_inside, is_regular, read_regular
+from ..files import CheckpointError, file_inside, is_regular, read_regular, resolved
 
 LATEST_NAME = "latest"
 """The file beside the tag folders that names the newest one."""
@@ -61,9 +60,8 @@ def latest_tag(folder: Path) -> Path | None:
     if not parts or parts[0] == "/" or ".." in parts or "\\" in tag or "\0" in tag:
         raise CheckpointError(f"{pointer} names the folder {tag[:200]!r}, which is not a plain path inside {folder}.")
     found = folder.joinpath(*parts)
-    real = Path(os.path.realpath(found))  # Path.resolve() raises for links in a circle before Python 3.13
-    if not real.is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{pointer} names {tag!r}, a link out of the folder to {real}.")
+    if not resolved(found).is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{pointer} names {tag!r}, a link out of the folder to {resolved(found)}.")
     if not found.is_dir() or not has_zero_files(found):
         what = "holds none of DeepSpeed's files" if found.is_dir() else "does not exist"
         raise CheckpointError(f"{pointer} names the folder {tag!r}, which {what}. Pass the checkpoint folder itself.")

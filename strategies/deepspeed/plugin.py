@@ -75,7 +75,7 @@ _ABSENT = {**_DEFAULTS, "zero_stage": 0}  # what DeepSpeed does where its config
 @named_arguments
 @dataclass
 class DeepSpeedPlugin:
-    """How to train with DeepSpeed, in Accelerate's words.
+    """The settings of training with DeepSpeed, in Accelerate's words.
 
     A field that is left None comes from its environment variable (see `environment.VARIABLES`), else from the default.
     With a config, fields fill what it leaves out or has as ``"auto"``. A value in the config that contradicts an
@@ -266,7 +266,7 @@ class DeepSpeedPlugin:
         if config.is_auto("train_batch_size"):
             config.del_config_sub_tree("train_batch_size")
         self.dschf = config if self.zero3_init_flag or not config.is_zero3() else None
-        tell_transformers(self.dschf)
+        set_transformers_config(self.dschf)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether modules are partitioned while they are built."""
@@ -283,7 +283,7 @@ class DeepSpeedPlugin:
             self._switch_zero3_init(before)
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let stage 3 gather the layers named in ``transformer_moe_cls_names`` as a whole.
+        """Make stage 3 gather the layers named in ``transformer_moe_cls_names`` as a whole.
 
         Raises:
             ValueError: If the model has no submodule of a named class.
@@ -321,7 +321,7 @@ class DeepSpeedPlugin:
         self._selected = False
         if self.dschf is not None:  # what is trained next may not be partitioned
             self.dschf = None
-            tell_transformers(None)
+            set_transformers_config(None)
 
     # ------------------------------------------------------------------ making
     @property
@@ -349,7 +349,7 @@ class DeepSpeedPlugin:
         self.hf_ds_config = config
 
     def _merge_config(self, explicit: set[str]) -> None:
-        """Let the config and the fields complete each other."""
+        """Complete the config from the fields, and the fields from the config."""
         self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)  # type: ignore[arg-type]
         check_features(self.hf_ds_config)
         if "zero_optimization" not in self.deepspeed_config and self.zero_stage is None:
@@ -447,7 +447,7 @@ _ASKED_FOR = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def fields_from_env(env: Mapping[str, str]) -> dict[str, FromVariable]:
-    """Return what ``env`` says about the plugin's fields, unparsed.
+    """Return the plugin's fields that ``env`` sets, unparsed.
 
     An empty variable counts as unset, and so does ``none``, which Accelerate's launcher writes for what was not given.
     """
@@ -544,7 +544,7 @@ PARSERS: Mapping[str, Callable[[str, object], Any]] = {
     "enable_msamp": as_bool,
     "msamp_opt_level": _level,
 }
-"""What turns a given value into the field's own type, or says what is allowed; by field."""
+"""Functions that convert a given value to the field's own type, or say what is allowed; by field."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     plugin = state.deepspeed_plugin
     if state.distributed_type != DistributedType.DEEPSPEED or plugin is None:
         raise ValueError(
-            f"DeepSpeed is not enabled: distributed_type is {state.distributed_type}. Train with "
+            f"DeepSpeed is not enabled: distributed_type is {state.distributed_type!s}. Train with "
             "AccelDeepSpeedStrategy, or create AcceleratorState(deepspeed_plugin=...) before accessing its plugin."
         )
     return plugin
@@ -603,7 +603,7 @@ def set_leaf_modules(model: nn.Module, class_names: Sequence[str]) -> None:
 _MODULE = "transformers.integrations.deepspeed"
 
 
-def tell_transformers(config: HfDeepSpeedConfig | None) -> None:
+def set_transformers_config(config: HfDeepSpeedConfig | None) -> None:
     """Make ``config`` the one that transformers sees, or none.
 
     transformers keeps a weak reference only: the caller keeps ``config`` alive. Where transformers is not installed, or
@@ -718,11 +718,11 @@ class DeepSpeedOptimizerWrapper(Optimizer):
         """Do nothing: the engine has zeroed the gradients after its step."""
 
     def train(self) -> None:
-        """Let the user's optimizer go to training mode, where it has modes (schedule-free ones do)."""
+        """Set the user's optimizer to training mode, where it has modes (schedule-free ones do)."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Let the user's optimizer go to evaluation mode, where it has modes."""
+        """Set the user's optimizer to evaluation mode, where it has modes."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:

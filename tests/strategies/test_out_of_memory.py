@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelight.state import deadlocks
+from accelight.state import deadlocks, rendezvous
 from accelight.strategies import batch_size, find_executable_batch_size
 from accelight.strategies.deepspeed import AccelDeepSpeedStrategy
 from accelight.strategies.fsdp import AccelFSDPStrategy
@@ -97,12 +99,26 @@ def _loader(batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(128.0).view(16, 8) / 128), batch_size)
 
 
+class _Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
 def _error_of(run: Callable[[], object]) -> tuple[str, str]:
-    """Return the error with its notes, and its class."""
+    """Return the error with its notes, which the log has before Python 3.11, and its class."""
+    logged, log = _Logged(), logging.getLogger(rendezvous.__name__)
+    if sys.version_info < (3, 11):
+        log.addHandler(logged)
     try:
         run()
     except Exception as error:  # noqa: BLE001 (whatever it is)
-        return "\n".join([str(error), *getattr(error, "__notes__", ())]), type(error).__name__
+        return "\n".join([str(error), *getattr(error, "__notes__", logged.sentences)]), type(error).__name__
+    finally:
+        log.removeHandler(logged)
     return "", ""
 
 
