@@ -212,7 +212,7 @@ class ElasticTraining(Callback):
             }
 
     def _fixed(self, batches: GlobalBatches) -> dict[str, Any]:
-        """Return what all runs of a training must have alike."""
+        """Return the settings that all runs of a training must share."""
         order = batches.sampler
         return {
             "global_batch_size": self.global_batch_size,
@@ -441,7 +441,7 @@ class GlobalBatches:
         self._skipped = epoch, num_steps
 
     def weight(self, micro_batch: int) -> float:
-        """Return what a micro-batch's mean loss counts in the mean over micro-batches, for the mean over samples.
+        """Return the weight of a micro-batch's mean loss in the mean over micro-batches, for the mean over samples.
 
         Args:
             micro_batch: This process's, counted from the epoch's begin.
@@ -600,7 +600,7 @@ def _is_under_way(total: MutableMapping[str, int]) -> bool:
 # Resuming within an epoch without using a sample twice.
 
 
-def _knows_its_place(loader: Any) -> bool:
+def _deals_samples(loader: Any) -> bool:
     """Return whether `ElasticTraining` deals the loader's samples, and has left out those that were used."""
     return isinstance(getattr(loader, "batch_sampler", None), GlobalBatches)
 
@@ -621,7 +621,7 @@ def skip_used_batches(trainer: Trainer) -> None:
     if not 0 < num_used < trainer.num_training_batches:  # at an epoch's end Lightning begins the next one
         return
     loaders = loop._combined_loader.flattened
-    if all(isinstance(loader, Stateful) or _knows_its_place(loader) for loader in loaders):
+    if all(isinstance(loader, Stateful) or _deals_samples(loader) for loader in loaders):
         return
     fetcher = loop._data_fetcher
     if isinstance(fetcher, _DataLoaderIterDataFetcher) or any(isinstance(loader, Stateful) for loader in loaders):

@@ -538,7 +538,7 @@ def _is_default(metric: Metric, state: str) -> bool:
 
 
 class MetricStates:
-    """What a module's metrics hold now.
+    """The present states of a module's metrics.
 
     Args:
         module: Whose metrics.
@@ -621,7 +621,7 @@ def _sync_any_number(
 
 
 def _described_metric(elements: Any) -> tuple[int, tuple[int, torch.dtype] | None]:
-    """Return how many there are, and what they are like where they are tensors."""
+    """Return their number, and dimensions and dtype where they are tensors."""
     first = elements[0] if len(elements) else None
     return len(elements), (first.ndim, first.dtype) if isinstance(first, Tensor) else None
 

@@ -218,7 +218,7 @@ class MergeShardedCheckpoint(Callback):
             if isinstance(path, ObjectPath):
                 _check_sharded(path, trainer)
             if self.when == "every_save":
-                run_on_main(partial(self._make_way, path))  # a merge may still read what is about to be overwritten
+                run_on_main(partial(self._wait_for_merge, path))  # one may still read what is about to be overwritten
             before = identity_of(path) if self._queue is not None else None
             save(checkpoint, filepath, storage_options=storage_options)
             self._last_saved, self._num_saved = path, self._num_saved + 1
@@ -227,7 +227,7 @@ class MergeShardedCheckpoint(Callback):
 
         return save_checkpoint
 
-    def _make_way(self, path: Path) -> None:
+    def _wait_for_merge(self, path: Path) -> None:
         if self._queue is not None:
             self._queue.wait_for(path)
             self._remove_waiting()
@@ -378,7 +378,7 @@ class MergeShardedCheckpoint(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been merged, and what is still to be."""
+        """Return the finished merges, and those to come."""
         self._note_merged()
         jobs = [] if self._queue is None else self._queue.jobs
         pending = [str(job.checkpoint) for job in jobs if job.future is not None and not job.future.done()]
@@ -390,7 +390,7 @@ class MergeShardedCheckpoint(Callback):
 
 
 def _place(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint or a result is, the same whatever way it was given.
+    """Return the place of a checkpoint or a result, the same whatever way it was given.
 
     Raises:
         ValueError: For a URL with a password, which the command line of a merge would show.
@@ -535,7 +535,7 @@ class MergeQueue:
 
     @contextlib.contextmanager
     def _in_haste(self) -> Iterator[None]:
-        """Let merges have the priority of training, which waits for them."""
+        """Give merges the priority of training, which waits for them."""
         self._training_waits.set()
         with self._lock:
             if self._process is not None:
@@ -646,7 +646,7 @@ def _wait(future: Future[None]) -> None:
 
 
 def identity_of(place: Path) -> object:
-    """Return what distinguishes a checkpoint from one that takes its name later; None while there is none."""
+    """Return an identity that a later checkpoint of the same name does not have; None while there is none."""
     if isinstance(place, ObjectPath):
         folder = ObjectFolder.of(place)
         return folder.identity(METADATA_NAME) or folder.identity("")
@@ -662,7 +662,7 @@ def _has_content(output: Path) -> bool:
 
 
 def _write_companions(write: Callable[[Path], None], output: Path) -> list[str]:
-    """Let what belongs beside the weights be written; return the objects' names, for a store."""
+    """Write what belongs next to the weights; return the objects' names, for a store."""
     if not isinstance(output, ObjectPath):
         write(output)
         return []

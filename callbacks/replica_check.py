@@ -128,7 +128,7 @@ class ReplicaCheck(Callback):
             raise ValueError(f"recompute must be a bool, got {recompute!r}.")
         self.every_n_steps, self.on_difference, self.recompute = every_n_steps, on_difference, recompute
         self.num_differences = 0
-        """How many differences all checks of this fit have found."""
+        """The number of differences that all checks of this fit have found."""
         self.differences: list[Difference] = []
         """Those of the last check."""
         self._patches = Patches("callbacks")
@@ -435,7 +435,7 @@ def _all(ranks: Ranks, everyone: Sequence[Any]) -> Sequence[int]:
 
 
 def _differences(everyone: Sequence[Mapping[Ranks, Mapping[str, Any]]], ranks: Ranks) -> Iterator[Difference]:
-    """Yield what differs among some ranks, given the values of all."""
+    """Yield the values that differ among some ranks, given those of all."""
     held = {rank: everyone[rank].get(ranks, {}) for rank in _all(ranks, everyone)}
     for name in dict.fromkeys(name for each in held.values() for name in each):
         groups: dict[Any, list[int]] = {}
@@ -484,7 +484,7 @@ def _weights(device: torch.device) -> Tensor:
 
 
 class _Snapshot:
-    """What a rank holds after one step. Fingerprints stay on their devices until `finish` waits for them."""
+    """A rank's tensors after one step. Fingerprints stay on their devices until `finish` waits for them."""
 
     def __init__(self) -> None:
         self.values: dict[Ranks, dict[str, Any]] = {}
@@ -519,7 +519,7 @@ class _Snapshot:
         return found
 
     def launch(self) -> None:
-        """Let each device compute one number for each piece."""
+        """Compute one number for each piece, on its device."""
         for (device, num_rows), sums in self._sums.items():
             self._numbers[device, num_rows] = (torch.stack(sums) * _weights(device)[:num_rows]).sum(1)
         self._sums.clear()

@@ -102,7 +102,7 @@ class ShardedEMA(Callback):
         self.every_n_steps, self.start_step = every_n_steps, start_step
         self.device = None if device is None else torch.device(device)
         self.num_averaged = 0
-        """How many times the weights were averaged."""
+        """The number of times that the weights were averaged."""
         self._averages: Averages | None = None
         self._stored: Any = None
         self._last_step = self._num_trained = 0
@@ -129,7 +129,7 @@ class ShardedEMA(Callback):
         self._show(trainer)
 
     def _show(self, trainer: Trainer) -> None:
-        """Let the strategy's checkpoints have the averages."""
+        """Put the averages into the strategy's checkpoints."""
         if self._averages is not None:
             self._averages.strategy = trainer.strategy
         if hasattr(trainer.strategy, "averages"):
@@ -170,7 +170,7 @@ class ShardedEMA(Callback):
     # ------------------------------------------------------------------ evaluation
     @contextmanager
     def averaged_weights(self, trainer: Trainer) -> Generator[None, None, None]:
-        """Let the model have the averages inside this context; every process enters it, between two steps.
+        """Give the model the averages inside this context; every process enters it, between two steps.
 
         ::
 
@@ -311,7 +311,7 @@ class Averages:
         self._trained: dict[str, Tensor] = {}
 
     def _present(self, *, all_of_them: bool = False) -> dict[str, Tensor]:
-        """Return what is averaged: this process's part of parameters, and buffers."""
+        """Return the averaged tensors: this process's part of parameters, and buffers."""
         if hasattr(self.strategy, "parameter_shards"):
             shards: Mapping[str, tuple[Tensor, bool]] = self.strategy.parameter_shards()
         else:
@@ -374,12 +374,12 @@ class Averages:
                 local_part(average).copy_(local_part(part_of(stored[name], average)))
 
     def enter(self) -> None:
-        """Let the model have the averages; every process calls it."""
+        """Give the model the averages; every process calls it."""
         self.exchange()
         self._push()
 
     def leave(self) -> None:
-        """Let the model have the trained weights again; every process calls it."""
+        """Restore the model's trained weights; every process calls it."""
         self.exchange()
         self._push()
 
@@ -389,7 +389,7 @@ class Averages:
 
     @contextmanager
     def aside(self) -> Generator[bool, None, None]:
-        """Let the model have the trained weights, and `tensors` the averages, while a checkpoint is saved.
+        """Give the model the trained weights, and `tensors` the averages, while a checkpoint is saved.
 
         Yields:
             Whether the model has them for this context alone.

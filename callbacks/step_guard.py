@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _GAUSSIAN = 1.4826
 """Standard deviations in a median absolute deviation of normally distributed values."""
 _NUM_SAMPLES = 32
-"""That a warning names."""
+"""The number of names in a warning."""
 _LEAST_DEVIATION = 0.1
 """Of the median. Norms that hardly vary would otherwise make a spike of each one above the median."""
 
@@ -88,7 +88,7 @@ class _Norms:
 
 
 class _MicroBatch(NamedTuple):
-    """What the log and the saved file have of one micro-batch of the accumulation window."""
+    """The record of one micro-batch of the accumulation window, in the log and in the saved file."""
 
     epoch: int
     batch_idx: int
@@ -177,7 +177,7 @@ class StepGuard(Callback):
         self.leave_out_file = _local(leave_out_file, "leave_out_file")
         self.leave_out_before = leave_out_before
         self.num_skipped = 0
-        """How many steps were skipped so far."""
+        """The number of steps that were skipped so far."""
         self._schedules, self._patches = SkippedSteps(), Patches("callbacks")
         self._restoring: RemovableHandle | None = None
         self._begin()
@@ -516,7 +516,7 @@ def _local(path: str | Path | None, name: str) -> Path | None:
 
 
 def _numbers(trainer: Trainer) -> tuple[int, int | None]:
-    """Return what has to be the same for a place to have the same samples."""
+    """Return the settings that must be equal for a place to have the same samples."""
     num_batches = trainer.num_training_batches
     return trainer.world_size, None if math.isinf(num_batches) else int(num_batches)
 

@@ -254,7 +254,7 @@ class TriggerEarlyStopping(Callback):
             self.stopped_step = trainer.global_step
             self.reason = ", ".join([*signals, *(_REASONS[name] for name in found if name in _REASONS)])
             self.triggered_by = tuple(sorted({process for name in found for process in triggered_by(name)}))
-            self._tell(
+            self._report(
                 f"Training stops at step {self.stopped_step} (epoch {trainer.current_epoch}): {self.reason}, from "
                 f"process {', '.join(map(str, self.triggered_by))}."
             )
@@ -290,15 +290,15 @@ class TriggerEarlyStopping(Callback):
         wait: Callable[[], None] | None = getattr(trainer.strategy, "wait_for_saves", None)
         if wait is not None:  # with async_save=True the process would end while the checkpoint is being written
             wait()
-        self._tell(f"Saved {self.checkpoint_path}. Resume with fit(..., ckpt_path={self.checkpoint_path!r}).")
+        self._report(f"Saved {self.checkpoint_path}. Resume with fit(..., ckpt_path={self.checkpoint_path!r}).")
 
     def _requeue(self, trainer: Trainer, job: str) -> None:
         for logger in trainer.loggers:  # SLURM ends the processes soon
             logger.finalize("finished")
         requeue(job)
-        self._tell(f"SLURM job {job} is requeued.")
+        self._report(f"SLURM job {job} is requeued.")
 
-    def _tell(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         if self.verbose:
             rank_zero_info(message)
         else:
@@ -368,7 +368,7 @@ class SignalNotes:
         self._previous.clear()
 
     def take(self) -> list[signal.Signals]:
-        """Return what has come since the last call."""
+        """Return the signals since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -422,7 +422,7 @@ def slurm_job(env: Mapping[str, str] = os.environ) -> str | None:
 
 
 def requeue(job: str) -> None:
-    """Let SLURM end all processes of ``job`` and start it again later; all processes must call it, one asks SLURM.
+    """Make SLURM end all processes of ``job`` and restart it later; all processes must call it, one asks SLURM.
 
     Args:
         job: Result of `slurm_job`.

@@ -221,7 +221,7 @@ class Watchdog(TimingCallback):
 
 @dataclass
 class _Usual:
-    """How long one action takes: the longest stretches without another report of the Trainer, in seconds."""
+    """The duration of one action: the longest stretches without another report of the Trainer, in seconds."""
 
     by_message: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     """One for each message in whose time the action has ended."""
@@ -320,7 +320,7 @@ class _Observer:
         return stands_s > self.limits.min_limit_s and stands_s > self.limits.of(self.clock.open[-1], compiles=False)
 
     def describe(self) -> dict[str, Any]:
-        """Return where this process is, for the others."""
+        """Return the state of this process, for the others."""
         self.limits.learn(self.clock)
         since, action, stands_s = self.clock.since, self.clock.open[-1], self.stands_s()
         limit_s = self.limits.of(action, compiles=False)
@@ -769,7 +769,7 @@ def _describe_slow(timings: Timings, rank: int, parts: list[str]) -> str:
 
 
 def _timings(messages: list[dict[str, Any]], before: list[dict[str, Any]] | None) -> Timings:
-    """Return what the processes did since ``before``, given their messages in the order of ranks."""
+    """Return the processes' work since ``before``, given their messages in the order of ranks."""
 
     def passed(rank: int, kind: str, section: str) -> float:
         earlier = 0.0 if before is None else before[rank][kind].get(section, 0.0)
@@ -813,7 +813,7 @@ def _join_ranks(ranks: list[int]) -> str:
 
 
 def _stat_of(task: int | str) -> list[str] | None:
-    """Return what ``/proc/<task>/stat`` has after the name; None for one that is not there, and outside of Linux."""
+    """Return the fields of ``/proc/<task>/stat`` after the name; None where there is none, and outside of Linux."""
     try:
         return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -81,7 +81,7 @@ class AtomicFolder:
         return fd
 
     def path_of(self, name: str) -> Path:
-        """Return where a shared file lies until `commit`."""
+        """Return the temporary place of a shared file until `commit`."""
         return self._base / f".{self.folder.name}.{name}.unfinished"
 
     def _open(self, name: str) -> tuple[int, Path | None]:
@@ -243,7 +243,7 @@ def remove_folder(path: Path) -> None:
 
 
 def unfinished_name(path: Path, number: str = "") -> Path:
-    """Return where a checkpoint is written until it is complete.
+    """Return the temporary place of a checkpoint until it is complete.
 
     Args:
         path: The name that it gets.
@@ -381,7 +381,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def files_of_others(folder: Path) -> list[str]:
-    """Return what a checkpoint's folder holds that no checkpoint has, as relative paths."""
+    """Return the foreign files of a checkpoint's folder, as relative paths."""
     patterns, foreign = _patterns(folder), []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         is_folder = entry.is_dir(follow_symlinks=False)
@@ -427,7 +427,7 @@ def remove_own(folder: Path) -> None:
 
 
 def _patterns(folder: Path) -> tuple[re.Pattern[str], ...]:
-    """Return what the names of a checkpoint's files look like; nothing if it is none."""
+    """Return the patterns of the names of a checkpoint's files; none for another folder."""
     patterns: tuple[re.Pattern[str], ...] = ()
     if (folder / ".metadata").is_file():
         patterns += _DCP

@@ -252,7 +252,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what `_add_selection` added, as arguments of the functions."""
+    """Return the options of `_add_selection`, as arguments of the functions."""
     chosen = {name: getattr(arguments, name) for name in ("dtype", "strip_prefix", "include", "exclude", "weights")}
     return chosen | {"progress": False if arguments.quiet or arguments.json else None}
 

@@ -43,7 +43,7 @@ class FoundCheckpoint:
 
 
 Weights = Literal["model", "ema"]
-"""Which weights of a checkpoint: the model's, or the averages that ``ShardedEMA`` has added."""
+"""The choice of a checkpoint's weights: the model's, or the averages that ``ShardedEMA`` has added."""
 
 
 def find_checkpoint(checkpoint_dir: str | os.PathLike[str], weights: Weights = "model") -> FoundCheckpoint:
@@ -126,7 +126,7 @@ _NUM_LISTED = 5
 
 
 def _hint_at_merged(folder: Path, name: str) -> str:
-    """Return what to do with weights that are in one file already, or nothing."""
+    """Return advice for weights that are in one file already, or nothing."""
     path = folder / name
     if not path.is_file() or path.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".ckpt"):
         return ""

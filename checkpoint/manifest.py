@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .files import CheckpointError, brief, is_regular, read_regular, telling_full_disk
+from .files import CheckpointError, brief, is_regular, read_regular, translate_full_disk
 from .object_path import ObjectPath
 
 MANIFEST_NAME = "accelight.json"
@@ -117,7 +117,7 @@ def save_manifest(checkpoint_dir: str | os.PathLike[str], manifest: Manifest) ->
     temporary = path.with_name(f".{MANIFEST_NAME}.{os.getpid()}.tmp")
     text = manifest_text(manifest)
     try:
-        with telling_full_disk(path, len(text)):
+        with translate_full_disk(path, len(text)):
             temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
@@ -126,7 +126,7 @@ def save_manifest(checkpoint_dir: str | os.PathLike[str], manifest: Manifest) ->
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Return what ``accelight.json`` holds."""
+    """Return the content of ``accelight.json``."""
     content: dict[str, object] = {
         "format_version": FORMAT_VERSION if manifest.digests else _FIRST_VERSION,
         "model_prefix": manifest.model_prefix,
@@ -144,11 +144,11 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 GENERATION = re.compile(r"[0-9a-f]{32}")
-"""What the objects of one save begin with, see [Note: generations] in ``storage.py``; a download has it as a folder."""
+"""The prefix of the objects of one save, see [Note: generations] in ``storage.py``; a download has it as a folder."""
 
 
 def description_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint has ``accelight.json`` and ``meta.pt``: as a rule beside ``.metadata``."""
+    """Return the folder of a checkpoint's ``accelight.json`` and ``meta.pt``: as a rule next to ``.metadata``."""
     folder = checkpoint_dir if isinstance(checkpoint_dir, ObjectPath) else Path(checkpoint_dir)
     metadata = folder / ".metadata"
     if (folder / MANIFEST_NAME).is_file() or not metadata.is_file():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .adapters import find_adapter, merged_tensors, select_adapter
 from .atomic_dir import AtomicFolder
-from .files import CheckpointError, MergeReport, human_bytes, telling_full_disk
+from .files import CheckpointError, MergeReport, human_bytes, translate_full_disk
 from .formats.base import DType, Source, SourceTensor, conversion_target
 from .locate import FoundCheckpoint, Weights, find_checkpoint
 from .manifest import MANIFEST_NAME
@@ -378,7 +378,7 @@ def plan_merge(
     is_raw: bool = True,
     by_size: bool = False,
 ) -> tuple[Source, Selection, Plan]:
-    """Return what a checkpoint holds, what of it is wanted, and the files that this makes."""
+    """Return a checkpoint's content, the selection, and the files that result."""
     source, manifest = found.format.open(found.folder)
     names = list(source.tensors)
     computed: dict[str, Compute] = {}
@@ -458,7 +458,7 @@ def _write(
 def _write_files(
     request: _Request, plan: Plan, progress: Progress, check: Callable[[OnBytes], None], config: bytes | None
 ) -> None:
-    with AtomicFolder(request.output_path) as folder, telling_full_disk(request.output_path, plan.num_bytes):
+    with AtomicFolder(request.output_path) as folder, translate_full_disk(request.output_path, plan.num_bytes):
         with _Meanwhile(check) if request.check else nullcontext():
             if request.safe:
                 _write_safetensors(request, plan, folder, progress)
@@ -488,9 +488,9 @@ class _Meanwhile:
         self._thread = ThreadPoolExecutor(1, "accelight-check")
 
     def __enter__(self) -> None:
-        self._checked = self._thread.submit(self._check, self._go_on)
+        self._checked = self._thread.submit(self._check, self._continue)
 
-    def _go_on(self, _: int) -> None:
+    def _continue(self, _: int) -> None:
         if not self._is_wanted:
             raise InterruptedError("The merge has failed.")
 

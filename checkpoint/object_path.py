@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 PART_BYTES = 8 * 2**20
-"""What one request writes or reads at most; S3 wants parts of 5 MiB at least."""
+"""The most bytes that one request writes or reads; S3 wants parts of 5 MiB at least."""
 NUM_THREADS = 16
-"""That wait for small requests at once."""
+"""The number of threads that wait for small requests."""
 _SMALL_BYTES = 64 * 1024
 """A request of this or less is for a header."""
 _Base: Any = object
@@ -45,7 +45,7 @@ def in_order(do: Callable[[_Item], _T], items: Iterable[_Item], num_threads: int
 
 
 class Store(Protocol):
-    """Where objects are: see `ObjectFolder`."""
+    """The place of objects: see `ObjectFolder`."""
 
     url: str
 
@@ -84,7 +84,7 @@ class ObjectPath(_Base):  # type: ignore[misc] # to a type checker a Path, whose
 
     @property
     def store(self) -> Store:
-        """Where it is."""
+        """The store that holds it."""
         return self._store
 
     @property

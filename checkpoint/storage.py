@@ -41,14 +41,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _STREAM_PART_BYTES = 6 * 2**20
 """Of a stream's first parts; later ones are larger."""
 _READ_THREADS = 6
-"""That read parts of one object at once."""
+"""The number of threads that read parts of one object."""
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
 _PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss")
 _NAMING = (METADATA_NAME, LATEST_NAME)
-"""What names a checkpoint's objects; a reader looks for the first one first."""
+"""The files that list a checkpoint's objects; a reader looks for the first one first."""
 _DCP = rf"{re.escape(METADATA_NAME)}(\.tmp)?|[^/]*\.distcp"
 _UNFINISHED = re.compile(r"(.*/)?\.([^/]+)\.unfinished")
 _OWN = re.compile(
@@ -92,7 +92,7 @@ def check_no_password(path: str | os.PathLike[str]) -> None:
 
 
 def source_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Path:
-    """Return where to read a checkpoint: a path, or objects behind a URL in the place of one."""
+    """Return the place to read a checkpoint from: a path, or objects behind a URL in the place of one."""
     if isinstance(path, ObjectPath):
         return path
     return ObjectPath(ObjectFolder(str(path), storage_options)) if is_remote(path) else Path(path)
@@ -102,7 +102,7 @@ _TURNS: WeakKeyDictionary[Any, AbstractContextManager[Any]] = WeakKeyDictionary(
 
 
 def _turn_of(fs: Any) -> AbstractContextManager[Any]:
-    """Return what a thread holds while it makes a request: those of fsspec that are not async take one at a time."""
+    """Return the lock that a thread holds during a request: stores of fsspec that are not async take one at a time."""
     if getattr(fs, "async_impl", False):
         return nullcontext()
     return _TURNS.setdefault(fs, RLock())
@@ -168,7 +168,7 @@ class ObjectFolder:
         return self._repeated(find, "listing", "")
 
     def _info(self, name: str) -> dict[str, Any] | None:
-        """Return what the store says of an object; None where there is none."""
+        """Return the store's description of an object; None where there is none."""
 
         def info() -> dict[str, Any] | None:
             self._fs.invalidate_cache()
@@ -186,7 +186,7 @@ class ObjectFolder:
         return None if info is None else int(info["size"])
 
     def identity(self, name: str = "") -> str | None:
-        """Return what changes when an object is written anew; None where there is none."""
+        """Return a value that changes whenever an object is written; None where there is none."""
         info = self._info(name)
         return None if info is None else str(info)
 
@@ -346,7 +346,7 @@ class ObjectFolder:
         return self.takes_parts and isinstance(store, ObjectFolder) and store._fs is self._fs
 
     def copy_source(self) -> dict[str, str]:
-        """Return what S3 calls this object as the source of a copy."""
+        """Return S3's name of this object as the source of a copy."""
         bucket, key, _ = self._fs.split_path(self._root)
         return {"Bucket": bucket, "Key": key}
 
@@ -476,7 +476,7 @@ class Upload:
         self._keep(number, answer)
 
     def copy(self, number: int, source: ObjectPath, begin: int, end: int) -> None:
-        """Let the store copy bytes of another of its objects as a part."""
+        """Make the store copy bytes of another of its objects as a part."""
         answer = self._request(
             "upload_part_copy",
             UploadId=self._id,

@@ -148,11 +148,11 @@ def _missing(selection: Selection, expected: Mapping[str, str], files: list[Tens
     """Return the tensors that the result does not hold, and the tied names that none of its headers mentions."""
     present = {name for file in files for name in file.tensors}
     missing = {name: "missing from the result" for name in expected if name not in present}
-    told: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for file in files:
-        told |= file.metadata
+        metadata |= file.metadata
     for alias, name in selection.ties.items():
-        if alias not in present and told.get(alias) != name:
+        if alias not in present and metadata.get(alias) != name:
             missing[alias] = (
                 f"tied to {name!r} in the checkpoint; no header records the tie, and no tensor has this name"
             )
@@ -169,7 +169,7 @@ class _Comparison:
         self.num_bytes = 0
 
     def compare(self, file: TensorFile) -> dict[str, str]:
-        """Return what is wrong with each tensor of a file that is not as expected."""
+        """Return the problem of each tensor of a file that is not as expected."""
         files, buffer = FilePool(), memoryview(bytearray(BLOCK_BYTES))
         wrong: dict[str, str] = {}
         fd = open_regular(file.path)

@@ -184,7 +184,7 @@ class AcceleratorState(PartialState):
                 raise _changed(name, old, new)
 
     def _take_plugins(self) -> None:
-        """Let plugins given by hand decide the distributed type, and give them the precision."""
+        """Take the distributed type from plugins given by hand, and set their precision."""
         values = _settings.values
         env_fsdp = flag_from_env(os.environ, "ACCELERATE_USE_FSDP")
         if "deepspeed_plugin" in values:

@@ -481,7 +481,7 @@ def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
     drops real samples and keeps padding where a sampler interleaves.
     """
     if use_gather_object or not holds_only_tensors(input_data):
-        return _gather_things(input_data)  # type: ignore[return-value]
+        return _gather_objects(input_data)  # type: ignore[return-value]
     group = communication_group("gather_for_metrics")
     tensors = tensors_of(input_data)
     if group is None:
@@ -489,7 +489,7 @@ def gather_for_metrics(input_data: T, use_gather_object: bool = False) -> T:
     return replace_tensors(input_data, [_arrange(blocks) for blocks in gather_blocks(tensors, group)])
 
 
-def _gather_things(things: Any) -> list[Any]:
+def _gather_objects(things: Any) -> list[Any]:
     if not isinstance(things, (list, tuple)):
         raise TypeError(
             f"gather_for_metrics expects tensors, or a list with one item per sample, got {type(things).__name__}."

@@ -120,7 +120,7 @@ class DeadlockWatch:
         self._beat = 0
         self._looked = threading.Event()
         self.runs: set[str] = set()
-        """What the thread is in, under names that all ranks have: a failure of another rank in it ends a wait."""
+        """The thread's sections, by names that all ranks have: a failure of another rank in one ends a wait."""
         self.verdict: str | None = None
         """Why the waits have ended."""
         self._thread = threading.Thread(target=self._run, name="accelight-deadlocks", daemon=True)
@@ -197,11 +197,11 @@ class DeadlockWatch:
         self._hear(*(f"failed/{run}" for run in tuple(self.runs)), "verdict")
 
     def publish_connections(self) -> None:
-        """Let the other ranks find out which connections are with this one."""
+        """Publish which connections lead to this rank."""
         self._store.set(f"sockets/{self._rank}", json.dumps(_connections()))
 
     def publish_failure(self, run: str, text: str) -> None:
-        """Let the ranks that are still in ``run`` know that this one has left it: see [Note: a rank that fails].
+        """Inform the ranks that are still in ``run`` that this one has left it: see [Note: a rank that fails].
 
         Args:
             run: The same on all ranks.
@@ -329,7 +329,7 @@ if hasattr(os, "register_at_fork"):  # else a process forked meanwhile would nev
 
 
 def waits_for_ranks(thread_id: int, stack: list[FrameType]) -> str | None:
-    """Return what a thread that stands still waits for: the store, or collectives with their numbers in their groups.
+    """Return the wait of a blocked thread: for the store, or collectives with their numbers in their groups.
 
     None if it waits for no other rank. Takes 0.1 s of a core where torch's flight recorder is full.
 

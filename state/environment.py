@@ -64,7 +64,7 @@ class ProcessInfo:
 
     @classmethod
     def of_group(cls, env: Mapping[str, str], process_index: int, num_processes: int) -> ProcessInfo:
-        """Return what is known of a process in a live group: the group is right, the environment fills in the node.
+        """Return the facts about a process in a live group: the group is right, the environment fills in the node.
 
         An environment that does not fit the group is not used: then all processes count as one node.
         """

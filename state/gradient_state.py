@@ -30,18 +30,18 @@ class _Entry:
             self.dataloader: Callable[[], Any] = weakref.ref(dataloader)
         except TypeError:
             self.dataloader = lambda: dataloader
-        self._told_remainder = remainder
-        self._told_end: bool | None = None
+        self._given_remainder = remainder
+        self._given_end: bool | None = None
         self.cut_short = False
         """Whether the driver goes no further, though the loader has more batches."""
 
-    def tell_end(self, value: bool, cut_short: bool = False) -> None:
-        self._told_end, self.cut_short = value, cut_short
+    def set_end(self, value: bool, cut_short: bool = False) -> None:
+        self._given_end, self.cut_short = value, cut_short
 
     @property
     def end_of_dataloader(self) -> bool:
-        if self._told_end is not None:
-            return self._told_end
+        if self._given_end is not None:
+            return self._given_end
         return bool(getattr(self.dataloader(), "end_of_dataloader", False))
 
     @property
@@ -52,8 +52,8 @@ class _Entry:
     @property
     def remainder(self) -> int:
         """Samples that padding added to the last global batch."""
-        if self._told_remainder != -1:
-            return self._told_remainder
+        if self._given_remainder != -1:
+            return self._given_remainder
         dataloader = self.dataloader()
         own = getattr(dataloader, "remainder", None)
         if own is None:
@@ -143,7 +143,7 @@ class GradientState(ReadOnlyState):
 
     @property
     def adjust_scheduler(self) -> bool:
-        """What the plugin says, for code that reads it here; False without a plugin."""
+        """The plugin's setting, for code that reads it here; False without a plugin."""
         return _shared.plugin is not None and _shared.plugin.adjust_scheduler
 
     @property
@@ -261,7 +261,7 @@ class GradientState(ReadOnlyState):
         """
         entry = _push(dataloader, -1)
         try:
-            entry.tell_end(False)
+            entry.set_end(False)
             iterator = iter(dataloader)
             try:
                 batch = next(iterator)
@@ -270,7 +270,7 @@ class GradientState(ReadOnlyState):
             for following in iterator:
                 yield batch
                 batch = following
-            entry.tell_end(True)
+            entry.set_end(True)
             yield batch
         finally:
             if entry in _shared.entries:
@@ -308,7 +308,7 @@ class GradientState(ReadOnlyState):
         entry = _find(dataloader)
         if entry is None:
             raise RuntimeError(f"{dataloader!r} is not being iterated. Call _add_dataloader first.")
-        entry.tell_end(value, cut_short)
+        entry.set_end(value, cut_short)
 
     @staticmethod
     def _reset_state() -> None:
@@ -318,7 +318,7 @@ class GradientState(ReadOnlyState):
 
 
 def active_entry() -> _Entry | None:
-    """Return what is known of the innermost dataloader being iterated."""
+    """Return the facts about the innermost dataloader being iterated."""
     return _top()
 
 
@@ -408,12 +408,12 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
     """Whether to reduce gradients at every micro-batch all the same: less memory with FSDP, more communication."""
     short_windows: ShortWindows | None = None
-    """How a strategy divides the gradients of an epoch's last window where that has fewer than ``num_steps``
+    """The divisor of the gradients of an epoch's last window where that has fewer than ``num_steps``
     micro-batches: ``"full"`` by ``num_steps`` all the same, as Lightning and Accelerate do, or ``"mean"`` by what the
     window has, as transformers' Trainer does. None is ``ACCELIGHT_SHORT_WINDOWS``, else ``"full"``."""
     average_over: AverageOver = "micro_batches"
-    """What weighs the same in a step under a strategy: each micro-batch, as with Lightning and Accelerate, or each of
-    the ``"items"`` (samples, tokens, pixels) of the window's micro-batches on all processes. ``training_step`` returns
+    """The equal weights of a step under a strategy: each micro-batch, as with Lightning and Accelerate, or each of the
+    ``"items"`` (samples, tokens, pixels) of the window's micro-batches on all processes. ``training_step`` returns
     ``{"loss": mean_over_its_items, "num_items": n}`` then, and ``short_windows`` has no effect."""
 
     def __post_init__(self) -> None:

@@ -202,7 +202,7 @@ class PartialState(ReadOnlyState):
 
     @contextmanager
     def main_process_first(self, timeout: timedelta | float | None = None) -> Iterator[None]:
-        """Let the main process run the block first, then all others at once.
+        """Run the block on the main process first, then on all others at once.
 
         The others wait on the group's store, not in a collective: a block of an hour trips no backend's timeout. An
         exception in the main process's block is raised there, and reaches the others at once as an error naming it.
@@ -225,7 +225,7 @@ class PartialState(ReadOnlyState):
 
     @contextmanager
     def local_main_process_first(self, timeout: timedelta | float | None = None) -> Iterator[None]:
-        """Let the first process of each node run the block first, then the others of that node.
+        """Run the block on the first process of each node, then on the others of that node.
 
         As :meth:`main_process_first` in everything else.
         """

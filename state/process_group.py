@@ -140,8 +140,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 
 
 @functools.cache
-def settle_at_exit() -> None:
-    """Let gloo's threads finish before the interpreter ends; registered once.
+def await_gloo_at_exit() -> None:
+    """Wait for gloo's threads before the interpreter ends; registered once.
 
     They free the last collective's tensors, for which they need the interpreter. Where it is being torn down by then,
     the process aborts ("terminate called without an active exception"): every other run of an FSDP2 script on two

@@ -15,6 +15,7 @@ import torch
 
 from .environment import ProcessInfo
 from .process_group import (
+    await_gloo_at_exit,
     backend_for,
     backends_by_device,
     default_accelerator,
@@ -22,7 +23,6 @@ from .process_group import (
     device_for,
     live_group,
     require_group,
-    settle_at_exit,
     start_group,
     timeout_of,
 )
@@ -226,7 +226,7 @@ class SharedFacts:
         if backends - {"gloo"}:
             destroy_at_exit()
         if "gloo" in backends:
-            settle_at_exit()
+            await_gloo_at_exit()
         leave_in_order(group)
         return ProcessFacts(
             device=device,
@@ -262,7 +262,7 @@ class SharedFacts:
                 )
 
     def _live_argument(self, name: str, value: Any, facts: ProcessFacts) -> Any:
-        """Return what holds for an argument of ``init_process_group``, or None where nothing is known."""
+        """Return the value of an argument of ``init_process_group``, or None where it is not known."""
         group = live_group()
         if group is not None:
             if name == "backend":

@@ -451,7 +451,7 @@ class _Meeting(Channel):
         store, number = self._store, self.num_uses
         store.set(f"said/{self._rank}", json.dumps([number, text]))
         if store.add("arrived", 1) == number * self._num_ranks:  # all have left the verdict before this one
-            said = [self._said(rank)[1] for rank in range(self._num_ranks)] if text else []
+            said = [self._last_arrival(rank)[1] for rank in range(self._num_ranks)] if text else []
             store.set(f"verdict/{number}", json.dumps(said if len(set(said)) > 1 else []))
             store.delete_key(f"verdict/{number - 1}")
 
@@ -462,7 +462,7 @@ class _Meeting(Channel):
 
     def present(self) -> list[int]:
         """Return the ranks that have arrived."""
-        return [rank for rank in range(self._num_ranks) if self._said(rank)[0] >= self.num_uses]
+        return [rank for rank in range(self._num_ranks) if self._last_arrival(rank)[0] >= self.num_uses]
 
     def withdraw(self) -> bool:
         """Take this rank's arrival back, and return True; False if the last rank has just arrived."""
@@ -473,7 +473,7 @@ class _Meeting(Channel):
         self.num_uses -= 1
         return True
 
-    def _said(self, rank: int) -> tuple[int, str]:
+    def _last_arrival(self, rank: int) -> tuple[int, str]:
         """Return the number of a rank's last arrival and its text; 0 before the first one."""
         key = f"said/{rank}"
         number, text = json.loads(self._store.get(key)) if self._store.check([key]) else (0, "")

@@ -57,7 +57,7 @@ class ProcessFailedError(DeadlockError):
 
 
 def interrupt_waits(group: dist.ProcessGroup, reason: DeadlockError) -> None:
-    """Let every `poll`, also in other threads, raise such an error while ``group`` is the default process group."""
+    """Make every `poll`, also in other threads, raise such an error while ``group`` is the default process group."""
     _interruptions[group] = reason
 
 
@@ -137,7 +137,7 @@ class Channel:
         return keys
 
     def take(self, key: str) -> tuple[bytes, list[str]]:
-        """Return what `put` wrote under ``key``, and the keys."""
+        """Return the content that `put` wrote under ``key``, and the keys."""
         first = bytes(self._store.get(key))
         number = int.from_bytes(first[:_NUMBER_BYTES], "little")
         others = [f"{key}/part{one}" for one in range(1, number)]
@@ -149,7 +149,7 @@ class Channel:
             self._store.delete_key(key)
 
     def finish_use(self) -> None:
-        """Let process 0 know that this process no longer needs it for one use."""
+        """Inform process 0 that this process no longer needs it for one use."""
         if self._is_counted and self._rank != 0:
             with suppress(RuntimeError):  # the holder of the store was killed
                 self._store.add("finished", 1)
@@ -236,13 +236,13 @@ def leave_in_order(group: dist.ProcessGroup) -> None:
 def count_uses(
     group: dist.ProcessGroup, name: str, num_uses: Callable[[], int], num_missing: Callable[[], int]
 ) -> None:
-    """Let process 0 wait for these uses at the shutdown: see `_Shutdown.uses`."""
+    """Make process 0 wait for these uses at the shutdown: see `_Shutdown.uses`."""
     if (shutdown := _shutdowns.get(group)) is not None:
         shutdown.uses[name] = num_uses, num_missing
 
 
 def leave_now(group: dist.ProcessGroup) -> None:
-    """Let no process stay for another one when ``group`` goes: its store remains, for another group."""
+    """Keep processes from waiting for each other when ``group`` ends: another group uses its store."""
     if (shutdown := _shutdowns.get(group)) is not None:
         shutdown.uses.clear()
 

@@ -77,7 +77,7 @@ class _Channel:
         self._knows_group = False
         self._process_index = dist.get_rank(group)
         self._num_processes = dist.get_world_size(group)
-        self._untold: dict[str, None] = {}
+        self._unsent: dict[str, None] = {}
         """Names asked for here that others may not know."""
         self._buffer = torch.zeros(1, dtype=torch.int32)
         self._rounds = Rounds(
@@ -93,7 +93,7 @@ class _Channel:
     def register(self, name: str) -> None:
         """Learn a name; the others learn it in the next blocking check."""
         if name not in self.names:
-            self._untold.setdefault(name)
+            self._unsent.setdefault(name)
 
     def exchange(self, pending: set[str], blocking: bool) -> dict[str, tuple[int, ...]]:
         """Send what is pending; return what has been agreed since the last call."""
@@ -101,7 +101,7 @@ class _Channel:
         agreed: dict[str, tuple[int, ...]] = {}
         try:
             if not blocking:
-                self._rounds.come([self._process_index, sorted(pending)] if pending else None)
+                self._rounds.join([self._process_index, sorted(pending)] if pending else None)
             for setter, names in self._rounds.messages(previous) if previous is not None else ():
                 _merge(agreed, dict.fromkeys(names, (setter,)))
         except DeadlockError:
@@ -124,7 +124,7 @@ class _Channel:
         """Agree on what was set; see [Note: one number]."""
         import torch.distributed as dist
 
-        buffer, group = self._buffer.fill_(bool(pending or self._untold)), self._group_for_reducing()
+        buffer, group = self._buffer.fill_(bool(pending or self._unsent)), self._group_for_reducing()
         try:
             dist.all_reduce(buffer, dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
@@ -134,11 +134,11 @@ class _Channel:
         if not buffer.item():
             return {}
         everyone: list[Any] = [None] * self._num_processes
-        dist.all_gather_object(everyone, (list(self._untold), sorted(pending)), group)
-        self._untold.clear()
+        dist.all_gather_object(everyone, (list(self._unsent), sorted(pending)), group)
+        self._unsent.clear()
         agreed: dict[str, tuple[int, ...]] = {}
-        for setter, (untold, names) in enumerate(everyone):
-            _extend(self.names, [*untold, *names])
+        for setter, (unsent, names) in enumerate(everyone):
+            _extend(self.names, [*unsent, *names])
             _merge(agreed, dict.fromkeys(names, (setter,)))
         return agreed
 
@@ -300,18 +300,18 @@ class Rounds:
         self._seen = 0
         """The counter, as it was when it came there."""
         self._complete = 0
-        """The last round of which it knows that all have come."""
+        """The last round that all have joined, as far as it knows."""
         self._counted_to, self._num_counted = 0, 0
         """The last round whose messages were counted, and how many there were since the counter began."""
 
-    def come(self, message: Any = None) -> None:
-        """Come to the next round.
+    def join(self, message: Any = None) -> None:
+        """Join the next round.
 
         Args:
             message: The message for the others; None is no message.
 
         Raises:
-            TimeoutError: If somebody does not come to the last but one.
+            TimeoutError: If somebody does not join the last but one.
         """
         if self.number - 1 > self._complete:
             self._wait_for(self.number - 1)
@@ -330,7 +330,7 @@ class Rounds:
             number: Of the last round, or of the one before.
 
         Raises:
-            TimeoutError: If somebody does not come.
+            TimeoutError: If somebody does not join it.
         """
         key = self._key(number)
         seen = self._seen if self._key(self.number) == key else self._store.add(key, 0)
@@ -338,7 +338,7 @@ class Rounds:
             seen = self._wait_for(number)
         self._complete = max(self._complete, number)
         if number > 2 and self._key(number - 1) != self._key(number - 2):
-            self._store.delete_key(self._key(number - 2))  # who has come to this round has read that one
+            self._store.delete_key(self._key(number - 2))  # whoever has joined this round has read that one
         if self._key(self._counted_to) != key:
             self._counted_to, self._num_counted = number - (number - 1) % self._rounds_in_key - 1, 0
         found = 0
@@ -350,7 +350,7 @@ class Rounds:
         return [json.loads(self._store.get(f"{self._messages(number)}/{place}")) for place in range(1, found + 1)]
 
     def num_missing(self) -> int:
-        """Return how many processes have yet to come to the last round."""
+        """Return how many processes have yet to join the last round."""
         return 0 if self.number == 0 else self._missing(self.number, self._store.add(self._key(self.number), 0))
 
     def _wait_for(self, number: int) -> int:
@@ -363,9 +363,9 @@ class Rounds:
         timeout_s = self._timeout_s()
         seen = poll(full, timeout_s)
         if seen is None:
-            come = self._num_processes - self._missing(number, self._store.add(key, 0))
+            num_joined = self._num_processes - self._missing(number, self._store.add(key, 0))
             raise TimeoutError(
-                f"{come} of {self._num_processes} processes have reached the previous {self._what} after "
+                f"{num_joined} of {self._num_processes} processes have reached the previous {self._what} after "
                 f"{timeout_s:g} s. Every process must check equally often."
             )
         self._complete = max(self._complete, number)
@@ -375,10 +375,10 @@ class Rounds:
         return self._missing(number, seen) == 0
 
     def _missing(self, number: int, seen: int) -> int:
-        """Return how many have not come to a round, of those that nobody has come to the next but one of."""
+        """Return how many have not joined a round, provided that nobody has joined the next but one."""
         rounds = ((number - 1) % self._rounds_in_key) // 2 + 1  # of this parity, under this key, up to this one
-        come = seen >> (number % 2 * _COUNT_BITS) & _COUNT_MASK
-        return max(0, self._num_processes * rounds - come)
+        join = seen >> (number % 2 * _COUNT_BITS) & _COUNT_MASK
+        return max(0, self._num_processes * rounds - join)
 
     def _key(self, number: int) -> str:
         return f"rounds/{(number - 1) // self._rounds_in_key}"

@@ -28,7 +28,7 @@ _library: Any = _c10d  # whose stubs lack these
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return what torch's flight recorder knows of this process's collectives, oldest first.
+    """Return this process's collectives from torch's flight recorder, oldest first.
 
     Empty where it does not record (``TORCH_FR_BUFFER_SIZE=0``).
     """

@@ -49,7 +49,7 @@ class _Attempts(Channel):
     """The outcomes of all ranks. Waits for them cannot be interrupted, as others in this group may have been."""
 
     def agree(self, *outcome: Any) -> list[list[Any]]:
-        """Return what each rank gives."""
+        """Return the value of each rank."""
         keys = [f"{self.num_uses}/{rank}" for rank in range(self._num_ranks)]
         self.num_uses += 1
         self._store.set(keys[self._rank], json.dumps(outcome))
@@ -213,7 +213,7 @@ def _renew_group(batch_size: int, advice: str) -> None:
 
 Method = Literal["fit", "validate", "test", "predict"]
 _BATCHES: dict[Method, str] = {"fit": "training", "validate": "val", "test": "test", "predict": "predict"}
-"""What the Trainer calls a method's batches."""
+"""The Trainer's name for a method's batches."""
 
 
 class Tuner(lightning.Tuner):
@@ -357,7 +357,7 @@ class Tuner(lightning.Tuner):
 
 @dataclass(frozen=True)
 class _Usable:
-    """What a trial that has ended says about its size, the same on all ranks."""
+    """The result of a trial, the same on all ranks."""
 
     has_batches: bool
     may_grow: bool
@@ -395,7 +395,7 @@ class _BatchSize:
 
 @dataclass
 class _Search:
-    """Which size comes next, from what the trials before it have shown."""
+    """Chooses the next size from the results of the trials before it."""
 
     mode: str
     init_val: int
@@ -444,7 +444,7 @@ class _Search:
         return f"Batch size {size} {outcome}" + (f"; trying {self.next_size}." if self.next_size else ".")
 
     def summary(self) -> str:
-        """Return what is known by now."""
+        """Return the results so far."""
         if self._fits:
             return f"The largest batch size that has fitted is {self._fits}."
         return f"Of the batch sizes {', '.join(map(str, self._tried))} none has fitted."

@@ -18,7 +18,7 @@ from .fsdp.settings import VARIABLES as FSDP_VARIABLES
 
 _PACKAGE = __name__.partition(".")[0]
 DEFAULT_PATH = Path("~/.cache/huggingface/accelerate/default_config.yaml")
-"""Where ``accelerate config`` writes."""
+"""The file that ``accelerate config`` writes."""
 _PRECISIONS = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _STRATEGIES = {
     "FSDP": "AccelFSDPStrategy",
@@ -42,7 +42,7 @@ _OF_LAUNCHERS = (
     *("compute_environment", "debug", "enable_cpu_affinity", "commands", "command_file", "deepspeed_hostfile"),
     *("deepspeed_multinode_launcher", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"),
 )
-"""What a Trainer's launcher, torchrun or SLURM says instead."""
+"""Settings that a Trainer's launcher, torchrun or SLURM gives instead."""
 _OFF: tuple[Any, ...] = (False, None, "no", "No", "NO", 0, {}, [], "")  # False is also 0
 _DEFAULTS = {
     "compute_environment": "LOCAL_MACHINE",
@@ -50,12 +50,12 @@ _DEFAULTS = {
     "rdzv_backend": "static",
     "same_network": True,
 }
-"""What ``accelerate config`` writes where it is not asked."""
+"""Values that ``accelerate config`` writes without asking."""
 
 
 @dataclass
 class Converted:
-    """What a file asks for, in a Trainer's words."""
+    """The settings of a file, in a Trainer's words."""
 
     strategy: str
     """The name of a strategy of accelight's, or of Lightning's."""
@@ -64,7 +64,7 @@ class Converted:
     trainer: dict[str, Any] = field(default_factory=dict)
     """Other arguments of the Trainer."""
     notes: list[str] = field(default_factory=list)
-    """What has no argument there."""
+    """Settings that have no argument there."""
 
     def __str__(self) -> str:
         """Return Python code that makes the Trainer."""
@@ -106,7 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def convert(config: Mapping[str, Any]) -> Converted:
-    """Return what a config file asks for.
+    """Return the settings of a config file.
 
     Args:
         config: Its content.

@@ -166,7 +166,7 @@ _COMPILED = "_orig_mod"  # where torch keeps what `torch.compile` wraps; importi
 
 
 def unwrap_model(model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-    """Return what is inside of the wrappers for training on several processes, such as ``trainer.strategy.model``.
+    """Return the module inside of wrappers for training on several processes, such as ``trainer.strategy.model``.
 
     Those of FSDP1 and of DDP, DeepSpeed's engine, the root that FSDP2's hooks are on. Sharded parameters stay sharded:
     save and merge them, or call the model on every process, to use the weights.

@@ -196,7 +196,7 @@ class Source:
     ties: Mapping[str, str] = field(default_factory=dict)
     """Alias to the name of the tensor it shares, where the checkpoint itself records it."""
     dtype: DType | None = None
-    """What floating-point tensors become where nothing else is asked for; None keeps each one's own."""
+    """The dtype of floating-point tensors where nothing else is asked for; None keeps each one's own."""
 
 
 def check_coverage(fqn: str, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
@@ -345,7 +345,7 @@ class CheckpointInfo:
     path: Path
     """The folder with ``.metadata``, or with the shards where there is none; DeepSpeed's tag folder."""
     kind: str
-    """Which library saved it in which way, as far as its folder shows, e.g. ``lightning-fsdp``."""
+    """The library that saved it, and its way, as far as the folder shows, e.g. ``lightning-fsdp``."""
     model_prefix: str
     """Keys of the saved state dict above the model, with dots between them; empty if there are none."""
     tensors: tuple[StoredTensorInfo, ...]
@@ -361,7 +361,7 @@ class CheckpointInfo:
     global_step: int | None = None
     """From ``meta.pt`` or DeepSpeed's model states; None where they lack them."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """What is not the model's, with the reason."""
+    """Tensors that are not the model's, with the reason."""
     has_digests: bool = False
     """Whether ``accelight.json`` says how the files were written. All were compared, except for the tensors' bytes."""
     notes: tuple[str, ...] = ()
@@ -530,10 +530,10 @@ class TensorFile:
 
 
 MODEL_KEYS = ("model", "state_dict")
-"""Where weights are kept: Accelerate, Lightning's FSDPStrategy and FSDP1 folders of ours; its ModelParallelStrategy and
+"""The keys of weights: Accelerate, Lightning's FSDPStrategy and FSDP1 folders of ours; its ModelParallelStrategy and
 FSDP2 folders of ours."""
 AVERAGED_WEIGHTS = "averaged_weights"
-"""Where the averages of ``ShardedEMA`` are kept: a key, in DeepSpeed's checkpoints a folder."""
+"""The key of the averages of ``ShardedEMA``, in DeepSpeed's checkpoints a folder."""
 
 
 def is_optimizer_key(key: str) -> bool:

@@ -112,7 +112,7 @@ def read_safetensors_shards(folder: Path) -> DCPMetadata:
 
 
 def _saved_offsets(file: TensorFile) -> dict[str, tuple[int, ...]]:
-    """Return where in its tensor each chunk of a file begins."""
+    """Return the offset of each chunk of a file in its tensor."""
     if _OFFSETS not in file.metadata:
         raise CheckpointError(
             f"{file.path}: the header has no {_OFFSETS}, which records the position of each chunk. "
@@ -145,7 +145,7 @@ class DCPFormat(Format):
     kind = "torch-dcp"
     """Its name where nothing shows which library saved it."""
     key: str | None = None
-    """Where the weights are, instead of where the model is."""
+    """The key of the weights, instead of the model's."""
 
     def detect(self, folder: Path) -> bool:
         """Whether there is a ``.metadata`` file."""
@@ -301,7 +301,7 @@ def describe_dcp(folder: Path, metadata: DCPMetadata, manifest: Manifest | None,
 
 
 def _prefix(names: Mapping[str, str]) -> str:
-    """Return what was taken off in front of the model's names."""
+    """Return the prefix that was removed from the model's names."""
     return next((fqn[: len(fqn) - len(name)].rstrip(".") for name, fqn in names.items()), "")
 
 
@@ -495,7 +495,7 @@ def locate_tensors(
 
 
 _NUM_RECORDS = 32
-"""That a thread locates one after the other: small ones that are alike are recognized, and read together."""
+"""The number of tensors that a thread locates one after the other: it reads similar small ones together."""
 _NOT_LOCATED = Piece(Path(), 0, (), ())
 
 

@@ -223,7 +223,7 @@ class _Checker:
         self._layouts: dict[tuple[str, str, tuple[str, ...]], Layout] = {}
 
     def metadata(self, raw: object) -> DCPMetadata:
-        """Return what the file holds, given its outermost object."""
+        """Return the file's content, given its outermost object."""
         content = self._typed(raw, _Metadata, "the file")
         entries = self._typed(content.state_dict_metadata, CheckedDict, "state_dict_metadata")
         paths = {} if content.planner_data is None else self._typed(content.planner_data, CheckedDict, "planner_data")
@@ -265,7 +265,7 @@ class _Checker:
         self._offsets.setdefault(path, set()).add(info.offset)
 
     def _record(self, fqn: str, offsets: tuple[int, ...]) -> StoredRecord:
-        """Return where a chunk lies: its own record, or the one of the whole tensor."""
+        """Return the place of a chunk: its own record, or the one of the whole tensor."""
         for key in ((fqn, offset_key(offsets)), (fqn, offset_key(None))):
             if key in self._records:
                 self._used.add(key)

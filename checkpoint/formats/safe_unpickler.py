@@ -29,8 +29,10 @@ from ..files import CheckpointError, brief
 from .base import MAX_BYTES, MAX_DIMS
 
 Allowed = Mapping[tuple[str, str], object]
-"""What each (module, name) becomes: a class, a callable, or a plain value. A pickle can make objects of the class and
-set their state, and call the callable. It can set nothing on either, and reach nothing else.
+"""The replacement of each (module, name): a class, a callable, or a plain value.
+
+A pickle can make objects of the class and set their state, and call the callable. It can set nothing on either, and
+reach nothing else.
 
 Classes must be `Sealed`, take any state through ``__setstate__``, and hash by identity; callables must be `SafeCall`.
 """
@@ -80,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name stands for."""
+        """Return the replacement of a name."""
         try:
             found = self._allowed[module, name]
         except KeyError:
@@ -91,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
         return self._new_dict if found is CheckedDict else found
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what stands for an object outside the pickle."""
+        """Return the replacement of an object outside the pickle."""
         if self._persistent is None:
             raise CheckpointError(f"{self._what}: the pickle refers to external data, which is not allowed.")
         return self._persistent(pid)
@@ -140,7 +142,7 @@ _KNOWN = b"".join((_WITHOUT_OPERAND, *_OPERAND_BYTES.values(), pickle.GLOBAL, pi
 
 
 def _runs(num_bytes: int) -> re.Pattern[bytes]:
-    """Return what matches many opcodes in a row, where they need no closer look, in a pickle of a size.
+    """Return a pattern that matches many harmless opcodes in a row, in a pickle of a size.
 
     An index of the memo is below the size, rounded up to 2**16 or 2**24: the unpickler allocates 16 bytes for each
     index up to it. Integers of 4 to 8 bytes are what DCP writes for large offsets.
@@ -302,7 +304,7 @@ class Size(tuple[int, ...], metaclass=Sealed):
 
 
 def type_name(value: object) -> str:
-    """Return what to call the type of something from a pickle."""
+    """Return a name for the type of an object from a pickle."""
     return "dict" if type(value) is CheckedDict else type(value).__name__
 
 

@@ -133,7 +133,7 @@ def storage_of(pid: Any) -> Storage:
 
 
 def place(archive: TorchArchive, described: DescribedTensor, what: str) -> PlacedTensor:
-    """Return where the described tensor's first element lies.
+    """Return the described tensor with the offset of its first element.
 
     Raises:
         CheckpointError: If its storage is missing, has another size, or is too small for it.
@@ -286,7 +286,7 @@ def check_bytes(path: Path, share: tuple[int, int] = (0, 1)) -> None:
 
 
 def read_torch_file(path: Path) -> object:
-    """Return what a file of ``torch.save`` holds; tensors as `DescribedTensor`.
+    """Return the object in a file of ``torch.save``; tensors as `DescribedTensor`.
 
     Raises:
         CheckpointError: If it is not such a file, is cut off, or its pickle is not as torch writes it.
@@ -443,7 +443,7 @@ class TorchArchive:
         return members
 
     def storage(self, key: str) -> tuple[int, int]:
-        """Return where in the file a storage's bytes start, and how many there are."""
+        """Return the offset of a storage's bytes in the file, and their number."""
         start, size = self._range(f"data/{key}")
         return self._window.offset + start, size
 
@@ -463,7 +463,7 @@ class TorchArchive:
         return data
 
     def content(self, allowed: Allowed, storage: Callable[[object], object]) -> object:
-        """Return what the pickle describes, made of what a table allows.
+        """Return the object that the pickle describes, made of allowed classes.
 
         Args:
             allowed: See `load_restricted`.
@@ -532,7 +532,7 @@ class TorchArchive:
         return tuple((where, self._window.all_bytes[where]) for where in fixed)
 
     def _range(self, short: str) -> tuple[int, int]:
-        """Return where a member's bytes start in the record, and how many there are."""
+        """Return the offset of a member's bytes in the record, and their number."""
         window, what, name = self._window, self._what, self._prefix + short
         member = self._members.get(name)
         if member is None:

@@ -101,7 +101,7 @@ _KINDS = {
     **{f"lightning-deepspeed-stage-{stage}": f"Lightning, DeepSpeedStrategy, stage {stage}" for stage in range(4)},
 }
 _OURS = "accelight, AccelDeepSpeedStrategy, ZeRO stage {}"
-"""Where ``accelight.json`` is next to Lightning's state: no other strategy writes it."""
+"""The place of ``accelight.json`` next to Lightning's state: no other strategy writes it."""
 
 
 def describe_zero(checkpoint: ZeroCheckpoint, manifest: Manifest) -> CheckpointInfo:
@@ -158,7 +158,7 @@ def _shard_file(folder: Path, path: Path, num_chunks: int) -> ShardFile:
 UNIVERSAL_FOLDER = "zero"
 """Of a universal checkpoint: a folder for each parameter, with ``fp32.pt`` and the optimizer's tensors."""
 OFFLOAD_FOLDER = "offloaded_tensors"
-"""Where DeepSpeed keeps what it offloads to NVMe."""
+"""The folder for the tensors that DeepSpeed offloads to NVMe."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class ZeroCheckpoint:
         return self.stage > 0 or self.states.has_optimizer
 
     def source(self) -> Source:
-        """Return what the merge needs."""
+        """Return the source of a merge."""
 
         def locate(wanted: Iterable[str]) -> dict[str, SourceTensor]:
             return locate_parts({name: self.tensors[name] for name in wanted})
@@ -420,7 +420,7 @@ class _Builder:
         return ZeroTensor(self._optimizers[0].groups[number].dtype, shape, tuple(flat.cut(offset, end)), True)
 
     def _check_consumed(self, number: int, offset: int, flat: Flat) -> None:
-        """What is left is the padding to a multiple of twice the ranks, no more."""
+        """Check that the rest is the padding to a multiple of twice the ranks, no more."""
         step = 2 * len(self._optimizers)
         if -(-offset // step) != -(-flat.total // step):
             raise CheckpointError(
@@ -755,7 +755,7 @@ class Flat:
         self.total = self._ends[-1] if self._ends else 0
 
     def cut(self, begin: int, end: int, target: int = 0) -> Iterator[Part]:
-        """Yield what lies from element ``begin`` to ``end``, placed from ``target`` on."""
+        """Yield the parts from element ``begin`` to ``end``, placed from ``target`` on."""
         index = bisect_right(self._ends, begin)
         while begin < end:
             path, stored = self._tensors[index]

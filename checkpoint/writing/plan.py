@@ -286,7 +286,7 @@ RESULT_NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""What transformers' ``from_pretrained`` takes where several are there, first to last."""
+"""The files that transformers' ``from_pretrained`` takes where several are there, first to last."""
 _SHARD = re.compile(r"(?:model|pytorch_model)-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 
 

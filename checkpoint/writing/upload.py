@@ -25,7 +25,7 @@ _MIN_PART_BYTES = 5 * 2**20
 _PART_BYTES = 5 * 2**20
 """Parts that go through this process have this size or little more."""
 _COPY_BYTES = 256 * 2**20
-"""What the store copies at most in one request; S3's maximum is 5 GiB."""
+"""The most bytes that the store copies in one request; S3's maximum is 5 GiB."""
 _CONVERTED_BYTES = 2**20
 _MAX_PARTS = 9_000
 """S3's maximum is 10,000."""
@@ -120,7 +120,7 @@ class Part:
     begin: int
     end: int
     run: Run | None = None
-    """Where the store has these bytes; None where this process has to send them."""
+    """The store's object with these bytes; None where this process has to send them."""
 
 
 def parts_of(file: PlannedFile, in_store: Callable[[Run], bool]) -> Iterator[Part]:

@@ -1,7 +1,7 @@
 """All ranks begin with rank 0's parameters and buffers, as under ``DistributedDataParallel``.
 
 The ranks compare names, shapes and dtypes first: tensors that differ in size would mix up bytes, or hang. Digests of
-frozen weights tell what checkpoints can leave out, and whether a run that resumes has the same.
+frozen weights show what checkpoints can leave out, and whether a run that resumes has the same.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _write(tensor: Tensor, values: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Frozen weights that checkpoints leave out: told by a digest that is the same however they are sharded.
+# Frozen weights that checkpoints leave out: known by a digest that is the same however they are sharded.
 
 
 Shards = Mapping[str, tuple[Tensor, bool]]
@@ -233,7 +233,7 @@ class FrozenBase:
         self._described = describe({name: one for name, (one, is_trained) in shards.items() if not is_trained}, device)
 
     def unchanged(self, shards: Shards) -> dict[str, list[Any]]:
-        """Return what is frozen and has the values that it began with, described for a checkpoint."""
+        """Return the frozen tensors that have their initial values, described for a checkpoint."""
         frozen = {name: one for name, (one, is_trained) in shards.items() if not is_trained and name in self._described}
         now = describe(frozen, self._device)
         return {name: known for name, known in now.items() if known == self._described[name]}
@@ -317,7 +317,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor, *, alone: bool) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield what this rank has of a tensor, where it begins in it; of what several ranks have, one yields it."""
+    """Yield this rank's parts of a tensor with their offsets; of copies on several ranks, one rank yields its own."""
     if isinstance(tensor, FlatShard):
         if tensor.place.replica == 0:
             yield from ((box.offsets, values) for box, values in tensor.boxes())
@@ -369,7 +369,7 @@ class BufferSync:
         """Whether this rank has found that they have, and that no version shows it."""
         self._num_certain = 0
 
-    def follow(self, root: nn.Module, device: torch.device) -> None:
+    def attach(self, root: nn.Module, device: torch.device) -> None:
         """Begin a fit, with rank 0's buffers; every rank calls it."""
         self.detach()
         if self.is_on and num_ranks() > 1:
@@ -393,7 +393,7 @@ class BufferSync:
         self._is_changing = self._is_changing or (bool(of_all) and self._root is not None)
 
     def expect_changes(self) -> None:
-        """Let the next forward broadcast if it is one that may: at the beginning of an epoch, on all ranks."""
+        """Make the next forward broadcast if it is one that may: at the beginning of an epoch, on all ranks."""
         self._num_certain = max(self._num_certain, 1)
 
     # ------------------------------------------------------------------ around forwards

@@ -35,7 +35,7 @@ from ...checkpoint.atomic_dir import (
     replace,
     unfinished_name,
 )
-from ...checkpoint.files import is_regular, telling_full_disk
+from ...checkpoint.files import is_regular, translate_full_disk
 from ...checkpoint.formats.torch_save import check_bytes
 from ...checkpoint.storage import (
     ObjectFolder,
@@ -52,7 +52,7 @@ from ..upstream.torch_core import tree_leaves
 
 _log = logging.getLogger(__name__)
 _UNFINISHED = ".tmp"
-"""What torch's name for ``.metadata`` ends with until it is complete."""
+"""The suffix of torch's name for ``.metadata`` until it is complete."""
 
 
 class AveragedWeights(Protocol):
@@ -62,12 +62,12 @@ class AveragedWeights(Protocol):
     """By the weights' names, sharded like these."""
 
     def aside(self) -> AbstractContextManager[bool]:
-        """Let the model have its own weights in this context; it gives whether it has the averages otherwise."""
+        """Restore the model's own weights in this context; it yields whether the model has averages outside of it."""
         ...
 
 
 def with_own_weights(averages: AveragedWeights | None) -> AbstractContextManager[bool]:
-    """Let the model have its own weights in this context, also where it has averages."""
+    """Restore the model's own weights in this context, also where it has averages."""
     return nullcontext(False) if averages is None else averages.aside()
 
 
@@ -113,8 +113,8 @@ class NewFolder:
         check_mark(self.unfinished, name)
 
     def finish(self, complete: Callable[[Path], None]) -> None:
-        """Let ``complete`` write what is missing into the given folder, and give it its name."""
-        with telling_full_disk(self.unfinished):
+        """Call ``complete``, which writes the rest into the given folder, and rename the folder."""
+        with translate_full_disk(self.unfinished):
             if self._mark is not None:
                 (self.unfinished / self._mark).unlink()
             complete(self.unfinished)
@@ -169,7 +169,7 @@ class NewGeneration:
 
     @property
     def unfinished(self) -> str:
-        """Where objects are written, for messages."""
+        """The place of the objects, for messages."""
         return self.objects / self.generation
 
     def begin(self) -> str:
@@ -226,7 +226,7 @@ class ObjectStreams(FileSystem):
         super().__init__()
         self._objects = objects
         self.error: Exception | None = None
-        """What a stream failed with: torch's threads do not report it."""
+        """The error of a stream: torch's threads do not report it."""
 
     @override
     @contextmanager
@@ -298,7 +298,7 @@ def remove_saved(path: str | Path, remove_file: Callable[[], None]) -> None:
 def new_folder(
     folder: NewFolder | NewGeneration, finish: Callable[[], None], group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Let all ranks write into a folder in the body; it takes its name when the body is done and it is complete.
+    """Give all ranks a folder to write into in the body; it takes its name when the body is done and it is complete.
 
     The body must fail on every rank if it fails on one.
 
@@ -326,7 +326,7 @@ def new_folder(
 def new_file(
     path: Path, write: Callable[[Path], None], group: dist.ProcessGroup | None = None, *, beside: bool = True
 ) -> None:
-    """Let rank 0 ``write`` one file that gets the name ``path``, where a sharded checkpoint may be in the way.
+    """Make rank 0 ``write`` one file and name it ``path``, where a sharded checkpoint may be in the way.
 
     Args:
         path: The file.
@@ -356,7 +356,7 @@ def new_file(
 def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        with telling_full_disk(unfinished):
+        with translate_full_disk(unfinished):
             write(unfinished)
             replace(path, unfinished)
     except BaseException:
@@ -365,7 +365,7 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
 
 
 _NUM_THREADS = 4
-"""That upload parts of one object at once."""
+"""The number of threads that upload parts of one object."""
 
 
 def save_object(content: Any, url: str, options: Mapping[str, Any] | None = None) -> None:
@@ -387,7 +387,7 @@ def save_object(content: Any, url: str, options: Mapping[str, Any] | None = None
 def read_object(
     url: str, weights_only: bool | None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what `save_object`, or Lightning, has written; every rank reads it.
+    """Return the object that `save_object`, or Lightning, has written; every rank reads it.
 
     Args:
         url: Of the object.
@@ -421,7 +421,7 @@ _is_asked_for: ContextVar[bool] = ContextVar("accelight_own_folders", default=Fa
 
 @contextmanager
 def in_own_folders() -> Iterator[None]:
-    """Let checkpoints that are begun inside be written so; all processes must enter it, each saves to its own path.
+    """Write checkpoints that begin inside this way; all processes must enter it, each saves to its own path.
 
     A checkpoint of one file is written to the path of process 0 alone, as always.
     """
@@ -512,12 +512,12 @@ def save_torch(content: Any, path: Path) -> None:
         OSError: If it cannot be written, with the path.
     """
     # To a stream: where torch opens the file itself, the system's error is lost.
-    with telling_full_disk(path, num_bytes_of(content)), path.open("wb") as stream:
+    with translate_full_disk(path, num_bytes_of(content)), path.open("wb") as stream:
         torch.save(content, stream)
 
 
 def read_torch(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return what a single-file checkpoint holds, mapped into memory and not read; every rank must call it.
+    """Return the content of a single-file checkpoint, mapped into memory and not read; every rank must call it.
 
     Args:
         path: The file.

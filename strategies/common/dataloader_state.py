@@ -38,7 +38,7 @@ _LIGHTNINGS_KEY = "combined_loader"
 _TORCHDATA = "torchdata.stateful_dataloader"
 
 
-class LoaderPlaces:
+class DataLoaderStates:
     """Follows the training loaders of one fit after the other."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class LoaderPlaces:
         return dist.get_world_size() // self.group_size
 
     # ------------------------------------------------------------------ saving
-    def follow(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Begin a fit, whose data is set up: loaders go to where the checkpoint says.
 
         Args:
@@ -71,9 +71,9 @@ class LoaderPlaces:
         self.take(trainer)
         self._check_number(loop)
         if self._states:
-            _go_to(loop, self._states)
+            _seek(loop, self._states)
         else:
-            _draw_again(loop)
+            _redraw_order(loop)
         self._states, self._before_fetch = [], []
         if any(isinstance(one, Stateful) for one in loop._combined_loader.flattened):
             self._patches.put(loop.epoch_loop, "_on_before_fetch", partial(self._note, loop))
@@ -110,7 +110,7 @@ class LoaderPlaces:
         self._saved, self._states, self._num_others = checkpoint.pop(LOADERS_KEY, None), [], 0
 
     def take(self, trainer: Trainer) -> None:
-        """Take the states that Lightning is about to load: `follow` loads those of this process.
+        """Take the states that Lightning is about to load: `attach` loads those of this process.
 
         Args:
             trainer: Callbacks have changed of the checkpoint what they change.
@@ -142,7 +142,7 @@ class LoaderPlaces:
         )
 
 
-def _go_to(loop: Any, states: list[Any]) -> None:
+def _seek(loop: Any, states: list[Any]) -> None:
     """Begin to read where ``states`` say, or the next epoch.
 
     torchdata's samplers draw an epoch's order when the loader is iterated over, and not with its first batch.
@@ -175,8 +175,8 @@ def set_epoch(loader: object, trainer: Trainer) -> None:
     _set_sampler_epoch(loader, epochs.started if _is_at_end(loop) else epochs.processed)
 
 
-def _draw_again(loop: Any) -> None:
-    """Let workers begin again that have drawn the order of another epoch, as before the checkpoint was read."""
+def _redraw_order(loop: Any) -> None:
+    """Restart workers that have drawn the order of another epoch, as before the checkpoint was read."""
     epoch = loop.epoch_progress.current.processed
     late = [
         loader
@@ -309,7 +309,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Let this process draw the numbers that come after a `random_state`."""
+    """Continue this process's random numbers from a `random_state`."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

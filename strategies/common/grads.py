@@ -37,7 +37,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return what an optimizer has in its groups."""
+    """Return the parameters in an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -220,7 +220,7 @@ class TotalNorms:
         self._norm, self._check = norm, check
         self._patches = Patches("clipping")
 
-    def follow(self) -> None:
+    def attach(self) -> None:
         """Put them in."""
         self.detach()
         self._replace(clip_grad._get_total_norm, self._total_norm)
@@ -228,7 +228,7 @@ class TotalNorms:
         self._replace(clip_grad.clip_grad_value_, self._clip_values)
 
     def detach(self) -> None:
-        """Undo `follow`."""
+        """Undo `attach`."""
         self._patches.remove()
 
     def _replace(self, function: Any, replacement: Callable[..., Any]) -> None:
@@ -312,7 +312,7 @@ class SkippedSteps:
         self.last = not stepped
 
     def hold_back(self, module: LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
-        """Let schedulers that count steps stand still at a skipped one.
+        """Keep schedulers that count steps from advancing at a skipped one.
 
         Source: accelerate 1.15 ``scheduler.py`` (``AcceleratedScheduler``).
         """

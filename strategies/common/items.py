@@ -89,7 +89,7 @@ class ItemAverage:
         if factor := self._in_batch * num_steps:
             hooks = [loss.register_hook(lambda gradient: gradient * factor)]  # type: ignore[no-untyped-call]
         else:
-            hooks = _let_nothing_through(loss)
+            hooks = _zero_gradients(loss)
         try:
             yield
         finally:
@@ -113,7 +113,7 @@ class ItemAverage:
 
     # ------------------------------------------------------------------ the end of a window
     def factor(self) -> float:
-        """Return what the window's gradients, averaged over ranks, are multiplied by; 0 for a window without items."""
+        """Return the factor of the window's gradients, averaged over ranks; 0 for a window without items."""
         # What is unsent is of one process alone, whose last micro-batch had no backward.
         num_items = self._unsent + sum(sum(wait()) for wait in self._messages)
         if num_items:
@@ -125,7 +125,7 @@ class ItemAverage:
 
 
 def factor_for(num_items: int | Tensor) -> float:
-    """Return what gradients that are averaged over ranks are multiplied by, to be averaged over all ranks' items.
+    """Return the factor that turns gradients averaged over ranks into averages over all ranks' items.
 
     Args:
         num_items: This rank's; all ranks must call it.
@@ -148,7 +148,7 @@ def _checked(given: Any) -> int:
     return int(number)
 
 
-def _let_nothing_through(loss: Tensor) -> list[Any]:
+def _zero_gradients(loss: Tensor) -> list[Any]:
     """Make the backward of ``loss`` give zeros, also where the mean over no items is 0/0 and has no gradient.
 
     Returns:

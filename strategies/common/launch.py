@@ -125,7 +125,7 @@ def warn_if_overruled(variable: str, number: float, where: str, environment: Map
 # A strategy's arguments for a process group that may already exist.
 
 
-def tell_what_comes_too_late(timeout: timedelta | None, backend: str | None, instead: str) -> None:
+def warn_ignored_process_group_args(timeout: timedelta | None, backend: str | None, instead: str) -> None:
     """Warn of arguments that have no effect on a process group that is there already.
 
     Args:

@@ -21,7 +21,7 @@ from ..upstream.lightning import ParallelStrategy, SIGTERMException, Trainer, ra
 from ..upstream.lightning_package import other_package_hint, other_package_is_imported
 from ..upstream.patches import Patches
 from .broadcast import BufferSync
-from .dataloader_state import LoaderPlaces, set_epoch, with_shared_order
+from .dataloader_state import DataLoaderStates, set_epoch, with_shared_order
 from .items import ItemAverage
 from .launch import ACCUMULATION, SubprocessScriptLauncher, check_devices, warn_if_overruled
 from .modules import check_callbacks
@@ -42,11 +42,11 @@ class LoopFollowing(ParallelStrategy):
     _tracker: LoopTracker
     _termination: Termination
     _process_group_backend: str | None
-    _held_weights: DeferredWeightLoad
-    _loader_places: LoaderPlaces
+    _deferred_weights: DeferredWeightLoad
+    _dataloader_states: DataLoaderStates
     _buffers: BufferSync
     where_group_starts = "PartialState(timeout=..., backend=...) or init_process_group()"
-    """What may have started the process group before the strategy does, for messages."""
+    """Code that may have started the process group before the strategy does, for messages."""
 
     @override
     def __repr__(self) -> str:
@@ -54,9 +54,9 @@ class LoopFollowing(ParallelStrategy):
         return f"<{type(self).__name__}: {other_package_hint()}>" if other_package_is_imported() else super().__repr__()
 
     @property
-    def loader_places(self) -> LoaderPlaces:
+    def dataloader_states(self) -> DataLoaderStates:
         """The positions of stateful training loaders."""
-        return self._loader_places
+        return self._dataloader_states
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +107,7 @@ class LoopFollowing(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How samples are dealt: to the processes that are there, whatever ``Trainer(num_nodes=...)`` says.
+        """Arguments of samplers, which divide samples over the present processes, not by ``Trainer(num_nodes=...)``.
 
         Processes that share one copy of the model see the same.
         """
@@ -130,7 +130,7 @@ class LoopFollowing(ParallelStrategy):
 
     def _follow_buffers(self, root: torch.nn.Module) -> None:
         """Begin a fit of ``root``, sharded by now, with rank 0's buffers."""
-        self._buffers.follow(root, self.root_device)
+        self._buffers.attach(root, self.root_device)
         self._termination.message, self._termination.receive = self._buffers.message, self._buffers.receive
 
     def _running_trainer(self) -> Trainer | None:
@@ -162,7 +162,7 @@ class LoopFollowing(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._running_trainer()
         if trainer is not None and trainer.training:
-            self._loader_places.take(trainer)
+            self._dataloader_states.take(trainer)
             dataloader = with_shared_order(dataloader, self.distributed_sampler_kwargs)
             set_epoch(dataloader, trainer)
         return super().process_dataloader(dataloader)
@@ -171,11 +171,11 @@ class LoopFollowing(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if (trainer := self._running_trainer()) is not None:
-            self._loader_places.follow(trainer)
+            self._dataloader_states.attach(trainer)
 
     def _end_training_loop(self) -> None:
         self._tracker.close()
-        self._loader_places.detach()
+        self._dataloader_states.detach()
 
     @override
     def on_train_end(self) -> None:
@@ -268,7 +268,7 @@ class LoopTracker:
         """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress counts it."""
         self._first_batch: int | None = None
         """The Trainer's total count at the first batch of this fit; a resumed one may begin within a window."""
-        self._said_short = False
+        self._has_warned = False
         self._short_windows: ShortWindows = "full"
         self._changes = ExitStack()
         self._loaders: list[Any] = []
@@ -302,10 +302,10 @@ class LoopTracker:
             trainer.accumulate_grad_batches = wanted
         warn_if_overruled(ACCUMULATION, trainer.accumulate_grad_batches, where)
         self._set_num_steps(trainer.accumulate_grad_batches)
-        self.window_position, self._first_batch, self._said_short = 1, None, False
+        self.window_position, self._first_batch, self._has_warned = 1, None, False
         self._short_windows = self.plugin.resolve_short_windows()
         if not self.plugin.sync_with_dataloader:
-            self._changes.enter_context(carried_windows(trainer, lambda: self.window_position == 1))
+            self._changes.enter_context(accumulate_across_epochs(trainer, lambda: self.window_position == 1))
 
     def _set_num_steps(self, num_steps: int) -> None:
         GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
@@ -334,7 +334,7 @@ class LoopTracker:
         window_ends = position == num_steps or (is_last and not carried)  # Lightning's rule
         if counted and self.window_position == 1:
             self.items.begin_window()
-        self._tell_end(batch, is_last)
+        self._set_end(batch, is_last)
         state._set_sync_gradients(window_ends)
         if (
             counted
@@ -343,12 +343,12 @@ class LoopTracker:
             and not self.items.is_on
             and trainer.lightning_module.automatic_optimization
         ):
-            self._say_short(num_steps)
+            self._warn_short_window(num_steps)
 
-    def _say_short(self, num_steps: int) -> None:
-        if self._said_short:
+    def _warn_short_window(self, num_steps: int) -> None:
+        if self._has_warned:
             return
-        self._said_short = True
+        self._has_warned = True
         divisor, other = (
             (self.window_position, '"full" divides by the full number, like Lightning and Accelerate')
             if self._short_windows == "mean"
@@ -370,9 +370,9 @@ class LoopTracker:
         previous, batch = self._evaluated
         batch = batch + 1 if previous == dataloader_idx else 1
         self._evaluated = dataloader_idx, batch
-        self._tell_end(batch, loop.batch_progress.is_last_batch or batch == limit)
+        self._set_end(batch, loop.batch_progress.is_last_batch or batch == limit)
 
-    def _tell_end(self, batch: int, is_last: bool) -> None:
+    def _set_end(self, batch: int, is_last: bool) -> None:
         """Say whether the loop uses no other batch than this; a limit may end it before the loader's padding."""
         loader = self._loaders[-1]
         length = sized_len(loader) if is_last else None
@@ -404,7 +404,7 @@ class LoopTracker:
         self._changes.close()
 
     def gradient_factor(self) -> float:
-        """Return what the present window's gradients are multiplied by when it ends.
+        """Return the factor of the present window's gradients when it ends.
 
         1 for a full window over whose micro-batches the loss is averaged, 0 for one without items.
 
@@ -417,8 +417,8 @@ class LoopTracker:
 
 
 @contextmanager
-def carried_windows(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[None]:
-    """Let the Trainer's loop step, and clear gradients, where `GradientState` says, instead of counting within epochs.
+def accumulate_across_epochs(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[None]:
+    """Make the Trainer's loop step, and clear gradients, where `GradientState` says, instead of counting within epochs.
 
     Args:
         trainer: Changed inside this context.

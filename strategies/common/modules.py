@@ -27,7 +27,7 @@ from ..upstream.patches import Patches, replace_for_good
 T = TypeVar("T")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOGGING = ("log", "log_dict")
-"""What the Trainer gives callbacks of the module's."""
+"""Attributes of the module that the Trainer gives to callbacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class ShardingArtifacts:
     holds_shards: Callable[[nn.Module], bool]
     """Whether a layer has parameters of its own that are sharded."""
     reason: str
-    """How an error says that they are: "parameters that ... has sharded"."""
+    """The words of an error for them: "parameters that ... has sharded"."""
     way_out: str = ""
-    """What else to do about it than to leave the module out."""
+    """Another way out than to leave the module out."""
 
 
 @contextmanager
 def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Iterator[None]:
-    """Let modules and callbacks in ``state`` be pickled inside this context; they are the same objects there.
+    """Make modules and callbacks in ``state`` picklable inside this context; they stay the same objects.
 
     Args:
         state: The Trainer's checkpoint. Looked into are dicts, lists and tuples.
@@ -76,7 +76,7 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
                 del attributes[name]
         for layer in layers:
             _strip(vars(layer), traces)
-            _give_class(layer, traces.own_class(layer))
+            _set_class(layer, traces.own_class(layer))
         yield
     finally:
         for attributes, methods in logging:
@@ -84,7 +84,7 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
         for layer, (cls, attributes) in before.items():
             vars(layer).clear()
             vars(layer).update(attributes)
-            _give_class(layer, cls)
+            _set_class(layer, cls)
 
 
 def _found(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]:
@@ -98,7 +98,7 @@ def _found(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]
             yield from _found(one, kind, f"{path}[{index}]")
 
 
-def _give_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
     if type(layer) is not cls:
         replace_for_good("sharded modules", layer, __class__=cls)
 
@@ -248,11 +248,11 @@ def constants_aside(module: nn.Module) -> Iterator[dict[str, Any]]:
     """
     found: dict[str, Any] = {}
 
-    def put_aside(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+    def stash(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         found.update({clean_name(name): state.pop(name) for name in [one for one in state if is_constant(one, state)]})
 
-    saving = module.register_state_dict_post_hook(put_aside)  # type: ignore[no-untyped-call]
-    loading = module.register_load_state_dict_pre_hook(put_aside)  # type: ignore[no-untyped-call]
+    saving = module.register_state_dict_post_hook(stash)  # type: ignore[no-untyped-call]
+    loading = module.register_load_state_dict_pre_hook(stash)  # type: ignore[no-untyped-call]
     try:
         yield found
     finally:
@@ -360,7 +360,7 @@ class GatherReplicas:
 
 
 def gather_metrics_once(module: nn.Module, group_size: int, patches: Patches) -> None:
-    """Let the metrics in a module count each sample once, but those that choose what they gather.
+    """Make the metrics in a module count each sample once, except those that choose what they gather.
 
     Args:
         module: With metrics of torchmetrics among its submodules.
@@ -390,7 +390,7 @@ def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, str]) -> 
 
 
 def sparse_embeddings(model: nn.Module) -> Iterator[str]:
-    """Yield what to say of each embedding that is trained with sparse gradients.
+    """Yield a message for each embedding that is trained with sparse gradients.
 
     Args:
         model: Not sharded yet.
@@ -406,9 +406,9 @@ def sparse_embeddings(model: nn.Module) -> Iterator[str]:
 IN_REAL_NUMBERS = (
     "Hold torch.view_as_real(parameter) as the parameter, and compute with torch.view_as_complex(parameter)."
 )
-"""What to do with a complex parameter that cannot be trained."""
+"""The way out for a complex parameter that cannot be trained."""
 
-SHARDED_FORM = "_accelight_sharded_form"
+SHARDED_MODEL = "_accelight_sharded_model"
 """Attribute of a module that FSDP has sharded."""
 _INSTEAD = (
     "Build a new module. To continue from the trained state, use fit(ckpt_path=...) with a full checkpoint, or "
@@ -422,7 +422,7 @@ def refuse_module_of_fsdp(module: nn.Module) -> None:
     Raises:
         RuntimeError: If it is one.
     """
-    if SHARDED_FORM in module.__dict__:
+    if SHARDED_MODEL in module.__dict__:
         raise RuntimeError(
             f"{type(module).__name__} is already sharded with FSDP, and DeepSpeed cannot use it. {_INSTEAD}"
         )

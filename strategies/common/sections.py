@@ -1,4 +1,4 @@
-"""Where a process is in a run, how long it spends there, and where it has failed.
+"""Sections of a run: the one that a process is in, the time it spends there, and the one in which it has failed.
 
 The Trainer reports each hook, and each batch that it waits for, to its profiler. `SectionClock` listens, and adds up
 the time between two reports for the innermost action that is open, so that no second is counted twice. Another
@@ -28,7 +28,7 @@ from ..upstream.patches import Patches
 from .grads import gradients_of, local_tensor, parameters_of
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
-"""What actions belong to, in the order of tables."""
+"""The groups of actions, in the order of tables."""
 MICRO_BATCH = "run_training_batch"
 """The action that encloses a micro-batch."""
 _COMPUTE = ("forward", "backward", "optimizer", "hooks", "between hooks")
@@ -84,7 +84,7 @@ class Action:
         self._clock = clock
         self.name, self.section = name, section_of(name)
         self.count = 0
-        """How often it has begun."""
+        """The number of times it has begun."""
         self.seconds = 0.0
         """All time in it, without what other actions inside of it took."""
         self.longest = 0.0
@@ -121,7 +121,7 @@ class _MicroBatch(Action):
 
 @dataclass
 class Spread:
-    """What the micro-batches that spent time in one of `PARTS` spent there, in seconds, without waits for others."""
+    """Seconds of each micro-batch that spent time in one of `PARTS`, without waits for others."""
 
     count: int = 0
     """Of these micro-batches."""
@@ -136,7 +136,7 @@ class Spread:
         self.squares += spent * spent
 
     def since(self, before: Spread) -> Spread:
-        """Return what has come after an earlier state."""
+        """Return the difference to an earlier state."""
         return Spread(self.count - before.count, self.total - before.total, self.squares - before.squares)
 
     def error(self) -> float:
@@ -249,7 +249,7 @@ at random is no slow loader.
 
 @dataclass(frozen=True)
 class Timings:
-    """How long each process has spent in each section, per micro-batch."""
+    """The time that each process has spent in each section, per micro-batch."""
 
     step: int
     """``trainer.global_step`` of process 0 at the end of the window."""
@@ -360,7 +360,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException, trainer: Trainer | None, device: torch.device) -> str:
-    """Return what has failed where, and the peak of the memory if there was too little: what follows "process 1"."""
+    """Return the failed section, and the peak of memory if there was too little, as words after "process 1"."""
     text = f"failed with {text_of(error)}"
     if trainer is not None:
         stage = str(trainer.state.stage.name).lower().replace("_", " ")  # type: ignore[union-attr]
@@ -387,7 +387,7 @@ def _section(frames: TracebackType | None) -> str:
 
 
 def _at_rest(trainer: Trainer) -> str:
-    """Return what a process holds between steps, which smaller batches do not change."""
+    """Return the bytes that a process holds between steps, which smaller batches do not change."""
     found, counted = {"weights": 0, "gradients": 0, "optimizer state": 0}, set[int]()
 
     def count(part: str, *tensors: object) -> None:

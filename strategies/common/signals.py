@@ -77,7 +77,7 @@ class Termination:
         self._device = torch.device("cpu")
         """The device on which ranks reduce the number."""
         self.message: Callable[[], int] = lambda: 0
-        """What else this rank reports with each message; the ranks learn the maximum."""
+        """Another number that this rank reports with each message; the ranks learn the maximum."""
         self.receive: Callable[[int], None] = lambda of_all: None
         """Takes the maximum of all ranks' messages, before a training batch."""
         self.items = ItemAverage(is_on=False)
@@ -91,7 +91,7 @@ class Termination:
             if (watch := watch_for_deadlocks(require_group("A fit"))) is not None:
                 watch.runs.add(self.run)
 
-    def follow(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Take over for one run, before the Trainer installs its handlers."""
         self._restore_methods()
         self._trainer = trainer

@@ -43,7 +43,7 @@ from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
 from .library import is_gathered_by_user
 from .upstream import _get_default_group, _get_grad_fn_or_grad_acc, _will_engine_execute_node
-from .zero_optimizer import ChangedWeights, PerParameterStep, detach_window, step_on_all_values, tell_window
+from .zero_optimizer import ChangedWeights, PerParameterStep, attach_window, detach_window, step_on_all_values
 
 _NAME = "accelight_window"
 _BACKWARD_OF_ITS_OWN = (
@@ -80,7 +80,7 @@ class GradientAccumulator:
         self.engine, self.device, self._holds_parameters = engine, device, holds_parameters
         self._items, self._gradient_factor = items or ItemAverage(is_on=False), gradient_factor
         self.factor = 1.0
-        """What the complete gradients of this window are still to be multiplied by."""
+        """The factor by which the complete gradients of this window are still to be multiplied."""
         self.stage = int(engine.zero_optimization_stage())
         zero = self._zero = engine.optimizer
         self._is_partitioned = zero_optimizer.is_partitioned_optimizer(zero)
@@ -124,12 +124,12 @@ class GradientAccumulator:
         if self.stage == 3:
             self.gathered_changes = GatheredChanges(engine, self.names)
         self._clear, self._is_stepping = zero.zero_grad, False
-        tell_window(zero, self)
+        attach_window(zero, self)
         engine.__dict__[_NAME] = self  # not as a submodule
 
     @contextmanager
     def on_module(self, module: nn.Module) -> Iterator[None]:
-        """Let the module's own ``zero_grad()`` drop these gradients as well, in this context.
+        """Make the module's own ``zero_grad()`` drop these gradients as well, in this context.
 
         Lightning calls it before validation, and users do in manual optimization.
         """
@@ -171,7 +171,7 @@ class GradientAccumulator:
             replace_for_good("ZeRO optimizers", zero, independent_gradient_partition_epilogue=self._collect_all)
 
     def _collect_all(self) -> None:
-        """Let stage 3 take what it has reduced; of parameters that are frozen by now it would take zeros."""
+        """Make stage 3 keep its reduced gradients; of parameters that are frozen by now it would take zeros."""
         frozen = [each for each in self.used if not each.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -246,13 +246,13 @@ class GradientAccumulator:
         hook = loss.register_hook(self._agree_before_backward) if agrees else None  # type: ignore[no-untyped-call]
         self._in_backward = True
         try:
-            with _backward_again(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
+            with _repeated_backward(self.engine) if self.stage == 3 and kwargs.get("retain_graph") else nullcontext():
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             if self._is_held:
                 self._reduce_held_back()
         finally:
             self._in_backward = False
-            self._let_go()
+            self._stop_coalescing()
             if hook is not None:
                 hook.remove()
 
@@ -305,12 +305,12 @@ class GradientAccumulator:
             f"{', '.join(map(str, lacking))} does not use {self.names[first]}): {WAY_OUT}"
         )
 
-    def _let_go(self) -> None:
+    def _stop_coalescing(self) -> None:
         if self._is_held:
             self._is_held = self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = False
 
     def _reduce_held_back(self) -> None:
-        self._let_go()
+        self._stop_coalescing()
         self._add_missing_zeros()
         flush = self.engine._flush_coalesced_reduction_zero3 if self.stage == 3 else None
         (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
@@ -407,18 +407,18 @@ class GradientAccumulator:
             )
 
     def follow_changed_weights(self) -> None:
-        """Let the weights that the optimizer steps on follow those that users' code has changed."""
+        """Copy weights that users' code has changed to those that the optimizer steps on."""
         if self.gathered_changes is not None:
             self.gathered_changes.take_over()
         if self.changes is not None:
-            self.changes.follow()
+            self.changes.attach()
 
-    def reach_optimizer(self) -> None:
+    def sync_to_optimizer(self) -> None:
         """As `follow_changed_weights`, amid users' code: what is gathered stays so."""
         if self.gathered_changes is not None:
-            self.gathered_changes.reach_partitions()
+            self.gathered_changes.sync_to_partitions()
         if self.changes is not None:
-            self.changes.reach_optimizer()
+            self.changes.sync_to_optimizer()
 
     def accept_weights(self) -> None:
         """Accept the weights that there are now: they come from a checkpoint."""
@@ -427,7 +427,7 @@ class GradientAccumulator:
                 changes.accept()
 
     def step(self, **kwargs: Any) -> None:
-        """Let the engine's optimizer step on what has a gradient; without any, nothing happens."""
+        """Step on the parameters that have a gradient; without any, do nothing."""
         if self._adds_to_stale:
             raise RuntimeError(
                 "manual_backward() followed optimizer.step() without zero_grad(): torch would add to the gradients "
@@ -510,7 +510,7 @@ class GradientAccumulator:
         if not self._is_dirty:
             return
         self._is_dirty = self._is_complete = self.has_begun = False
-        self._let_go()
+        self._stop_coalescing()
         self.used = set()
         self._order, self.factor = 0, 1.0
         for parameter in self._parameters:
@@ -555,7 +555,7 @@ def plain_gradients(engine: Any) -> list[Tensor]:
 
 
 def window_of(engine: Any) -> GradientAccumulator | None:
-    """Return what follows an engine, if it trains under the Trainer."""
+    """Return the accumulator of an engine, if it trains under the Trainer."""
     window: GradientAccumulator | None = engine.__dict__.get(_NAME)
     return window
 
@@ -593,8 +593,8 @@ class EngineBackwards(TorchFunctionMode):
 
 
 @contextmanager
-def _backward_again(engine: Any) -> Iterator[None]:
-    """Let another backward through the same graph gather parameters again, which stage 3 counts down to zero."""
+def _repeated_backward(engine: Any) -> Iterator[None]:
+    """Make another backward through the same graph gather parameters again: stage 3 counts their uses down to zero."""
     counts = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
     layers = list(engine.module.modules())
     before = [{name: vars(layer)[name] for name in counts if name in vars(layer)} for layer in layers]
@@ -807,8 +807,8 @@ class GatheredChanges:
         """Compare a parameter from now on: users' code has an alias of it whose writes no version counts."""
         self._compared.add(parameter)
 
-    def reach_partitions(self) -> None:
-        """Let partitions have what has changed so far, and leave parameters gathered."""
+    def sync_to_partitions(self) -> None:
+        """Copy changes so far to the partitions, and leave parameters gathered."""
         for each in self._versions:
             own, held = _own_part(each) if self._is_changed(each) else (None, None)
             if own is not None and held is not None:
@@ -874,7 +874,7 @@ WAY_OUT = (
 
 
 def hold_parameters(engine: Any) -> None:
-    """Let stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
+    """Make stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
     # Its trace of layers must be the same on every rank.
     replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
     gather(engine)
@@ -894,7 +894,7 @@ def gather(engine: Any) -> None:
 
 
 def hold_parameters_in_forward(engine: Any) -> None:
-    """Let an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
+    """Make an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
     replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
     engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
     engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
@@ -950,7 +950,7 @@ class CollectiveOrder:
             {layer: name for name, layer in engine.module.named_modules()}
         )
         self._recorded: dict[int, int] = {}
-        """How many weights of other layers each layer uses in the recorded order."""
+        """The number of weights of other layers that each layer uses in the recorded order."""
         coordinator = self._coordinator = _coordinator(engine)
         self._fetch, self._check_trace = coordinator.fetch_sub_module, coordinator.trace_prologue
         replace_for_good(

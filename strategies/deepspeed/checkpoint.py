@@ -46,7 +46,7 @@ from ..common.checkpoint_files import (
     with_own_weights,
     writes_own_folders,
 )
-from ..common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
+from ..common.dataloader_state import RANDOM_STATES_KEY, DataLoaderStates, ResumedRandomState, random_state
 from ..common.loop import STORED_WEIGHTS
 from ..common.modules import (
     ShardingArtifacts,
@@ -76,7 +76,7 @@ from .zero_optimizer import sync_master_weights
 _WHAT = "sharded checkpoints"
 
 
-class Saved(SavingStrategy, Protocol):
+class DeepSpeedSavingStrategy(SavingStrategy, Protocol):
     """The strategy as its checkpointer sees it."""
 
     load_universal: bool
@@ -84,7 +84,7 @@ class Saved(SavingStrategy, Protocol):
 
     @property
     def frozen_base(self) -> FrozenBase | None:
-        """What checkpoints leave out of the weights; None if they have all."""
+        """The weights that checkpoints leave out; None if they have all."""
 
     @property
     def deepspeed_engine(self) -> Any:
@@ -99,7 +99,7 @@ class Saved(SavingStrategy, Protocol):
         """Of the engine."""
 
     @property
-    def loader_places(self) -> LoaderPlaces:
+    def dataloader_states(self) -> DataLoaderStates:
         """Of the running fit."""
 
     @property
@@ -114,7 +114,7 @@ class Saved(SavingStrategy, Protocol):
         """Return this rank's part of each parameter."""
 
     def broadcast(self, obj: str, src: int = 0) -> str:
-        """Return what the rank ``src`` has."""
+        """Return the object of the rank ``src``."""
 
 
 class Checkpointer(AsyncCheckpointer):
@@ -125,9 +125,9 @@ class Checkpointer(AsyncCheckpointer):
         saves: Where saves continue while training does; None to wait for them.
     """
 
-    _strategy: Saved
+    _strategy: DeepSpeedSavingStrategy
 
-    def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
+    def __init__(self, strategy: DeepSpeedSavingStrategy, saves: AsyncSaver | None = None) -> None:
         super().__init__(strategy, saves)
         self._random_state = ResumedRandomState()
 
@@ -152,7 +152,7 @@ class Checkpointer(AsyncCheckpointer):
         engine = self._strategy.deepspeed_engine  # else an error: before the setup there may be no process group
         self.wait()
         store_barrier("trainer.save_checkpoint")  # alone, a rank would hang in the collectives that follow
-        places, module = self._strategy.loader_places, self._strategy.lightning_module
+        places, module = self._strategy.dataloader_states, self._strategy.lightning_module
         own = places.own(None if module is None else module._trainer, checkpoint)
         random = random_state(self._strategy.root_device)
         of_all: list[Any] = [None] * dist.get_world_size()  # rank 0's file has them; stage 3 writes one for each rank
@@ -187,7 +187,7 @@ class Checkpointer(AsyncCheckpointer):
             )
 
     def _left_out(self) -> dict[str, list[Any]]:
-        """Return what the checkpoint leaves out.
+        """Return the weights that the checkpoint leaves out.
 
         Raises:
             RuntimeError: On every rank, if a frozen weight has changed: DeepSpeed leaves out all of them or none.
@@ -250,7 +250,7 @@ class Checkpointer(AsyncCheckpointer):
                 any_number=self._strategy.load_universal,
                 weights_only=weights_only,
             )
-        self._strategy.loader_places.load(checkpoint)
+        self._strategy.dataloader_states.load(checkpoint)
         random_states = checkpoint.pop(RANDOM_STATES_KEY, None)
         if fitting and random_states:
             self._random_state.load(random_states, self._strategy.root_device)
@@ -336,7 +336,7 @@ def save(
         raise ValueError(f"on_save_checkpoint() wrote {taken}, which DeepSpeed's checkpoint already has. Rename them.")
     window = window_of(engine)
     if window is not None and window.changes is not None:
-        window.changes.reach_model()
+        window.changes.sync_to_model()
         window.follow_changed_weights()  # since the last step: the next would have done it
     elif zero_optimizer.is_partitioned_optimizer(engine.optimizer):
         sync_master_weights(engine.optimizer)
@@ -487,7 +487,7 @@ class StoredAverages:
 
 
 def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
-    """Return what DeepSpeed's files hold of the Trainer.
+    """Return the Trainer's state in DeepSpeed's files.
 
     Args:
         folder: The one with the files, inside a checkpoint.
@@ -567,7 +567,7 @@ def load(
 
 
 def filter_extra_states(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a state dict has beside tensors."""
+    """Return the extra states in a state dict."""
     return {name: state for name, state in saved.items() if is_extra_state(name)}
 
 
@@ -605,7 +605,7 @@ def stored_weights(folder: Path, engine: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def with_trained_parameters(engine: Any) -> Iterator[None]:
-    """Let DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
+    """Make DeepSpeed treat as frozen whatever its optimizer does not train, and nothing else.
 
     Stage 3 saves the values of frozen parameters separately, and would lose that of one which is in no optimizer.
     """
@@ -646,7 +646,7 @@ def _follow_frozen(engine: Any, folder: Path, *, with_optimizer: bool) -> None:
 
 
 def _read_model_file(folder: Path) -> dict[str, Any]:
-    """Return what the file of this process holds beside tensors, which stay in it.
+    """Return the content of this process's file other than tensors, which stay in it.
 
     It is read as DeepSpeed reads it; `reading_safely` overrules the flag unless the user trusts the file.
 
@@ -903,7 +903,7 @@ def check_files(path: Path, tag: str, files: Iterable[Path]) -> None:
 
 @contextmanager
 def guarded_files(engine: Any, into: LocalFiles | ObjectFiles | StagedFiles, path: Path | str) -> Iterator[None]:
-    """Let an engine write a checkpoint; what fails on one rank is raised on all, when all have come to the end.
+    """Make an engine write a checkpoint; an error of one rank is raised on all, once all have finished.
 
     Args:
         engine: DeepSpeed's.
@@ -973,7 +973,7 @@ def check_async(saves: AsyncSaver | None, engine: Any) -> None:
 
 
 _ADDED = {"applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"}
-"""What DeepSpeed's stage 3 adds to layers, beside functions and what is called ``ds_...``."""
+"""Attributes that DeepSpeed's stage 3 adds to layers, besides functions and those named ``ds_...``."""
 
 
 def _restore(attributes: dict[str, Any]) -> None:

@@ -151,7 +151,7 @@ def _copied(value: Any) -> Any:
 
 
 def _decoded(text: str) -> str:
-    """Return what ``text`` is in base64, in the alphabet for URLs or the standard one."""
+    """Return the text that ``text`` encodes in base64, in the alphabet for URLs or the standard one."""
     try:
         return base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError, ValueError):

@@ -80,7 +80,7 @@ def start_engine(
             dist_init_required=False,
         )
     if outputs is not None:
-        outputs.follow(engine)
+        outputs.attach(engine)
         clear_padding(engine.module, engine.optimizer)
         _hold_weakly(engine.module)
     old_memory.forget(module)
@@ -91,7 +91,7 @@ def start_engine(
 
 
 def _hold_weakly(module: nn.Module) -> None:
-    """Let DeepSpeed's list of layers that run, in which the model stays, not keep it when nobody else does."""
+    """Make DeepSpeed's list of running layers, in which the model stays, hold it weakly."""
     from deepspeed.runtime.zero import parameter_offload
 
     layers = parameter_offload.FWD_MODULE_STACK
@@ -123,7 +123,7 @@ def gradients_scaled(engine: Any, factor: float) -> Iterator[None]:
 
 
 def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tensor | None:
-    """Let the optimizer step on the window's gradients, multiplied by its factor.
+    """Scale the window's gradients by its factor, and let the optimizer step on them.
 
     Returns:
         The gradients' global norm before clipping; None without any, or where DeepSpeed is set not to compute it.
@@ -145,7 +145,7 @@ def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tenso
 
 @contextmanager
 def keeping_adagrad(optimizer: Any) -> Iterator[None]:
-    """Let DeepSpeed make an engine in this context without another Adagrad in the place of the user's.
+    """Keep DeepSpeed from replacing the user's Adagrad while it makes an engine in this context.
 
     It would make one for the state on flat tensors, without the groups, their options and their schedule.
     """
@@ -159,7 +159,7 @@ def keeping_adagrad(optimizer: Any) -> Iterator[None]:
 
 
 def drive_adagrad(engine: Any) -> None:
-    """Let schedules that were made for the config's Adagrad drive the one that DeepSpeed has put in its place."""
+    """Attach schedules that were made for the config's Adagrad to the one with which DeepSpeed has replaced it."""
     stepping, made = getattr(engine.optimizer, "optimizer", None), engine.basic_optimizer
     if isinstance(stepping, Adagrad) and isinstance(made, Adagrad) and stepping is not made:
         stepping.param_groups = made.param_groups
@@ -273,7 +273,7 @@ _OF_PARAMETERS = {
     *("aligned_size", "padding_size", "partition_numel", "convert_to_zero_parameters", "_orig_item", "nvme_swapper"),
     *("is_external_param", "_z3_optimizer", "grad_accum"),
 }
-"""What DeepSpeed's stage 3 adds to parameters, beside what is called ``ds_...``."""
+"""Attributes that DeepSpeed's stage 3 adds to parameters, besides those named ``ds_...``."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def end_engines_on(module: nn.Module, *, stage: int) -> Kept:
     for engine in [each for each in list(_ENGINES) if not mine.isdisjoint(each.module.parameters())]:
         window = window_of(engine)
         if window is not None and window.changes is not None:  # written in the last hook, or left by an exception
-            window.changes.reach_model()
+            window.changes.sync_to_model()
         kept.masters.keep(engine)
         kept.states.keep(engine)
         end_engine(engine)
@@ -348,7 +348,7 @@ _IMPORTED_IN_DESTROY = "deepspeed.module_inject.auto_ep_comm", "deepspeed.utils.
 
 
 def free_with_last_reference(engine: Any) -> None:
-    """Let an engine and its model be freed when nobody has them any more; call it after the last backward.
+    """Release an engine and its model to the garbage collector; call it after the last backward.
 
     torch does not see that a hook on a gradient and its weight hold each other, and DeepSpeed keeps layers in a cache.
     """
@@ -368,7 +368,7 @@ def free_with_last_reference(engine: Any) -> None:
 
 
 def release_parameters(engine: Any) -> None:
-    """Let stage 3 release all parameters, even after an exception in the middle of a forward or backward."""
+    """Make stage 3 release all parameters, even after an exception in the middle of a forward or backward."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     if not hasattr(offload, "partition_all_parameters"):
         return
@@ -486,7 +486,7 @@ class OpaqueOutputs:
         self._passages = {layer: _Passage() for layer in module.modules()}
         self._handles = [layer.register_forward_hook(passage.open) for layer, passage in self._passages.items()]
 
-    def follow(self, engine: Any) -> None:
+    def attach(self, engine: Any) -> None:
         """Put the hooks that come after DeepSpeed's; they go with the engine."""
         closing = [layer.register_forward_hook(passage.close) for layer, passage in self._passages.items()]
         _OUTPUT_HOOKS[engine] = [*self._handles, *closing]
@@ -540,7 +540,7 @@ def _slots(output: Any) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def readable_config_errors() -> Iterator[None]:
-    """Let an engine be made inside this context.
+    """Prepare this process for an engine that is made inside this context.
 
     Raises:
         ValueError: With each key that DeepSpeed does not know, and the one that was meant, or does not take; or if the

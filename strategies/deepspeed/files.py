@@ -1,4 +1,4 @@
-"""Where the files of DeepSpeed's checkpoints go to and come from: a folder, or objects behind a URL.
+"""The places of DeepSpeed's checkpoint files: a folder, or objects behind a URL.
 
 DeepSpeed reads paths, several of them more than once, so a resume from a URL reads copies. What it writes goes through
 its checkpoint engine, whose paths need not be any.
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ...checkpoint.files import CheckpointError, telling_full_disk
+from ...checkpoint.files import CheckpointError, translate_full_disk
 from ...checkpoint.formats.base import AVERAGED_WEIGHTS, DTYPES
 from ...checkpoint.formats.safetensors import Entry, lay_out
 from ...checkpoint.formats.torch_save import digest_of_file
@@ -39,7 +39,7 @@ from ..common.checkpoint_files import NewFolder, NewGeneration, ObjectStreams, n
 from .universal import TAG
 
 _NUM_THREADS = 4
-"""That upload parts of a file at once; DeepSpeed writes one file after the other."""
+"""The number of threads that upload parts of a file; DeepSpeed writes one file after the other."""
 _FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_\d+_(model|optim)_states\.pt")
 _FORMAT = {"format": "pt"}
 
@@ -62,7 +62,7 @@ class LocalFiles:
 
     @property
     def place(self) -> str:
-        """What paths begin with."""
+        """The prefix of paths."""
         return str(self._folder.unfinished)
 
     def save(self, state: Any, path: Path) -> None:
@@ -70,11 +70,11 @@ class LocalFiles:
         if _is_torchs(self._checkpoint_engine):
             save_torch(state, path)  # what that engine does, with the system's error where it fails
             return
-        with telling_full_disk(path, num_bytes_of(state)):
+        with translate_full_disk(path, num_bytes_of(state)):
             self._checkpoint_engine.save(state, str(path))
 
     def averages_writer(self) -> FileSystemWriter:
-        """Return what writes the averages of weights."""
+        """Return the writer of the averages of weights."""
         return FileSystemWriter(self._folder.unfinished / AVERAGED_WEIGHTS)
 
     def digests(self) -> dict[str, FileDigest]:
@@ -93,7 +93,7 @@ class LocalFiles:
         def complete(folder: Path) -> None:
             (folder / LATEST_NAME).write_text(TAG)
             if weights:
-                with telling_full_disk(folder / WEIGHTS_IN_16_BIT, num_bytes_of(weights)):
+                with translate_full_disk(folder / WEIGHTS_IN_16_BIT, num_bytes_of(weights)):
                     save_file(dict(weights), folder / WEIGHTS_IN_16_BIT, metadata=_FORMAT)
             save_manifest(folder, manifest)
             if of_averages is not None:
@@ -182,7 +182,7 @@ class ObjectFiles:
             torch.save(state, stream)
 
     def averages_writer(self) -> FileSystemWriter:
-        """Return what writes the averages of weights."""
+        """Return the writer of the averages of weights."""
         writer = FileSystemWriter(".", sync_files=False)
         writer.fs, writer.path = ObjectStreams(self._folder.objects), f"{self.tag}/{AVERAGED_WEIGHTS}"
         return writer
@@ -251,7 +251,7 @@ class Download:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.own: list[Path] = []
-        """What this rank has fetched."""
+        """The files that this rank has fetched."""
         self._remove = weakref.finalize(self, shutil.rmtree, path, True)  # also where the load fails
 
     def once(self, name: str, action: Callable[[Path], None]) -> bool:
@@ -315,5 +315,5 @@ def _files(source: ObjectPath, tag: str, *, with_optimizer: bool, whole: bool) -
 def _fetch(source: ObjectPath, target: Path) -> None:
     """Copy an object into a file."""
     size = source.stat().st_size
-    with telling_full_disk(target, size), target.open("wb") as stream:
+    with translate_full_disk(target, size), target.open("wb") as stream:
         stream.writelines(ObjectFolder.of(source).read_parts("", 0, size))

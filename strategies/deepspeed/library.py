@@ -67,7 +67,7 @@ def deepspeed_library() -> Any:
 
 
 def forget_lost_groups() -> None:
-    """Let DeepSpeed make its groups anew where those that it keeps went with a default group.
+    """Make DeepSpeed create its groups again where those that it keeps ended with a default group.
 
     It forgets them when they are destroyed through ``deepspeed.comm``, and does not learn of
     ``torch.distributed.destroy_process_group()``.
@@ -123,7 +123,7 @@ def check_async_io(settings: DeepSpeedSettings) -> None:
 
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
-    """Let torch find the ninja that is installed beside this Python, also where its folder is not on the PATH."""
+    """Put the ninja that is installed next to this Python on the PATH that torch searches."""
     before = os.environ.get("PATH", "")
     if shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), before])
@@ -220,7 +220,7 @@ def is_open(path: Path) -> bool:
 
 
 def allow_scalars() -> Patches:
-    """Let DeepSpeed's engines, partitioning and ``GatheredParameters`` take parameters without a dimension.
+    """Make DeepSpeed's engines, partitioning and ``GatheredParameters`` accept parameters without a dimension.
 
     Returns:
         What undoes it.
@@ -238,7 +238,7 @@ def allow_scalars() -> Patches:
 
 
 def _around(choose: Callable[[Any], Any]) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Return what makes a method of engines run while these tensors of its parameters have one dimension."""
+    """Return a decorator that runs a method of engines while these tensors of its parameters have one dimension."""
 
     def make(method: Callable[[Any], None]) -> Callable[[Any], None]:
         def run(self: Any) -> None:

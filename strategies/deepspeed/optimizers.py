@@ -50,7 +50,7 @@ class Chosen:
         return self.optimizer if isinstance(self.optimizer, Optimizer) else None
 
     def parameters(self, module: nn.Module) -> list[Any]:
-        """Return what the config's optimizer gets: the dummy's parameters or groups, else all that are trained."""
+        """Return the config's optimizer's parameters: the dummy's parameters or groups, else all that are trained."""
         if isinstance(self.optimizer, DummyOptim):
             return list(self.optimizer.params)
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -89,7 +89,7 @@ def choose(module: LightningModule, config: HfDeepSpeedConfig) -> Chosen:
 
 
 def _parse(module: LightningModule, returned: Any) -> Chosen:
-    """Let Lightning parse all the forms it knows: real stand-ins go in for the dummies, and come out again."""
+    """Make Lightning parse all the forms it knows: real optimizers replace the dummies meanwhile."""
     stand_ins = _StandIns()
     optimizers, schedulers, monitor = _configure_optimizers(stand_ins.put_in(returned))
     make = _configure_schedulers_automatic_opt if module.automatic_optimization else None
@@ -195,7 +195,7 @@ def check_embeddings(module: nn.Module, settings: DeepSpeedSettings) -> None:
 
 @contextmanager
 def step_hooks_aside(optimizer: Optimizer | None) -> Iterator[None]:
-    """Let no hook of users on an optimizer's step run inside.
+    """Keep users' hooks on an optimizer's step from running inside.
 
     ZeRO calls the step of the user's optimizer for each of its flat parameters, after the backward and before the model
     has the new weights.
@@ -291,7 +291,7 @@ def _cpu_adam(optimizer: Optimizer) -> Optimizer:
 
 
 def prefer_torch_adam(settings: DeepSpeedSettings, device: torch.device) -> DeepSpeedSettings:
-    """Let the config's Adam be torch's where DeepSpeed would compile one in vain, unless the config says otherwise.
+    """Use torch's Adam for the config's where DeepSpeed would compile one in vain, unless the config says otherwise.
 
     On the CPU that takes half a minute for what torch has ready; on CUDA it needs nvcc, which few installations have. A
     parameter that torch's does not take leaves everything as it is.

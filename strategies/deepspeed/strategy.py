@@ -26,14 +26,14 @@ from ...state.process_group import explaining_rendezvous
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
-from ..common.dataloader_state import LoaderPlaces
+from ..common.dataloader_state import DataLoaderStates
 from ..common.grads import SkippedSteps, TotalNorms
 from ..common.items import factor_for
 from ..common.launch import (
     CLIPPING,
     pickle_by_init_args,
-    tell_what_comes_too_late,
     warn_if_overruled,
+    warn_ignored_process_group_args,
     warn_of_other_precision,
 )
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
@@ -275,7 +275,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         return self.last_grad_norm
 
     def take_step(self, **kwargs: Any) -> None:
-        """Let the engine clip, step and zero the gradients."""
+        """Make the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine
         in_optimizer = nullcontext() if self._user_code is None else self._user_code.in_optimizer()
         with step_hooks_aside(self._given_optimizer), in_optimizer:
@@ -298,7 +298,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
             with self._user_code.in_hook():
                 for hook in list(hooks.values()):
                     hook(self._given_optimizer, (), {})
-            self._access.reach_model()
+            self._access.sync_to_model()
 
     def divide_by_items(self, num_items: int | torch.Tensor, optimizer: Any = None) -> None:
         """Divide the gradients by the number of items of all ranks, in manual optimization; all ranks call it.
@@ -328,7 +328,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         return self._access.parameter_shards()
 
     def push_parameter_shards(self) -> None:
-        """Let the model compute with what `parameter_shards` has been changed to; every rank calls it."""
+        """Copy changes of `parameter_shards` to the weights that the model computes with; every rank calls it."""
         self._access.push_parameter_shards()
 
     @override
@@ -367,7 +367,7 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._held_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
+        self._deferred_weights.load(partial(self._checkpointer.load, checkpoint, strict=strict))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -378,17 +378,17 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpointer.before_batch(batch_idx)
-        self._let_changes_reach_model()
+        self._sync_to_model()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._let_changes_reach_model()
+        self._sync_to_model()
         return super().validation_step(*args, **kwargs)
 
-    def _let_changes_reach_model(self) -> None:
-        """Let the model compute with what hooks have changed in ``optimizer.param_groups``."""
+    def _sync_to_model(self) -> None:
+        """Copy what hooks have changed in ``optimizer.param_groups`` to the weights that the model computes with."""
         if self._window is not None and self._window.engine is self.model and self._window.changes is not None:
-            self._window.changes.reach_model()
+            self._window.changes.sync_to_model()
 
     @override
     def on_train_end(self) -> None:
@@ -558,7 +558,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         """Whether ranks may use different layers in stage 3."""
         self.weights_only = weights_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
-        self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
+        self._deferred_weights, self._dataloader_states = DeferredWeightLoad(), DataLoaderStates()
         self._buffers = BufferSync(broadcast_buffers)
         self._window = None
         self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout))
@@ -576,14 +576,14 @@ class AccelDeepSpeedStrategy(TrainerHooks):
     def setup_environment(self) -> None:
         self._refuse_before_setup()
         device = self.root_device
-        tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
+        warn_ignored_process_group_args(self._timeout, self._process_group_backend, self.where_group_starts)
         choose_accelerator(device)
         self._while_fitting.close()  # of a run that was not torn down
         self._while_fitting.enter_context(allow_scalars())
         with explaining_rendezvous():
             super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's takes CUDA alone
         self._termination.begin_run()
-        self._held_weights.begin()
+        self._deferred_weights.begin()
         self._checkpointer.connect()
         PartialState()._refresh(
             device=device, local_process_index=self.local_rank, num_local_processes=self.num_processes
@@ -637,7 +637,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if self.accelerator is None or self.model is None or self.lightning_module is None:
             raise RuntimeError("AccelDeepSpeedStrategy.setup() must be called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
-        self._termination.follow(trainer)
+        self._termination.attach(trainer)
         self.optimizers, self.lr_scheduler_configs = [], []
         module = self.lightning_module
         refuse_module_of_fsdp(module)
@@ -657,7 +657,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if trainer.state.fn == TrainerFn.FITTING and self.save_trainable_only:
             with with_trained_parameters(self.model):
                 self.frozen_base = FrozenBase(with_constants(self.parameter_shards(), module), self.root_device)
-        self._held_weights.model_is_set_up()
+        self._deferred_weights.model_is_set_up()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
@@ -669,7 +669,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         with_parameters = [each for each in module.modules() if next(each.parameters(), None) is not None]
         partitions = self.deepspeed_plugin.zero_stage == 3
         self._user_code = UserCode(access, with_parameters, always_in_steps=partitions)
-        OwnStateDict.follow(module, access)
+        OwnStateDict.attach(module, access)
         self._user_code.attach(trainer, module)
 
     def _setup_training(self, trainer: Trainer, module: LightningModule) -> None:
@@ -724,7 +724,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             items=self._tracker.items,
             gradient_factor=lambda: self._tracker.gradient_factor() if self._is_automatic else 1.0,
         )
-        self._access.follow(engine)
+        self._access.attach(engine)
         self._window.hooks_before_step = any(
             is_overridden("on_before_optimizer_step", each, parent)
             for parent, each in [(LightningModule, module), *((Callback, each) for each in trainer.callbacks)]  # type: ignore[attr-defined]
@@ -733,7 +733,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._while_fitting.enter_context(self._window.on_module(module))
         if not isinstance(engine.optimizer, torch.optim.Optimizer):  # with torch's, gradients are where they always are
             norms = TotalNorms(partial(refuse_norm, module), partial(refuse_change, module))
-            norms.follow()
+            norms.attach()
             self._while_fitting.callback(norms.detach)
         self.optimizers, self.lr_scheduler_configs = [engine.optimizer], chosen.configs
         if precision != "no":  # DeepSpeed skips steps for bf16 gradients that are not finite, too
@@ -752,7 +752,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._use(settings)
         end_engines_on(module, stage=settings.zero_stage)
         self.model = engines.start_engine(module, settings, self.root_device)
-        self._access.follow(self.model)
+        self._access.attach(self.model)
         if settings.zero_stage == 3 and self.find_unused_parameters:
             hold_parameters_in_forward(self.model)
 
@@ -895,7 +895,7 @@ def settings_by_hand(
 
 
 def settings_for_evaluation(plugin: DeepSpeedPlugin, module: nn.Module, precision: Any) -> DeepSpeedSettings:
-    """Return what of the plugin's config counts without training."""
+    """Return the part of the plugin's config that counts without training."""
     config = HfDeepSpeedConfig(plugin.deepspeed_config)
     for key in ("optimizer", "scheduler", _TOTAL, _MICRO, "gradient_accumulation_steps", "gradient_clipping"):
         config.del_config_sub_tree(key)
@@ -992,17 +992,17 @@ class Trained(Protocol):
         """Run a ``backward()`` that the user has written."""
 
     def clip_step(self, max_norm: float) -> None:
-        """Let the next optimizer step clip its gradients by their norm."""
+        """Make the next optimizer step clip its gradients by their norm."""
 
     def take_step(self, **kwargs: Any) -> None:
-        """Let the engine clip, step and zero the gradients."""
+        """Make the engine clip, step and zero the gradients."""
 
     def run_step_hooks(self, when: Literal["pre", "post"]) -> None:
         """Run the user's hooks on the optimizer's step."""
 
 
 class AccelDeepSpeedPrecision(DeepSpeedPrecision):
-    """What ``Trainer(precision=...)`` means under `AccelDeepSpeedStrategy`.
+    """The meaning of ``Trainer(precision=...)`` under `AccelDeepSpeedStrategy`.
 
     Args:
         precision: ``"32-true"``; ``"bf16-mixed"`` or ``"16-mixed"`` (half weights and computation, fp32 master weights

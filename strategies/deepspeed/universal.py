@@ -139,7 +139,7 @@ def _classes() -> list[Any]:
 
 @contextmanager
 def reading_safely(weights_only: bool | None = None) -> Iterator[None]:
-    """Let ``torch.load`` inside this context build tensors, plain values and DeepSpeed's own records, nothing else.
+    """Restrict ``torch.load`` inside this context to tensors, plain values and DeepSpeed's own records.
 
     Args:
         weights_only: False reads anything, as DeepSpeed does: for checkpoints that one trusts.

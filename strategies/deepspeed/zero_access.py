@@ -1,4 +1,4 @@
-"""Where users' code finds this rank's parts of ZeRO's parameters and gradients, see `GlobalTensors`.
+"""Access of users' code to this rank's parts of ZeRO's parameters and gradients, see `GlobalTensors`.
 
 Stage 3 shows nothing of a partitioned parameter: its values are in ``ds_tensor``. The stages 1 to 3 have no gradient
 where torch has it: the reduced ones lie in partitions, from the end of an accumulation window to the step.
@@ -64,7 +64,7 @@ class ZeroAccess:
         if self._is_partitioned:
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
 
-    def follow(self, engine: Any) -> None:
+    def attach(self, engine: Any) -> None:
         """Find parameters in a new engine, and take gradients from its window."""
         self.resume(engine)
         if engine.zero_optimization_stage() == 3:
@@ -82,7 +82,7 @@ class ZeroAccess:
         return self._window is not None and zero_optimizer.is_partitioned_optimizer(self._engine.optimizer)
 
     def _refuse_state_dicts(self, zero: Any) -> None:
-        """Let users' code get an error for state dicts that are not those of an optimizer of torch's."""
+        """Make users' code get an error for state dicts that are not those of an optimizer of torch's."""
 
         def refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
@@ -174,7 +174,7 @@ class ZeroAccess:
         return any(share_memory(each, tensor) for each in [*self.optimizers_own(), *self._of_flat])
 
     def _flat_states(self) -> Iterator[Tensor]:
-        """Yield what the optimizer has for each element of its flat parameters."""
+        """Yield the optimizer's states for each element of its flat parameters."""
         states = getattr(getattr(self._engine.optimizer, "optimizer", None), "state", {}) if self._pieces else {}
         for flat in self.optimizers_own():
             for value in states[flat].values() if flat in states else ():
@@ -219,7 +219,7 @@ class ZeroAccess:
         return found
 
     def push_parameter_shards(self) -> None:
-        """Let the model compute with what `parameter_shards` has been changed to; every rank calls it."""
+        """Copy changes of `parameter_shards` to the weights that the model computes with; every rank calls it."""
         if self._window is not None and self._window.changes is not None:
             self._window.changes.push()
 
@@ -234,7 +234,7 @@ class ZeroAccess:
         return FlatLayout(shape, tuple(strides), tuple(range(len(shape))), start, count, 0, 1, group, self._device, cut)
 
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
-        """Return what is assigned to and lies in DeepSpeed's memory, a whole parameter or a flat one; else None."""
+        """Return the target of an assignment in DeepSpeed's memory, a whole parameter or a flat one; else None."""
         if not assigns or self._window is None:
             return None
         is_whole = id(tensor) in self._parameters and not hasattr(tensor, "ds_tensor")
@@ -248,18 +248,18 @@ class ZeroAccess:
             if is_left and not parameter.ds_active_sub_modules:
                 partition(self._engine, parameter)
 
-    def reach_model(self) -> None:
-        """Let the model compute with what was written to the weights that the optimizer steps on."""
+    def sync_to_model(self) -> None:
+        """Copy changes of the weights that the optimizer steps on to the model's."""
         if self._window is not None and self._window.changes is not None:
-            self._window.changes.reach_model()
+            self._window.changes.sync_to_model()
 
-    def reach_optimizer(self, tensor: Tensor) -> None:
-        """Let a flat parameter have what was written to the model's before it is used."""
+    def sync_to_optimizer(self, tensor: Tensor) -> None:
+        """Copy changes of the model's parameters to a flat parameter before it is used."""
         if self._window is not None and self._is_flat(tensor):
-            self._window.reach_optimizer()
+            self._window.sync_to_optimizer()
 
     def note_write(self, tensor: Tensor) -> None:
-        """Let the partition of a parameter have what a training step writes to it while it is gathered."""
+        """Copy what a training step writes to a gathered parameter to its partition."""
         if self._window is not None and self._window.gathered_changes is not None:
             for parameter in self._gathered_at(tensor):
                 self._window.gathered_changes.note(parameter)
@@ -278,15 +278,15 @@ class ZeroAccess:
         return False
 
     def note_alias(self, tensor: Tensor) -> None:
-        """Let a parameter of stage 3 that is gathered be compared with its partition before it is partitioned."""
+        """Compare a gathered parameter of stage 3 with its partition before it is partitioned."""
         if self._window is not None and self._window.gathered_changes is not None and has_storage(tensor):
             for parameter in self._gathered_at(tensor):
                 self._window.gathered_changes.compare(parameter)
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
-        """Let the model follow a flat parameter; a partition of stage 3 is what is written to."""
+        """Copy a flat parameter to the model; in stage 3 users' code writes to the partition itself."""
         if self._is_flat(tensor):
-            self.reach_model()
+            self.sync_to_model()
 
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False: `gradient_of` refuses what is not reduced."""
@@ -429,7 +429,7 @@ def _is_asked_by_torch() -> bool:
 
 
 def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None:
-    """Let DeepSpeed itself set a parameter's data, also where users' code makes it: by an attribute, by a context."""
+    """Make DeepSpeed itself set a parameter's data, also where users' code causes it: by an attribute, by a context."""
     gather, partition = (getattr(parameter, each, None) for each in ("all_gather", "partition"))
     if gather is None or partition is None or hasattr(partition, _IS_LIBRARY):
         return

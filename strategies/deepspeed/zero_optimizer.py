@@ -64,7 +64,7 @@ def masters(optimizer: Any) -> list[Tensor]:
 
 
 def show_masters(optimizer: Any) -> None:
-    """Let the groups of stage 3's optimizer hold what it steps on, as those of the stages 1 and 2 do.
+    """Put the tensors that stage 3's optimizer steps on into its groups, as in stages 1 and 2.
 
     DeepSpeed puts one flat partition after another there while it steps, and leaves none.
     """
@@ -79,7 +79,7 @@ def show_masters(optimizer: Any) -> None:
 
 @contextmanager
 def groups_with_masters(optimizer: Any) -> Iterator[None]:
-    """Let the groups of a ZeRO optimizer hold what it steps on, in this context."""
+    """Put the tensors that a ZeRO optimizer steps on into its groups, in this context."""
     before = [group["params"] for group in optimizer.optimizer.param_groups]
     show_masters(optimizer)
     try:
@@ -130,7 +130,7 @@ def _padded_pieces_3(optimizer: Any) -> Iterator[tuple[Piece, int]]:
 
 
 def range_in_partition(parameter: Any, size: int) -> tuple[int, int]:
-    """Return where this rank's piece begins in a parameter of stage 3, and its length: the last ones may be shorter."""
+    """Return the offset and length of this rank's piece of a parameter of stage 3: the last ones may be shorter."""
     start = dist.get_rank(parameter.ds_process_group) * size
     return start, max(0, min(size, parameter.ds_numel - start))
 
@@ -208,7 +208,7 @@ def gradient_piece(optimizer: Any, piece: Piece) -> Tensor:
 
 
 def gradient_attribute(zero: Any) -> str:
-    """Return where a parameter of stage 1 or 2 has its gradient until the ranks reduce it."""
+    """Return the attribute of a parameter for its unreduced gradient in stage 1 or 2."""
     return "grad_accum" if getattr(zero, "use_grad_accum_attribute", False) else "grad"
 
 
@@ -244,8 +244,8 @@ class ChangedWeights:
         self._masters = [each._version for each in masters(self._zero)]
         self._weights = [_version_of(each) for each in self._parameters]
 
-    def follow(self) -> None:
-        """Let masters follow weights that were changed; what was changed among the masters themselves stays.
+    def attach(self) -> None:
+        """Copy changed weights to their masters; changes of the masters themselves stay.
 
         Raises:
             RuntimeError: If both were changed since the last call.
@@ -262,25 +262,25 @@ class ChangedWeights:
         sync_master_weights(self._zero, except_for=changed)
         self.accept()
 
-    def reach_model(self) -> None:
-        """Let the model compute with masters that were changed through the optimizer; every rank must call it."""
+    def sync_to_model(self) -> None:
+        """Copy masters that were changed through the optimizer to the model's weights; every rank must call it."""
         if self._changed_masters():
-            self.follow()
+            self.attach()
             self.push()
 
-    def reach_optimizer(self) -> None:
-        """Let masters follow weights that were changed, unless they were changed themselves."""
+    def sync_to_optimizer(self) -> None:
+        """Copy changed weights to their masters, unless the masters were changed themselves."""
         if not self._changed_masters():
-            self.follow()
+            self.attach()
 
     def push(self) -> None:
-        """Let the model compute with the masters; every rank must call it."""
+        """Copy the masters to the model's weights; every rank must call it."""
         push_masters(self._zero)
         self.accept()
 
     def switch_mode(self, name: str) -> None:
         """As `switch_mode`, with what the user's code has changed before."""
-        self.follow()
+        self.attach()
         switch_mode(self._zero, name)
         self.accept()
 
@@ -352,7 +352,7 @@ def push_masters(zero: Any) -> None:
 
 @torch.no_grad()
 def sync_master_weights(zero: Any, *, except_for: Sequence[int] = ()) -> None:
-    """Let the weights that a ZeRO optimizer steps on follow what the user's code has written into the parameters.
+    """Copy to the weights that a ZeRO optimizer steps on what the user's code has written into the parameters.
 
     Args:
         zero: DeepSpeed's optimizer of the stages 1 to 3.
@@ -506,7 +506,7 @@ class PerParameterStep:
             zero._lazy_init_hp_params_optimizer_state()
 
     def _counts(self, group: int) -> dict[nn.Parameter, State]:
-        """Return what the optimizer counts for each piece of a partition that has stepped."""
+        """Return the optimizer's counts for each piece of a partition that has stepped."""
         if group in self._own:
             return self._own[group]
         flat = masters(self._zero)[group]
@@ -537,7 +537,7 @@ class PerParameterStep:
         return tensor
 
     def _step_on(self, group: int, tensors: list[nn.Parameter]) -> None:
-        """Let the optimizer step on these tensors alone, with the options of their group."""
+        """Step on these tensors alone, with the options of their group."""
         zero, optimizer = self._zero, self._zero.optimizer
         index = zero.sub_group_to_group_id[group] if is_stage_3(zero) else group
         all_groups = optimizer.param_groups
@@ -600,7 +600,7 @@ class PerParameterStep:
 
     # ------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, State]:
-        """Return what is counted for each parameter, by its name, if it differs anywhere; every rank must call it."""
+        """Return the counts of each parameter, by its name, if they differ anywhere; every rank must call it."""
         of_all_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_all_ranks, bool(self._own))
         if not any(of_all_ranks):  # as a rule, and pickling a count for each parameter takes longer than its copy
@@ -620,7 +620,7 @@ class PerParameterStep:
 
 
 def step_on_all_values(zero: Any) -> None:
-    """Let an optimizer in fp32 step on gradients that are not finite, as one without DeepSpeed does.
+    """Make an optimizer in fp32 step on gradients that are not finite, as one without DeepSpeed does.
 
     DeepSpeed leaves such steps out, which is right for half precision and its loss scale. In fp32 weights are to become
     NaN, for detectors of NaN to see.
@@ -666,13 +666,13 @@ def _same(one: State, other: State) -> bool:
 # Optimizers that report users' calls to the accumulation window of their engine.
 
 
-def tell_window(optimizer: Any, window: Any) -> None:
-    """Let ``optimizer.zero_grad()`` drop the window, and DeepSpeed's own refuse further groups."""
+def attach_window(optimizer: Any, window: Any) -> None:
+    """Make ``optimizer.zero_grad()`` drop the window, and DeepSpeed's own refuse further groups."""
     optimizer.accelight_window = window
     kind: type = type(optimizer)
     inner = None if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
     has_modes = all(callable(getattr(inner, name, None)) for name in ("train", "eval"))
-    replace_for_good("ZeRO optimizers", optimizer, __class__=_telling_class(kind, has_modes))
+    replace_for_good("ZeRO optimizers", optimizer, __class__=_class_with_window(kind, has_modes))
     if not isinstance(optimizer, Optimizer):
         replace_for_good("ZeRO optimizers", optimizer, add_param_group=_refuse_group)
         if isinstance(inner, Optimizer) and not hasattr(optimizer, "defaults"):
@@ -680,13 +680,13 @@ def tell_window(optimizer: Any, window: Any) -> None:
 
 
 def detach_window(optimizer: Any) -> None:
-    """Undo `tell_window`."""
+    """Undo `attach_window`."""
     replace_for_good("ZeRO optimizers", optimizer, __class__=type(optimizer).__base__)
     del optimizer.accelight_window
 
 
 @functools.cache
-def _telling_class(base: type, has_modes: bool) -> type:
+def _class_with_window(base: type, has_modes: bool) -> type:
     """Return a class of optimizers whose ``zero_grad()`` drops the window; ``train()`` and ``eval()`` reach the model.
 
     A method of the instance would not do: Lightning's own optimizers derive from the class, and call its methods.

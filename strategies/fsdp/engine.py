@@ -42,8 +42,8 @@ from .sharded_model import (
     explained_mixture,
     module_attribute_of,
     parameter_order,
-    recall_form,
-    remember_form,
+    recall_sharded,
+    remember_sharded,
 )
 from .step import Close, CollectiveOrder, inside
 from .units import (
@@ -102,9 +102,9 @@ class Engine(ABC, Generic[SettingsT]):
         self.all_reduce_max_async: AllReduceMaxAsync = all_reduce_max_async
         """For the messages of the ranks about each step."""
         self.tensor_parallel: TensorParallel | None = None
-        """What cuts layers before the rest is sharded, over ranks beside those of the mesh."""
+        """Cuts layers before the rest is sharded, over other ranks than those of the mesh."""
         self.sequence_parallel: SequenceParallel | None = None
-        """What cuts the sequences of modules, over ranks of the mesh."""
+        """Cuts the sequences of modules, over ranks of the mesh."""
         self._patches, self._steps = Patches("labels"), Patches("user code")
 
     @property
@@ -125,8 +125,8 @@ class Engine(ABC, Generic[SettingsT]):
             RuntimeError: If ``model`` is sharded by the other FSDP version, or with other sizes.
             ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
         """
-        form = recall_form(model, self.version)
-        if form is None:
+        sharded = recall_sharded(model, self.version)
+        if sharded is None:
             ignored = resolve_ignored(model, self.settings.ignored_modules)
             ties, attribute, order = find_ties(model), module_attribute_of(model), parameter_order(model)
             units = [module for _, module in units_to_wrap(model, self.settings.wrap, ignored, also=is_marked)]
@@ -172,14 +172,14 @@ class Engine(ABC, Generic[SettingsT]):
                     references.check_holders()
                 old_memory.replaced = references.replaced()
             old_memory.forget(model)
-            form = ShardedModel(
+            sharded = ShardedModel(
                 root, not parts, self.version, ties, attribute, unsharded_parameters, order, early,
                 self.tensor_parallel, self.sequence_parallel,
             )  # fmt: skip
             hide_wrapper_names(root)
-            remember_form(model, form)
+            remember_sharded(model, sharded)
         before, now = (
-            _sizes(form.tensor_parallel, form.sequence_parallel),
+            _sizes(sharded.tensor_parallel, sharded.sequence_parallel),
             _sizes(self.tensor_parallel, self.sequence_parallel),
         )
         if before != now:
@@ -187,8 +187,8 @@ class Engine(ABC, Generic[SettingsT]):
                 f"{type(model).__name__} is already sharded with {before}, and cannot be sharded again with {now}. "
                 "Build a new module, or keep them."
             )
-        self.tensor_parallel, self.sequence_parallel = form.tensor_parallel, form.sequence_parallel
-        return form
+        self.tensor_parallel, self.sequence_parallel = sharded.tensor_parallel, sharded.sequence_parallel
+        return sharded
 
     def _checkpoint(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
         recomputed, offload = self.settings.recomputed, self.settings.activation_checkpointing_offload
@@ -209,7 +209,7 @@ class Engine(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def named_tensors(
-        self, form: ShardedModel
+        self, sharded: ShardedModel
     ) -> AbstractContextManager[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
         """Open a model that was prepared ``deferred_init``.
 
@@ -226,14 +226,14 @@ class Engine(ABC, Generic[SettingsT]):
         """Refuse optimizers that would not train what one process trains; let others step on local or on whole tensors.
 
         Raises:
-            ValueError: As `way_of_stepping` and `check_flat_parameters`.
+            ValueError: As `choose_step` and `check_flat_parameters`.
         """
         self._steps.remove()
         shard_of = self.shard_access(root).shard_of
         for optimizer in optimizers:
             if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
                 continue
-            way = way_of_stepping(optimizer, self.settings, self.version, self.mesh, shard_of)
+            way = choose_step(optimizer, self.settings, self.version, self.mesh, shard_of)
             if way == "whole" and self.tensor_parallel is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} steps on whole tensors, which tp_size > 1 does not support. Use an "
@@ -262,7 +262,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Gather what a call of ``module`` needs, see `UnitOpener`."""
 
     def translate_error(self, error: BaseException) -> RuntimeError | None:
-        """Return what to raise in place of an error that ended a step and says nothing of sharding; as a rule None."""
+        """Return a clearer error for one that ended a step and does not mention sharding; as a rule None."""
         return None
 
     @abstractmethod
@@ -336,7 +336,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Return the gradient scaler for fp16 that agrees on overflows over all ranks."""
 
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        """Return what users' code needs to find shards, once `lazy_init` has been called."""
+        """Return users' code's access to shards, once `lazy_init` has been called."""
         return NoAccess()
 
     def hides_shards(self, root: nn.Module) -> bool:
@@ -384,7 +384,7 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def way_of_stepping(
+def choose_step(
     optimizer: Optimizer,
     settings: EngineSettings,
     version: int,
@@ -461,7 +461,7 @@ def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def step_mixtures_one_by_one(optimizer: Optimizer) -> None:
-    """Let groups with sharded and unsharded parameters (of ignored modules) step without ``foreach``.
+    """Turn ``foreach`` off for groups with sharded and unsharded parameters (of ignored modules).
 
     On CUDA torch's optimizers choose it by themselves, and it takes no such mixture.
 
@@ -586,12 +586,12 @@ class StepRunner:
 
     Args:
         engine: What sharded it.
-        form: The sharded module.
+        sharded: The sharded module.
         is_manual: Whether it optimizes manually; it may change between fits.
     """
 
-    def __init__(self, engine: Engine[Any], form: ShardedModel, is_manual: Callable[[], bool]) -> None:
-        self._engine, self._form, self._is_manual = engine, form, is_manual
+    def __init__(self, engine: Engine[Any], sharded: ShardedModel, is_manual: Callable[[], bool]) -> None:
+        self._engine, self._sharded, self._is_manual = engine, sharded, is_manual
         self._accumulating = False
         self.resharded_before_backward = False
         """Whether hooks before backward see parameters at rest."""
@@ -600,7 +600,7 @@ class StepRunner:
 
     def train(self, step: Callable[[], T]) -> T:
         """Run a training step."""
-        root, path, manual = self._form.root, self._engine.path, self._is_manual()
+        root, path, manual = self._sharded.root, self._engine.path, self._is_manual()
         self._engine.begin_step(root)
         if not manual:
             path.forget()
@@ -621,7 +621,7 @@ class StepRunner:
             stage: Which of them.
             step: The module's.
         """
-        if not self._form.has_root_unit:
+        if not self._sharded.has_root_unit:
             return self._run(step, reshard=True)
         path = self._engine.path
         path.begin(stage)
@@ -638,7 +638,7 @@ class StepRunner:
 
         Where there is none (manual optimization), each call inside of the step gathers what it needs.
         """
-        root, has_root_unit = self._form.root, self._form.has_root_unit
+        root, has_root_unit = self._sharded.root, self._sharded.has_root_unit
         if has_root_unit:
             self._engine.begin_forward()
         with inside if has_root_unit else nullcontext():
@@ -664,7 +664,7 @@ class StepRunner:
     def before_backward(self) -> None:
         """End what the step opened; hooks come between this and the backward."""
         if self._is_manual():
-            self._engine.end_step(self._form.root)
+            self._engine.end_step(self._sharded.root)
 
     def backward(self, run: Callable[[], None], *, keeps_graph: bool) -> None:
         """Run a backward; gradients are what one process would have when it ends, if it reduces them.
@@ -673,7 +673,7 @@ class StepRunner:
             run: The backward.
             keeps_graph: Whether there may be another one of the same graph.
         """
-        root, sequences = self._form.root, self._form.sequence_parallel
+        root, sequences = self._sharded.root, self._sharded.sequence_parallel
         self._engine.begin_backward(root)
         with inside:
             try:
@@ -701,7 +701,7 @@ class StepRunner:
         """Run a micro-batch whose gradients are not reduced."""
         self._accumulating = True
         try:
-            with self._engine.no_sync(self._form.root):
+            with self._engine.no_sync(self._sharded.root):
                 yield
         finally:
             self._accumulating = False

@@ -109,7 +109,7 @@ def units_by_module(
 
 
 VIEWS = "_accelight_views"
-"""Where a handle has the views that modules had when it was gathered, if it has hidden them."""
+"""The attribute of a handle for the views that modules had when it was gathered, if it has hidden them."""
 
 
 def reset_to_idle(root: nn.Module) -> None:
@@ -174,7 +174,7 @@ def reshard(root: nn.Module) -> None:
 
 
 def _show_parameters(handle: Any) -> None:
-    """Let modules of a unit that is not sharded have their parameters again, and not views of the flat one.
+    """Give modules of a unit that is not sharded their parameters again, in place of views of the flat one.
 
     torch 2.13 does it in the unit's backward alone, which a forward need not have; a state dict has no views.
     """
@@ -243,7 +243,7 @@ def forget_gradient(handle: Any) -> None:
 
 
 def layouts_of(unit: Any) -> list[FlatLayout | None]:
-    """Return where in each parameter of a sharded unit this rank's range lies; None for one without elements.
+    """Return this rank's range in each parameter of a sharded unit; None for one without elements.
 
     Raises:
         ValueError: If a parameter lies in memory in a way that has no ranges.
@@ -373,11 +373,11 @@ def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool
             del flat_param._saved_grad_shard
             for index in range(len(flat_param._params or ())):
                 if (number, index) not in without:
-                    give_gradient(handle, index)
+                    assign_gradient(handle, index)
 
 
 def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Callable[[], None]) -> None:
-    """Let the last backward of each window reduce what `stash` took from ``unit``.
+    """Make the last backward of each window reduce what `stash` took from ``unit``.
 
     Args:
         unit: With parameters.
@@ -426,11 +426,11 @@ def reduce_left_over(root: nn.Module) -> None:
             reduced += flat_param.grad
         flat_param.grad = reduced.to(flat_param.device)
         for index in range(len(flat_param._params or ())):
-            give_gradient(handle, index)
+            assign_gradient(handle, index)
 
 
-def give_gradient(handle: Any, index: int) -> None:
-    """Let an original parameter's gradient be its piece of the flat parameter's."""
+def assign_gradient(handle: Any, index: int) -> None:
+    """Set an original parameter's gradient to its piece of the flat parameter's."""
     flat_param = handle.flat_param
     if flat_param._params is None or flat_param.grad is None:
         return
@@ -525,7 +525,7 @@ ONE_BACKWARD = (
 
 
 def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> RuntimeError | None:
-    """Return what to raise instead of an error of torch's inside a module that was called past its unit.
+    """Return a clearer error for one of torch's inside a module that was called past its unit.
 
     Args:
         error: That ended a step, nothing of which has been put in order yet.
@@ -558,7 +558,7 @@ def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> Run
 
 
 def guard_shards(root: nn.Module) -> None:
-    """Let weights of ``root`` raise a clear error when used while they are sharded; those that do already stay."""
+    """Make weights of ``root`` raise a clear error when used while they are sharded; those that do already stay."""
     prefixes = {unit: prefix for prefix, unit in unwrap_root(root).named_modules()}
     for unit in units_of(root):
         handle = unit._handle
@@ -594,7 +594,7 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
     views: dict[tuple[nn.Module, str], Tensor] = {}
     setattr(handle, VIEWS, views)
 
-    def take_away() -> None:
+    def remove_shown() -> None:
         is_shown = handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
         for (module, own), stand_in in stand_ins.items():
             view = vars(module).get(own)
@@ -605,7 +605,7 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
 
     def use_sharded_flat_param() -> None:
         type(handle)._use_sharded_flat_param(handle)
-        take_away()
+        remove_shown()
 
     def use_unsharded_flat_param(unsharded: Tensor) -> None:
         for (module, own), view in views.items():  # a backward that recomputes gets no new ones
@@ -619,7 +619,7 @@ def _guard_flat(handle: Any, names: list[str]) -> None:
         _use_sharded_flat_param=use_sharded_flat_param,
         _use_unsharded_flat_param=use_unsharded_flat_param,
     )
-    take_away()
+    remove_shown()
     owner = handle._fully_sharded_module
     inside = {module for module, _ in stand_ins}
     for module in owner.modules():

@@ -63,13 +63,13 @@ from .flat_params import (
     FrozenGradients,
     add_unreduced,
     add_waiting_gradients,
+    assign_gradient,
     check_not_summoned,
     discard_unreduced_grads,
     forget_frozen_hooks,
     forget_order,
     forget_views,
     gather_for_backward,
-    give_gradient,
     guard_shards,
     has_unreduced,
     hook_state,
@@ -137,7 +137,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def _shard(self, model: nn.Module, plan: Plan) -> nn.Module:
         if plan.deferred_init:
             for module in plan.ignored:
-                self._give_memory(module)
+                self._allocate(module)
         with warnings.catch_warnings():
             # One process, and NO_SHARD on request: the user knows, and torch says it for every unit.
             warnings.filterwarnings("ignore", ".*NO_SHARD.*")
@@ -173,10 +173,10 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         return root
 
     def _param_init_fn(self, model: nn.Module, *, deferred_init: bool) -> Callable[[nn.Module], None] | None:
-        """Return what materializes modules on the meta device, with rank 0's values on all ranks."""
+        """Return a function that materializes modules on the meta device, with rank 0's values on all ranks."""
         given = self.settings.param_init_fn
         if deferred_init:
-            return given or self._give_memory
+            return given or self._allocate
         tensors = itertools.chain(model.parameters(), model.buffers())
         if not self.settings.sync_module_states or not any(tensor.is_meta for tensor in tensors):
             return given
@@ -192,7 +192,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
         return materialize
 
-    def _give_memory(self, module: nn.Module) -> None:
+    def _allocate(self, module: nn.Module) -> None:
         """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
         for tensor in _own_tensors(module):
             if tensor.is_meta:
@@ -200,20 +200,22 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     @contextmanager
-    def named_tensors(self, form: ShardedModel) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
-        for root in roots_of(form.root):
+    def named_tensors(
+        self, sharded: ShardedModel
+    ) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        for root in roots_of(sharded.root):
             _lazy_init(root, root)  # with CPU offload torch copies what there is into pinned memory then
-        reshard(form.root)
-        module = self.state_dict_module(form.root)
+        reshard(sharded.root)
+        module = self.state_dict_module(sharded.root)
         state = model_state_dict(module, is_checkpoint=False)
         extra = {name: state.pop(name) for name in list(state) if is_extra_state(name)}
-        names: dict[str, list[str]] = {name: [name] for name in state if name not in form.ties}
-        for alias, name in form.ties.items():
+        names: dict[str, list[str]] = {name: [name] for name in state if name not in sharded.ties}
+        for alias, name in sharded.ties.items():
             names[name].append(alias)
         tensors = [NamedTensor(tuple(known), state[name], persistent=True) for name, known in names.items()]
         tensors += [named for named in named_tensors(module) if not named.persistent]
         yield tensors, lambda: [named.local() for named in tensors]
-        state.update({alias: state[name] for alias, name in form.ties.items()})
+        state.update({alias: state[name] for alias, name in sharded.ties.items()})
         load_model_state_dict(module, {**state, **extra}, is_checkpoint=False)
 
     def _sharding_strategy(self) -> ShardingStrategy:
@@ -418,7 +420,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         return self.mesh, (self.mesh.ndim - 1,)
 
     def _devices(self, sharded: Iterable[torch.Tensor], whole: Iterable[torch.Tensor]) -> dict[Sharding, torch.device]:
-        """Return where gradients of either kind lie, on this rank or on others."""
+        """Return the device of gradients of either kind, also where only other ranks have some."""
         return {
             kind: next((tensor.device for tensor in tensors), self.device)
             for kind, tensors in ((self._sharding, sharded), ((None, ()), whole))
@@ -466,7 +468,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
 
 def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """Return what optimizers may hold whose gradients are this rank's part alone."""
+    """Return the parameters whose gradients are this rank's part alone, as optimizers may hold them."""
     sharded: set[nn.Parameter] = set()
     for unit in FullyShardedDataParallel.fsdp_modules(root):
         handle = unit._handle
@@ -476,7 +478,7 @@ def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
 
 
 def _ignored(model: nn.Module, plan: Plan) -> dict[str, Any]:
-    """Return what FSDP1 is to leave alone: it takes modules or parameters, and not both."""
+    """Return FSDP1's argument for the modules or the parameters to ignore: it does not take both."""
     modules = [module for module in model.modules() if module in plan.ignored and module is not model]
     if not plan.scalars:
         return {"ignored_modules": modules}
@@ -495,7 +497,7 @@ def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> N
 
 @contextmanager
 def _registered_once(model: nn.Module, units: set[nn.Module]) -> Iterator[dict[nn.Module, nn.Module]]:
-    """Let modules with units have one name in this context: torch would wrap the units once for each name.
+    """Reduce modules with units to one name in this context: torch would wrap the units once for each name.
 
     Yields:
         Takes the wrapper of each module, which then stands under all of its names.
@@ -615,7 +617,7 @@ class FlatAccess(NoAccess):
         self._states = None
 
     def end(self) -> None:
-        """Let the optimizers step on plain tensors, also where users' code has set their states."""
+        """Make the optimizers step on plain tensors, also where users' code has set their states."""
         for optimizer in self._optimizers():
             with_plain_states(optimizer)
 
@@ -656,8 +658,8 @@ class FlatAccess(NoAccess):
         return tensor.data if any(one.takes_writes(storage) for one in self._watch.changes.values()) else None
 
     @override
-    def reach_optimizer(self, tensor: Tensor) -> None:
-        """Let a parameter have what was written to the view that a module has in a step."""
+    def sync_to_optimizer(self, tensor: Tensor) -> None:
+        """Copy what was written to the view that a module has in a step to its parameter."""
         if id(tensor) in self._places and (changes := self._watch.changes.get(self._places[id(tensor)][0])) is not None:
             changes.take()
 
@@ -685,7 +687,7 @@ class FlatAccess(NoAccess):
     @override
     @torch.no_grad()
     def note_write_to_shard(self, tensor: Tensor) -> None:
-        """Let the view that a module has in a step follow what was written to its parameter through the optimizer."""
+        """Copy what was written to a parameter through the optimizer to the view that its module has in a step."""
         shard = self.shard_of(tensor)
         if shard is None or id(tensor) not in self._places:
             return
@@ -766,7 +768,7 @@ class _Link(torch.autograd.Function):
 
 
 def run_hooks_of_users(root: nn.Module, access: FlatAccess) -> None:
-    """Let ``apply()``, ``state_dict()`` and ``load_state_dict()`` of users' code work on shards.
+    """Make ``apply()``, ``state_dict()`` and ``load_state_dict()`` of users' code work on shards.
 
     torch's own gather each unit for them, one after the other, and write full parameters into modules.
 
@@ -800,7 +802,7 @@ def _add_wrapper(unit: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
 
 
 def _whole_layout(unit: Any) -> FlatLayout:
-    """Return where this rank's range of a whole flat parameter lies, which users see with ``use_orig_params=False``."""
+    """Return this rank's range of a whole flat parameter, which users see with ``use_orig_params=False``."""
     flat_param, group = unit._handle.flat_param, unit._handle.process_group
     size = int(flat_param._local_shard.numel())
     shape = torch.Size((dist.get_world_size(group) * size,))
@@ -813,7 +815,7 @@ def _whole_layout(unit: Any) -> FlatLayout:
 
 
 def expect_backward(root: nn.Module, expected: Iterable[Any]) -> None:
-    """Let the units be ready for a backward of what was computed before, whatever came in between.
+    """Prepare the units for a backward of an earlier forward, whatever ran in between.
 
     Parameters may have been frozen or thawed since, which torch 2.13 takes for a mistake (``_finalize_params``).
 
@@ -880,7 +882,7 @@ class RetainedGraphs:
 
 
 def _follow_gradients(handle: Any) -> None:
-    """Let a flat parameter's gradient be what its original parameters' are: cleared since, or set by the user.
+    """Update a flat parameter's gradient from its original parameters': cleared since, or set by the user.
 
     torch 2.13 looks at them where it gathers, and not where a unit stays gathered between forward and backward.
     """
@@ -933,7 +935,7 @@ class UsedParameterTracker:
                 unit._handle,
                 pre_unshard=partial(_check_parameters, unit._handle),
                 prepare_gradient_for_backward=partial(self._prepare_gradient, unit, is_in_step),
-                prepare_gradient_for_optim=partial(_give_gradient_back, unit._handle),
+                prepare_gradient_for_optim=partial(_restore_gradient, unit._handle),
                 _use_unsharded_views=self._around(number, unit._handle),
                 _all_gather_flat_param=partial(_gather_together, unit._handle, path, number),
             )
@@ -1018,7 +1020,7 @@ class UsedParameterTracker:
         self._prepared = {unit for unit in self._units if hook_state(unit)}
 
     def sync_used_parameters(self, all_reduce_max_async: AllReduceMaxAsync) -> None:
-        """Let the ranks agree, after a backward that reduced; every rank calls it.
+        """Synchronize the set across ranks, after a backward that reduced; every rank calls it.
 
         Args:
             all_reduce_max_async: Reduces a small integer tensor to its maximum over the ranks.
@@ -1038,7 +1040,7 @@ class UsedParameterTracker:
             if place not in used and place in self.without:
                 parameter.grad = None
             elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
-                give_gradient(self._units[place[0]]._handle, place[1])
+                assign_gradient(self._units[place[0]]._handle, place[1])
         for number, unit in enumerate(self._units):
             self._check_flat(number, unit, sizes[number], used)
 
@@ -1124,8 +1126,8 @@ def _gather_together(handle: Any, path: CollectiveOrder, number: int, *args: Any
     return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
 
 
-def _give_gradient_back(handle: Any) -> None:
-    """Let a unit have the gradient that was moved aside where none has come: its input's was wanted alone, say.
+def _restore_gradient(handle: Any) -> None:
+    """Restore the gradient that was moved aside where no other has come: only its input's was asked for, say.
 
     torch 2.13 drops it then.
     """

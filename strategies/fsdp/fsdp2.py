@@ -42,12 +42,12 @@ from ..upstream.torch_fsdp2 import (
     disabled_once,
     drop_partly_reduced,
     drop_unreduced_gradient,
-    give_frozen_group_dtypes,
     groups_of_state,
     label_quickly,
     reset_iter_state,
     reshard_to,
-    settle_dtypes,
+    set_frozen_group_dtypes,
+    unify_dtypes,
 )
 from .engine import CPUOffloadGradScaler, Engine, GroupGradScaler
 from .plugin import FullyShardedDataParallelPlugin
@@ -62,7 +62,7 @@ from .sharded_model import (
     hooked_in_loss,
     hooks_of,
     open_tensors,
-    recall_form,
+    recall_sharded,
     run_hooks_on,
     unwrap_root,
 )
@@ -160,8 +160,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     @contextmanager
-    def named_tensors(self, form: ShardedModel) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
-        yield open_tensors(form.root, self.device)
+    def named_tensors(
+        self, sharded: ShardedModel
+    ) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
+        yield open_tensors(sharded.root, self.device)
 
     @override
     def lazy_init(self, root: nn.Module) -> None:
@@ -169,7 +171,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             unit._get_fsdp_state()._lazy_init()
         self._units = Units(root)
         for group in self._units.groups:
-            give_frozen_group_dtypes(group)
+            set_frozen_group_dtypes(group)
         if self.sequence_parallel is not None:
             self.sequence_parallel.after_trial = self._units.forget_forwards
         self._units_by_module = units_by_module(root)
@@ -242,7 +244,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             group.unshard()
         for group in again:
             group.wait_for_unshard()
-        self._units.let_hooks_run()
+        self._units.enable_hooks()
 
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
@@ -317,7 +319,7 @@ def _mesh_after_forward(settings: FSDP2Settings, mesh: DeviceMesh) -> DeviceMesh
 
 
 def _prefetch_in_order(units: list[FSDPModule]) -> None:
-    """Let each unit gather the next one's parameters: registration order is the order of a static graph."""
+    """Make each unit prefetch the next one's parameters: registration order is the order of a static graph."""
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
@@ -368,8 +370,8 @@ class Units:
             if not group.is_sharded:
                 group.reshard()
 
-    def let_hooks_run(self) -> None:
-        """Let users' hooks on parameters run in the backward that comes."""
+    def enable_hooks(self) -> None:
+        """Enable users' hooks on parameters for the backward that comes."""
         for param in self.params:
             if not param.sharded_param._backward_hooks:
                 continue
@@ -433,8 +435,8 @@ class UnitAccess(NoAccess):
         return tensor if any(one is tensor for one in unsharded) else None
 
     @override
-    def reach_optimizer(self, tensor: torch.Tensor) -> None:
-        """Let a sharded parameter have what was written to the unsharded one."""
+    def sync_to_optimizer(self, tensor: torch.Tensor) -> None:
+        """Copy what was written to an unsharded parameter to its shard."""
         param, group = self._params.get(id(tensor), (None, None))
         if param is not None and group.is_unsharded:
             self._watch.changes[group].take()
@@ -446,14 +448,14 @@ class UnitAccess(NoAccess):
 
     @override
     def note_alias(self, tensor: torch.Tensor) -> None:
-        """Let the unit of an unsharded parameter compare its values when it is resharded."""
+        """Make the unit of an unsharded parameter compare its values when it reshards."""
         for one in self._watch.changes.values() if has_storage(tensor) else ():
             if one.has(tensor):
                 one.compare()
 
     @torch.no_grad()
     def note_write_to_shard(self, tensor: torch.Tensor) -> None:
-        """Let an unsharded parameter have what a step has written to its shards through the optimizer; on all ranks.
+        """Copy what a step has written to shards through the optimizer to the unsharded parameter; on all ranks.
 
         Raises:
             RuntimeError: If a tensor-parallel layer has a part of it.
@@ -581,10 +583,10 @@ class UsedParameterTracker:
             self._filled |= {param for param in unused if param.sharded_param.grad is None}
             add_zeros(unused)
             used += unused
-        settle_dtypes(used)
+        unify_dtypes(used)
 
     def sync_used_parameters(self, all_reduce_max_async: AllReduceMaxAsync) -> None:
-        """Let the ranks agree, after a backward that reduced; every rank calls it.
+        """Synchronize the set across ranks, after a backward that reduced; every rank calls it.
 
         Args:
             all_reduce_max_async: Reduces a small integer tensor to its maximum over the ranks.
@@ -704,7 +706,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         )
     if isinstance(model, FSDPModule):
         return model
-    if recall_form(model, FSDP2Engine.version) is not None:
+    if recall_sharded(model, FSDP2Engine.version) is not None:
         raise RuntimeError(
             f"{type(model).__name__} was sharded by AccelFSDPStrategy, whose Trainer calls it through a separate "
             "root. Use it under that strategy, or build a new model."

@@ -25,7 +25,7 @@ from ..upstream.lightning import (
 from ..upstream.patches import Patches
 from .engine import Engine
 from .settings import PrecisionSettings
-from .sharded_model import recall_form
+from .sharded_model import recall_sharded
 from .units import convert_floats, make_masters, one_dtype_in_each_unit
 
 PrecisionFlag = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
@@ -68,7 +68,7 @@ class Trained(Protocol):
 
 
 class AccelFSDPPrecision(FSDPPrecision):
-    """What ``Trainer(precision=...)`` means under `AccelFSDPStrategy`.
+    """The meaning of ``Trainer(precision=...)`` under `AccelFSDPStrategy`.
 
     Args:
         precision: ``"32-true"``; ``"bf16-mixed"`` or ``"16-mixed"`` (fp32 weights, half computation and reduction);
@@ -116,7 +116,7 @@ class AccelFSDPPrecision(FSDPPrecision):
         if not self._is_mixed:
             return convert_floats(module, self._desired_input_dtype)
         engine = self._strategy.engine
-        if recall_form(module, engine.version) is None:  # else it was converted before it was sharded
+        if recall_sharded(module, engine.version) is None:  # else it was converted before it was sharded
             make_masters(module)
             if engine.version == 1:
                 one_dtype_in_each_unit(module, engine.settings)
@@ -178,7 +178,7 @@ class AccelFSDPPrecision(FSDPPrecision):
             self.scaler.unscale_(plain)
 
     def update_scale(self, *, step_goes_on: bool = False) -> None:
-        """Let the scaler look at the steps since the last time: in manual optimization once for each training step.
+        """Update the scaler by the steps since the last time: in manual optimization once for each training step.
 
         Gradients that still wait for their optimizer (it steps every other batch, say) were scaled by the old factor;
         they are brought to the new one, so that unscaling them comes out right.
@@ -233,7 +233,7 @@ def check_scaler(plugin: object) -> None:
 
 @contextmanager
 def _without_scaling_of_its_own(optimizer: Optimizer) -> Iterator[None]:
-    """Let the scaler decide on a fused optimizer's step, as on any other's.
+    """Make the scaler decide on a fused optimizer's step, as on any other's.
 
     Left to itself, a fused optimizer would unscale inside its step: after clipping, which needs true gradients, and
     with each rank looking for overflows in its own shards alone.

@@ -159,7 +159,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP1Settings(EngineSettings):
-    """What the FSDP1 engine needs; each field feeds one ``FullyShardedDataParallel`` argument."""
+    """Settings of the FSDP1 engine; each field feeds one ``FullyShardedDataParallel`` argument."""
 
     sharding_strategy: ShardingStrategy
     """``ShardingStrategy`` of torch."""
@@ -183,7 +183,7 @@ class FSDP1Settings(EngineSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Settings(EngineSettings):
-    """What the FSDP2 engine needs; each field feeds one ``fully_shard`` argument."""
+    """Settings of the FSDP2 engine; each field feeds one ``fully_shard`` argument."""
 
     reshard_after_forward: bool | int = True
     """Free a unit's gathered parameters after its forward and gather them again in backward. A number keeps each
@@ -204,7 +204,7 @@ class FSDP2Settings(EngineSettings):
 
 
 def as_modules(modules: Iterable[nn.Module] | str | None) -> tuple[nn.Module, ...] | str | None:
-    """Return what `EngineSettings.ignored_modules` holds from what a user may have given."""
+    """Convert a user's value to that of `EngineSettings.ignored_modules`."""
     return modules if modules is None or isinstance(modules, str) else tuple(modules)
 
 
@@ -260,7 +260,7 @@ _DTYPES = {
 
 
 def fields_from_env(env: Mapping[str, str]) -> dict[str, FromVariable]:
-    """Return what ``env`` says about the plugin's fields, unparsed. An empty variable counts as unset."""
+    """Return the plugin's fields that ``env`` sets, unparsed. An empty variable counts as unset."""
     texts = {field: env.get(variable, "").strip() for field, variable in VARIABLES.items()}
     return {field: FromVariable(text, VARIABLES[field]) for field, text in texts.items() if text}
 
@@ -324,7 +324,7 @@ def strategy_for_fsdp1(
 
 
 def _strategy_from_environment(unset: Mapping[str, str]) -> ShardingStrategy:
-    """Return what the variables say: Accelerate's launcher exports both, and means the first one for FSDP1.
+    """Return the variables' setting: Accelerate's launcher exports both, and means the first one for FSDP1.
 
     The second one alone may name a strategy, too. A truth value there is FSDP2's, which Accelerate ignores for FSDP1.
     """
@@ -468,7 +468,7 @@ def warn_of_no_effect(name: str, given: Any, kind: TorchStateDictType) -> None:
 
 
 def full_state(config: Any) -> FullState:
-    """Return what a config says of a full state dict; the default where it is of another form."""
+    """Return a config's setting for a full state dict; the default where it is of another form."""
     if not hasattr(config, "rank0_only"):
         return FullState()
     return FullState(rank0_only=config.rank0_only, offload_to_cpu=config.offload_to_cpu)
@@ -658,7 +658,7 @@ def as_policy(field: str, policy: Any) -> Any:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """Return what transparent wrappers hide; a module without them is returned itself."""
+    """Return the module inside transparent wrappers; one without them is returned itself."""
     for attribute in _TRANSPARENT:
         hidden = module._modules.get(attribute)
         if hidden is not None:
@@ -718,7 +718,7 @@ def _chosen_by_object(policy: _Policy, model: nn.Module, ignored: set[nn.Module]
 
 
 def _no_split_names(model: nn.Module, present: Container[str]) -> list[str]:
-    """Return what the Hugging Face models at any depth ask for, less what they list but go without."""
+    """Return the classes that Hugging Face models at any depth list, less those that are not there."""
     wanted = (name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ())
     return [name for name in dict.fromkeys(wanted) if name in present]
 

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
-from ..common.modules import NAME, SHARDED_FORM, constants_aside, has_extra_state, refuse_module_of_stage_3
+from ..common.modules import NAME, SHARDED_MODEL, constants_aside, has_extra_state, refuse_module_of_stage_3
 from ..parallelism.config import build_named_mesh
 from ..parallelism.sequence import HOOKED, SequenceParallel
 from ..parallelism.tensor import TensorParallel
@@ -60,7 +60,7 @@ class RootWrapper(nn.Module):
 
 
 def explained_mixture(error: BaseException) -> RuntimeError | None:
-    """Return what to raise where sharded weights (DTensors) of FSDP2 met plain tensors, which torch refuses."""
+    """Return the error for sharded weights (DTensors) of FSDP2 that met plain tensors, which torch refuses."""
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return None
     return RuntimeError(
@@ -99,31 +99,31 @@ class ShardedModel:
     early: OriginalParameters
     """The parameters as they were, for optimizers made before sharding."""
     tensor_parallel: TensorParallel | None
-    """What has cut layers."""
+    """The tensor parallelism that has cut layers."""
     sequence_parallel: SequenceParallel | None
-    """What cuts sequences."""
+    """The sequence parallelism that cuts sequences."""
 
 
-def remember_form(module: nn.Module, form: ShardedModel) -> None:
+def remember_sharded(module: nn.Module, sharded: ShardedModel) -> None:
     """Note on ``module`` what it was sharded into."""
     # Past nn.Module.__setattr__, which would register the root as a child of its own child.
-    module.__dict__[SHARDED_FORM] = form
+    module.__dict__[SHARDED_MODEL] = sharded
 
 
-def recall_form(module: nn.Module, version: int) -> ShardedModel | None:
-    """Return what ``module`` was sharded into, or None if it has not been sharded.
+def recall_sharded(module: nn.Module, version: int) -> ShardedModel | None:
+    """Return the sharded model of ``module``, or None if it has not been sharded.
 
     Raises:
         RuntimeError: If it was sharded by the other FSDP version, or by DeepSpeed.
     """
     refuse_module_of_stage_3(module)
-    form: ShardedModel | None = module.__dict__.get(SHARDED_FORM)
-    if form is not None and form.version != version:
+    sharded: ShardedModel | None = module.__dict__.get(SHARDED_MODEL)
+    if sharded is not None and sharded.version != version:
         raise RuntimeError(
-            f"{type(module).__name__} is already sharded with FSDP{form.version} and cannot be sharded again with "
-            f"FSDP{version}. Build a new module, or keep fsdp_version={form.version}."
+            f"{type(module).__name__} is already sharded with FSDP{sharded.version} and cannot be sharded again with "
+            f"FSDP{version}. Build a new module, or keep fsdp_version={sharded.version}."
         )
-    return form
+    return sharded
 
 
 # ------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def open_tensors(root: nn.Module, device: torch.device) -> tuple[list[NamedTensor], Callable[[], list[Tensor]]]:
-    """Return what of an FSDP2 model is to be filled, and a function that gives it memory.
+    """Return the tensors of an FSDP2 model that are to be filled, and a function that gives them memory.
 
     Non-persistent buffers that have values are left alone.
 
@@ -289,7 +289,7 @@ class OriginalParameters:
         self._parameters = {name: TensorWeakRef(parameter) for name, parameter in named if parameter not in kept}
 
     def switch(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Let ``optimizer`` hold the parameters of ``model``, sharded by now, as `fsdp2_switch_optimizer_parameters`.
+        """Switch ``optimizer`` to the parameters of ``model``, sharded by now, as `fsdp2_switch_optimizer_parameters`.
 
         Raises:
             KeyError: If one of its parameters is no parameter of the model, or now part of a flat one.
@@ -303,7 +303,7 @@ class OriginalParameters:
 def fsdp2_switch_optimizer_parameters(
     optimizer: Optimizer, mapping: Mapping[int, nn.Parameter] | Mapping[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Let ``optimizer`` hold the sharded parameters instead of the original ones, in place.
+    """Switch ``optimizer`` from the original parameters to the sharded ones, in place.
 
     Groups, their options and their order stay. State that exists already (Adagrad makes it at once) is cut into the
     same shards; no process communicates. A parameter that is sharded already stays as it is.
@@ -456,7 +456,7 @@ class References:
         self._new: dict[int, nn.Parameter] = {}
 
     def switch(self, model: nn.Module) -> None:
-        """Let attributes and containers of modules refer to the parameters of ``model``, sharded by now."""
+        """Switch attributes and containers of modules to the parameters of ``model``, sharded by now."""
         after = parameters_by_name(model)
         self._new = {key: after[name] for key, name in self._names.items() if name in after}
         for name, attributes in self._attributes.items():
@@ -589,7 +589,7 @@ def model_state_dict(
     with_constants: bool = False,
     is_checkpoint: bool = True,
 ) -> dict[str, Any]:
-    """Return what torch has of a sharded model.
+    """Return torch's state dict of a sharded model.
 
     Args:
         module: What ``Engine.state_dict_module`` returns of it.
@@ -613,7 +613,7 @@ def model_state_dict(
 def load_model_state_dict(
     module: nn.Module, state: dict[str, Any], *, strict: bool = True, is_checkpoint: bool = True
 ) -> None:
-    """Let torch load a state dict of a sharded model, as `model_state_dict` returns one."""
+    """Load a state dict of a sharded model by torch's function, as `model_state_dict` returns one."""
     own = OwnStateDict.of(module) if is_checkpoint else None
     if own is not None:  # a wrapper would load without the user's load_state_dict()
         own.load(state, strict=strict)
@@ -624,7 +624,7 @@ def load_model_state_dict(
 
 @contextmanager
 def _findable_extra_states(module: nn.Module) -> Iterator[None]:
-    """Let torch's functions for state dicts find them inside of FSDP1's wrappers.
+    """Make torch's functions for state dicts find them inside of FSDP1's wrappers.
 
     They follow each name to what it names, and look for an attribute of this one's there (torch 2.13
     ``distributed/checkpoint/state_dict.py``, ``_get_fqns``).
@@ -674,7 +674,7 @@ def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, devi
 
 
 GUARD = "_accelight_guard"
-"""Where a parameter has the handle of a hook that is not the user's."""
+"""The attribute of a parameter that holds the handle of a hook that is not the user's."""
 _FROM_LIBRARIES = ("torch.", "bitsandbytes.")
 _COUNTS_NODES = (
     "register_multi_grad_hook() would never run on a parameter of FSDP, which is no node of autograd's graph. Use "
@@ -734,7 +734,7 @@ def _problems(name: str, parameter: nn.Parameter, *, keeps_parameters: bool, is_
 
 
 def never_runs(name: str) -> str:
-    """Return what to say of a parameter with a hook that FSDP never runs."""
+    """Return the message for a parameter with a hook that FSDP never runs."""
     return (
         f"{name}: register_post_accumulate_grad_hook() would never run on a gradient that an optimizer uses. Use "
         "register_hook() for the local gradient, or the module's on_before_optimizer_step() for the reduced one."
@@ -770,7 +770,7 @@ def run_hooks(parameter: Any, gradient: Tensor) -> Tensor | None:
 
 
 def hooked_in_loss(module: nn.Module, name: str) -> str:
-    """Return what to say of a parameter with hooks, of whose gradient a part comes from outside of its unit."""
+    """Return the message for a parameter with hooks that gets a part of its gradient from outside of its unit."""
     return (
         f"{type(module).__name__}.{name} has a hook (register_hook()) and was used in a loss outside of its unit's "
         "forward, as penalties on weights do: the hook would run on two gradients instead of on their sum. Compute the "
@@ -780,7 +780,7 @@ def hooked_in_loss(module: nn.Module, name: str) -> str:
 
 
 def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kind: str = "register_hook") -> None:
-    """Let ``hook`` run on gradients of ``leaf``, frozen or not, in place of what has been hooked under this name.
+    """Run ``hook`` on gradients of ``leaf``, frozen or not, in place of the hook that had this name.
 
     It runs before hooks that users have registered.
 
@@ -802,7 +802,7 @@ def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kin
 
 
 def run_hooks_on(leaf: Any, record: Any) -> None:
-    """Let hooks on a parameter of FSDP2 run on the gradient of its unsharded form.
+    """Run hooks on a parameter of FSDP2 on the gradient of its unsharded form.
 
     Args:
         leaf: The unsharded form.

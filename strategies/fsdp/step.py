@@ -200,7 +200,7 @@ def _leave() -> None:
 
 
 def _watch() -> None:
-    """Let torch's hook stand where it is needed, and only there."""
+    """Register torch's hook where it is needed, and only there."""
     global _handle
     wanted = _depth == 0 and len(_known) > 0
     if wanted and _handle is None:
@@ -336,7 +336,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def take_changes(part: Tensor, shard: Tensor) -> None:
-    """Let ``shard`` have the elements of ``part`` that differ from it in the dtype of ``part``."""
+    """Copy to ``shard`` the elements of ``part`` that differ from it in the dtype of ``part``."""
     part = part.to(shard.device)
     torch.where(part != shard.to(part.dtype), part.to(shard.dtype), shard, out=shard)
 
@@ -388,7 +388,7 @@ class GroupChanges:
         self._reshard(group)
 
     def take(self) -> None:
-        """Let shards have what has changed so far."""
+        """Copy changes so far to the shards."""
         if self._group.is_unsharded and self._versions:
             leaves, was_probing = self._leaves(), bool(self._sums)
             self._take(leaves, list(map(_version, leaves)))
@@ -457,7 +457,7 @@ class FlatChanges:
         self._reshard(self._handle, free_unsharded_flat_param)
 
     def take(self) -> None:
-        """Let the shard have what has changed so far."""
+        """Copy changes so far to the shard."""
         was_probing = self._sum is not None
         if self._may_have_changed:
             self._take()
@@ -507,7 +507,7 @@ class ZeroGradFollowing:
         self._drop = drop
         self._patches = Patches("user code")
 
-    def follow(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> None:
+    def attach(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> None:
         """Attach to these and to what ``module.optimizers()`` gives for them, and detach from those before."""
         self.detach()
         self._attach(module, lambda: module.parameters())
@@ -516,7 +516,7 @@ class ZeroGradFollowing:
             self._attach(optimizer, partial(parameters_of, optimizer))
 
     def detach(self) -> None:
-        """Undo `follow`."""
+        """Undo `attach`."""
         self._patches.remove()
 
     def _attach(self, owner: Any, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:

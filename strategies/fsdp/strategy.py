@@ -41,7 +41,7 @@ from ...state.process_group import explaining_rendezvous
 from ...state.utils import named_arguments
 from ..common.broadcast import BufferSync, FrozenBase
 from ..common.checkpoint_files import AveragedWeights
-from ..common.dataloader_state import LoaderPlaces, seed_workers
+from ..common.dataloader_state import DataLoaderStates, seed_workers
 from ..common.grads import (
     SkippedSteps,
     TotalNorms,
@@ -52,7 +52,7 @@ from ..common.grads import (
     scale_gradients,
 )
 from ..common.items import factor_for
-from ..common.launch import check_offload, pickle_by_init_args, tell_what_comes_too_late, warn_of_other_precision
+from ..common.launch import check_offload, pickle_by_init_args, warn_ignored_process_group_args, warn_of_other_precision
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, gather_metrics_once, keep_packing, with_constants
 from ..common.signals import Termination
@@ -84,7 +84,7 @@ from .fsdp2 import FSDP2Engine
 from .plugin import FullyShardedDataParallelPlugin
 from .precision import AccelFSDPPrecision, check_scaler
 from .settings import EngineSettings, FSDP1Settings, FSDP2Settings, WrapSettings, as_policy
-from .sharded_model import ShardedModel, build_mesh, recall_form, unwrap_root
+from .sharded_model import ShardedModel, build_mesh, recall_sharded, unwrap_root
 from .step import UnshardOnCall, ZeroGradFollowing, looks_after_backward, looks_before_backward, looks_between_batches
 from .summary import summarise_run, summarise_whole
 from .units import marking_units, without_wrappers
@@ -103,7 +103,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
     """Runs steps, gradients and checkpoints of a sharded module; `AccelFSDPStrategy` is the whole."""
 
     _engine: Engine[Any] | None = None
-    _form: ShardedModel | None = None
+    _sharded: ShardedModel | None = None
     _running: StepRunner
     _user_code: UserCode | None = None
     _reshard_during_accumulation: bool
@@ -143,15 +143,15 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return self._engine
 
     @property
-    def form(self) -> ShardedModel:
+    def sharded(self) -> ShardedModel:
         """The sharded model and what sharding hid of it.
 
         Raises:
             RuntimeError: Before the model is sharded.
         """
-        if self._form is None:
+        if self._sharded is None:
             raise RuntimeError("There is no sharded model yet: it exists only after the strategy's setup.")
-        return self._form
+        return self._sharded
 
     @property
     @override
@@ -207,7 +207,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self.run_backward(as_users_code, keeps_graph=keeps_graph)
 
     def _drop_unreduced(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.engine.discard_unreduced_grads(self.form.root, parameters)
+        self.engine.discard_unreduced_grads(self.sharded.root, parameters)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             False for a window without items: no gradient is left.
         """
         if self.engine.tensor_parallel is not None:
-            self.engine.tensor_parallel.check_gradients(optimizer, unwrap_root(self.form.root))
+            self.engine.tensor_parallel.check_gradients(optimizer, unwrap_root(self.sharded.root))
         self._average_unsharded(optimizer)
         factor = self._tracker.gradient_factor() if self._is_automatic else 1.0
         parameters = parameters_of(optimizer)
@@ -337,7 +337,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
             Scalar on the gradients' device, the same on every rank; float32, or float64 as the gradients are.
         """
         self.prepare_to_clip(optimizer)
-        return self.engine.grad_norm(self.form.root, parameters_of(optimizer), norm_type)
+        return self.engine.grad_norm(self.sharded.root, parameters_of(optimizer), norm_type)
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped: in manual optimization nobody else has yet."""
@@ -347,21 +347,23 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     def _norm_of(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Return the norm of gradients that the user clips; None if it is torch's business."""
-        parameters = list(self.form.root.parameters())
+        parameters = list(self.sharded.root.parameters())
         known = {id(gradient) for gradient in gradients_of(parameters)}
         if gradients and not any(isinstance(one, FlatShard) or id(one) in known for one in gradients):
             return None
         if self._is_manual:
             average_over_ranks(self._unsharded())
-        return self.engine.total_norm(self.form.root, gradients, norm_type)
+        return self.engine.total_norm(self.sharded.root, gradients, norm_type)
 
     def _unsharded(self) -> list[nn.Parameter]:
         """Return the parameters of ignored modules, in the same order on each rank."""
-        unsharded = self.form.unsharded
-        return [parameter for parameter in self.form.root.parameters() if parameter in unsharded] if unsharded else []
+        unsharded = self.sharded.unsharded
+        return (
+            [parameter for parameter in self.sharded.root.parameters() if parameter in unsharded] if unsharded else []
+        )
 
     def _average_unsharded(self, optimizer: Optimizer) -> None:
-        unsharded = self.form.unsharded
+        unsharded = self.sharded.unsharded
         if unsharded:
             average_over_ranks(parameter for parameter in parameters_of(optimizer) if parameter in unsharded)
 
@@ -386,8 +388,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     def parameter_shards(self) -> dict[str, tuple[torch.Tensor, bool]]:
         """Return this rank's part of each parameter, sharing memory, and whether it trains; no rank communicates."""
-        self.engine.reshard(self.form.root)
-        return parameter_shards(self.engine.state_dict_module(self.form.root))
+        self.engine.reshard(self.sharded.root)
+        return parameter_shards(self.engine.state_dict_module(self.sharded.root))
 
     def wait_for_saves(self) -> None:
         """Return when no checkpoint is being written any more; all processes must call it.
@@ -438,7 +440,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._held_weights.load(partial(self._checkpointer.load_weights, checkpoint, strict=strict))
+        self._deferred_weights.load(partial(self._checkpointer.load_weights, checkpoint, strict=strict))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -477,8 +479,8 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         self._replicas.remove()
         self._zero_grads.detach()
         self._total_norms.detach()
-        if self._form is not None:
-            self.engine.end_training(self._form.root)
+        if self._sharded is not None:
+            self.engine.end_training(self._sharded.root)
         super().teardown()
         self._checkpointer.close()
 
@@ -662,7 +664,7 @@ class AccelFSDPStrategy(TrainerHooks):
         self.save_trainable_only = save_trainable_only
         self._tracker, self._termination = LoopTracker(gradient_accumulation), Termination()
         self._termination.items = self._tracker.items
-        self._held_weights, self._loader_places = DeferredWeightLoad(), LoaderPlaces()
+        self._deferred_weights, self._dataloader_states = DeferredWeightLoad(), DataLoaderStates()
         self._buffers = BufferSync(broadcast_buffers)
         self._checkpointer = Checkpointer(self, make_async_saver(async_save, timeout, SavingProcess))
         self._zero_grads = ZeroGradFollowing(self._drop_unreduced)
@@ -679,11 +681,11 @@ class AccelFSDPStrategy(TrainerHooks):
     @override
     def setup_environment(self) -> None:
         self._refuse_before_setup()
-        tell_what_comes_too_late(self._timeout, self._process_group_backend, self.where_group_starts)
+        warn_ignored_process_group_args(self._timeout, self._process_group_backend, self.where_group_starts)
         with explaining_rendezvous():
             super().setup_environment()
         self._termination.begin_run()
-        self._held_weights.begin()
+        self._deferred_weights.begin()
         PartialState()._refresh(
             device=self.root_device, local_process_index=self.local_rank, num_local_processes=self.num_processes
         )
@@ -736,7 +738,7 @@ class AccelFSDPStrategy(TrainerHooks):
         if self._parallelism is None:
             return build_mesh(self._given_mesh, self.world_size, device), None, None
         self._parallelism = config = self._parallelism.for_processes(self.world_size)
-        self._loader_places.group_size = config.non_data_parallel_size
+        self._dataloader_states.group_size = config.non_data_parallel_size
         replicate, tp = config.dp_replicate_size or 1, config.tp_size or 1
         setting: Literal["sp_size", "cp_size"] = "cp_size" if config.cp_enabled else "sp_size"
         parts = getattr(config, setting) or 1
@@ -795,7 +797,7 @@ class AccelFSDPStrategy(TrainerHooks):
         if self.accelerator is None or self.model is None or self.lightning_module is None:
             raise RuntimeError("AccelFSDPStrategy.setup() must be called by the Trainer, with a module connected.")
         self.accelerator.setup(trainer)
-        self._termination.follow(trainer)
+        self._termination.attach(trainer)
         if self._same_batches is not None:
             self._same_batches.share_random_states(self.root_device)
         if fitting:
@@ -804,7 +806,7 @@ class AccelFSDPStrategy(TrainerHooks):
             self._tracker.start_fit(trainer)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
-        is_sharded = recall_form(self.lightning_module, self.engine.version) is not None
+        is_sharded = recall_sharded(self.lightning_module, self.engine.version) is not None
         self.adapters = adapters_of(self.lightning_module, is_sharded=is_sharded)
         keep_packing(self.lightning_module)
         self.model = self._setup_model(self.model)
@@ -813,37 +815,37 @@ class AccelFSDPStrategy(TrainerHooks):
             self.frozen_base = FrozenBase(
                 with_constants(self.parameter_shards(), self.lightning_module), self.root_device
             )
-        access, root = self.engine.shard_access(self.form.root), self.form.root
-        OwnStateDict.follow(self.lightning_module, access)
-        self._held_weights.model_is_set_up()
+        access, root = self.engine.shard_access(self.sharded.root), self.sharded.root
+        OwnStateDict.attach(self.lightning_module, access)
+        self._deferred_weights.model_is_set_up()
         self._user_code = UserCode(access, self._modules_with_shards(), always_in_steps=self.engine.hides_shards(root))
         self._user_code.attach(trainer, self.lightning_module)
         self.barrier()
         if fitting:
-            self._follow_buffers(self.form.root)
-            summarise_whole(trainer.callbacks, self.form.root, self._summaries)  # type: ignore[attr-defined]
+            self._follow_buffers(self.sharded.root)
+            summarise_whole(trainer.callbacks, self.sharded.root, self._summaries)  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
-            self._zero_grads.follow(self.lightning_module, self.optimizers)  # with Lightning's wrappers, made just now
+            self._zero_grads.attach(self.lightning_module, self.optimizers)  # with Lightning's wrappers, made just now
             _optimizers_to_device(self.optimizers, self.root_device)
             saved_by = describe_async_mode(self._checkpointer.saves)
             name, precision = type(self).__name__, str(self.precision_plugin.precision)
             by_default = self.fsdp_plugin.version_is_default
-            summary = summarise_run(name, self.engine, self.form, precision, saved_by, version_is_default=by_default)
+            summary = summarise_run(name, self.engine, self.sharded, precision, saved_by, version_is_default=by_default)
             summary.log(trainer)
 
     def _modules_with_shards(self) -> list[nn.Module]:
-        root = self.form.root
+        root = self.sharded.root
         owners = self.engine.sharded_modules(root)
         return [module for module in root.modules() if not owners.isdisjoint(module.modules())]
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         model = self.precision_plugin.convert_module(model)
-        self._form = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
-        root = self._form.root
-        self._running = StepRunner(self.engine, self._form, lambda: self._is_manual)
+        self._sharded = prepare_with_weights(self.engine, model, self, self._pretrained_weights)
+        root = self._sharded.root
+        self._running = StepRunner(self.engine, self._sharded, lambda: self._is_manual)
         materialize_alike(self.engine, root)
         for module in root.modules():
             if isinstance(module, Metric):  # its states are neither parameters nor buffers: nobody else moves them
@@ -858,17 +860,17 @@ class AccelFSDPStrategy(TrainerHooks):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()  # of an earlier fit: their parameters may be gone
-        for parameter in self.form.root.parameters():  # of a window that an earlier fit left
+        for parameter in self.sharded.root.parameters():  # of a window that an earlier fit left
             parameter.grad = None
-        with without_wrappers(self.form.root):
+        with without_wrappers(self.sharded.root):
             super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
             with_plain_states(optimizer)
-            self.form.early.switch(optimizer, unwrap_root(self.form.root))
-        self.engine.check_optimizers(self.form.root, self.optimizers)
+            self.sharded.early.switch(optimizer, unwrap_root(self.sharded.root))
+        self.engine.check_optimizers(self.sharded.root, self.optimizers)
         module = self.lightning_module
         if module is not None:
-            self._total_norms.follow()
+            self._total_norms.attach()
             self._averages_early = self._is_manual or looks_after_backward(trainer, module)
             self._running.resharded_before_backward = looks_before_backward(trainer, module)
             kept = not self._reshard_during_accumulation and not looks_between_batches(trainer, module)

@@ -28,7 +28,7 @@ from .sharded_model import RootWrapper, ShardedModel, unwrap_root
 
 
 def summarise_whole(callbacks: Iterable[object], root: nn.Module, patches: Patches) -> None:
-    """Let the summaries among ``callbacks``, Rich's too, count whole parameters in the fit that begins.
+    """Make the summaries among ``callbacks``, Rich's too, count whole parameters in the fit that begins.
 
     Args:
         callbacks: The Trainer's.
@@ -120,7 +120,7 @@ _BY_DEFAULT = "FSDP1 is Accelerate's default; prefer fsdp_version=2 for new code
 def summarise_run(
     strategy: str,
     engine: Engine[Any],
-    form: ShardedModel,
+    sharded: ShardedModel,
     precision: str,
     saved_by: str,
     *,
@@ -131,12 +131,12 @@ def summarise_run(
     Args:
         strategy: Name of its class.
         engine: What sharded the module.
-        form: The sharded module, nothing of it gathered.
+        sharded: The sharded module, nothing of it gathered.
         precision: The Trainer's.
         saved_by: Who writes checkpoints, empty if training does.
         version_is_default: Whether the user has not chosen the version of FSDP.
     """
-    settings, root = engine.settings, form.root
+    settings, root = engine.settings, sharded.root
     parameters = WholeParameters(root)
     whole = sum(one.numel for one in parameters.of(unwrap_root(root)))
     return RunSummary(
@@ -200,18 +200,18 @@ def _units(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))]
 
 
-def describe_units(engine: Engine[Any], form: ShardedModel) -> list[Unit]:
+def describe_units(engine: Engine[Any], sharded: ShardedModel) -> list[Unit]:
     """Return the units that a model is cut into, parents before children, with this process's shards.
 
     Args:
         engine: What sharded the module.
-        form: The sharded module, nothing of it gathered. This is rank 0: others may have smaller shards.
+        sharded: The sharded module, nothing of it gathered. This is rank 0: others may have smaller shards.
     """
-    units, whole = _units(form.root), WholeParameters(form.root)
-    names = {module: clean_name(name) for name, module in unwrap_root(form.root).named_modules()}
+    units, whole = _units(sharded.root), WholeParameters(sharded.root)
+    names = {module: clean_name(name) for name, module in unwrap_root(sharded.root).named_modules()}
     numels = {unit: {one.key: one.numel for one in whole.of(unit)} for unit in units}
     held = {unit: {id(one): one for one in unit.parameters()} for unit in units}
-    unsharded = {id(one) for one in form.unsharded}
+    unsharded = {id(one) for one in sharded.unsharded}
     found = []
     for unit in units:
         inner = [each for each in _units(unit) if each is not unit]

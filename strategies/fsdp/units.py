@@ -213,7 +213,7 @@ _ATTRIBUTE = "_accelight_marked_unit"
 
 @contextmanager
 def marking_units() -> Iterator[None]:
-    """Let ``torch.distributed.fsdp.wrap.wrap`` mark modules instead of wrapping them."""
+    """Make ``torch.distributed.fsdp.wrap.wrap`` mark modules instead of wrapping them."""
     with enable_wrap(wrapper_cls=_mark):
         yield
 
@@ -288,7 +288,7 @@ def checkpoint_modules(
 
 
 def explained_recomputation(error: BaseException) -> RuntimeError | None:
-    """Return what to raise where torch recomputes something else than it computed."""
+    """Return the error for a recomputation that differs from the forward."""
     if not isinstance(error, CheckpointError):
         return None
     return RuntimeError(
@@ -301,7 +301,7 @@ def explained_recomputation(error: BaseException) -> RuntimeError | None:
 
 
 def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
-    """Let the ``forward`` of each unit be compiled at its first call.
+    """Compile the ``forward`` of each unit at its first call.
 
     Not the whole call, as ``unit.compile()`` would: the hooks by which FSDP2 gathers belong to it, and would break each
     graph.
@@ -321,7 +321,7 @@ def compile_units(units: Iterable[nn.Module], options: Mapping[str, Any]) -> Non
 
 
 def hide_wrapper_names(root: nn.Module) -> None:
-    """Let ``named_parameters()`` and ``named_modules()`` of users' code have the names that the model had.
+    """Give ``named_parameters()`` and ``named_modules()`` of users' code the names that the model had.
 
     A wrapper stands under the name of what it wraps. torch's wrappers add a component of their own to every name.
     """
@@ -381,7 +381,7 @@ def _named_modules(
 
 
 def _traceable(unit: nn.Module) -> nn.Module:
-    """Return what of a unit can be one graph: all of it, unless it moves activations to host memory and back."""
+    """Return the part of a unit that can be one graph: all of it, unless it offloads activations."""
     from ..upstream.torch_core import OffloadWrapper
 
     if not isinstance(unit, OffloadWrapper):
@@ -520,7 +520,7 @@ _NUM_NAMES = 3
 
 
 def make_masters(model: nn.Module, without: Collection[nn.Module] = ()) -> None:
-    """Let trainable floating-point parameters be fp32, also where the model was loaded in half precision.
+    """Convert trainable floating-point parameters to fp32, also where the model was loaded in half precision.
 
     Frozen ones keep their dtype and so their memory, and nothing of a module with 4-bit weights (bitsandbytes) is
     touched: their bytes are packed numbers, whatever dtype they are stored as.
@@ -540,7 +540,7 @@ def make_masters(model: nn.Module, without: Collection[nn.Module] = ()) -> None:
 
 
 def one_dtype_in_each_unit(model: nn.Module, settings: EngineSettings) -> None:
-    """Let a unit of FSDP1 be fp32 where it has several dtypes: torch flattens it into one tensor.
+    """Convert a unit of FSDP1 that has several dtypes to fp32: torch flattens it into one tensor.
 
     Args:
         model: Not sharded yet.
@@ -597,7 +597,7 @@ def convert_floats(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def parameters_by_unit(
     model: nn.Module, units: Sequence[nn.Module], unsharded: Collection[nn.Module]
 ) -> Iterator[list[nn.Parameter]]:
-    """Yield what each unit gathers; the last one is the root's.
+    """Yield the parameters that each unit gathers; the last one is the root's.
 
     Args:
         model: Not sharded yet.
@@ -621,7 +621,7 @@ def _holds(module: nn.Module, name: str) -> bool:
 
 
 def _parameters_by_planned_unit(model: nn.Module, settings: EngineSettings) -> Iterator[list[nn.Parameter]]:
-    """Yield what each unit will gather, if there is anything to distinguish."""
+    """Yield the parameters that each unit will gather, if there is anything to distinguish."""
     if len({parameter.dtype for parameter in model.parameters()}) < 2:
         return
     ignored = resolve_ignored(model, settings.ignored_modules)

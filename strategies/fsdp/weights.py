@@ -36,7 +36,7 @@ from .sharded_model import (
     ShardedModel,
     named_tensors,
     open_tensors,
-    recall_form,
+    recall_sharded,
     swap_for_empty,
     unwrap_root,
 )
@@ -62,7 +62,7 @@ def prepare_with_weights(
         RuntimeError: On every rank, if the values and the model do not fit, if the ranks have built different models,
             or if they begin with different values and ``sync_module_states`` is False.
     """
-    if recall_form(model, engine.version) is not None:
+    if recall_sharded(model, engine.version) is not None:
         return engine.prepare(model)
     if engine.num_ranks == num_ranks():
         from_rank_zero = pretrained_weights is None and engine.settings.weights_from_rank_zero
@@ -73,14 +73,14 @@ def prepare_with_weights(
     taken = take_weights(model, keep=process.is_main_process or pretrained_weights is not None)
     if pretrained_weights is not None:
         taken.state_dict.clear()  # buffers are all that no file holds
-    form = engine.prepare(model, deferred_init=True)
-    with engine.named_tensors(form) as (tensors, targets):
+    sharded = engine.prepare(model, deferred_init=True)
+    with engine.named_tensors(sharded) as (tensors, targets):
         if pretrained_weights is None:
             send_shards(process, tensors, taken.state_dict, taken.buffers, targets)
         else:
-            prefixes = ("", f"{form.module_attribute}.") if form.module_attribute else ("",)
+            prefixes = ("", f"{sharded.module_attribute}.") if sharded.module_attribute else ("",)
             read_slices(pretrained_weights, tensors, taken.buffers, targets, prefixes=prefixes)
-    return form
+    return sharded
 
 
 def _begin_alike(engine: Engine[Any], model: nn.Module) -> bool:
@@ -305,7 +305,7 @@ def _need(named: NamedTensor) -> _Need:
 
 
 def _compare(sources: Mapping[str, Tensor], reports: list[list[_Need]]) -> list[str]:
-    """Return what is wrong with names, shapes and ties."""
+    """Return the problems of names, shapes and ties."""
     problems: dict[str, None] = {}
     wanted = {need.names: need for needs in reports for need in needs if need.persistent}
     missing = sorted(names[0] for names in wanted if not any(name in sources for name in names))
@@ -711,7 +711,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, _Readable]:
 def _match(
     tensors: Sequence[NamedTensor], stored: Mapping[str, _Readable]
 ) -> tuple[dict[tuple[str, ...], _Readable], list[str]]:
-    """Return what is stored for each tensor's names, and what is wrong."""
+    """Return the stored entry of each tensor's names, and the problems."""
     found: dict[tuple[str, ...], _Readable] = {}
     problems: list[str] = []
     missing: list[str] = []

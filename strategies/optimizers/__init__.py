@@ -1,1 +1,1 @@
-"""What optimizers may train, and how they step on shards."""
+"""Optimizers: the parameters that they may train, and their steps on shards."""

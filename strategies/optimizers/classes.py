@@ -335,7 +335,7 @@ class _Run:
         self.weights: list[list[list[torch.Tensor]]] = []
         """After each step."""
         self.travelled: list[list[list[torch.Tensor]]] = []
-        """How far each element has come by each step, added up."""
+        """The distance that each element has moved by each step, added up."""
         self.states: list[tuple[dict[Any, Any], torch.Tensor]] = []
         """At the end, with their parameters."""
         self.options = ""
@@ -376,7 +376,7 @@ class _Run:
         for step in range(self._num_steps if given is None else len(given)):
             if self._renews:
                 self._renew()
-            gradients = self._made(step, generator) if given is None else given[step]
+            gradients = self._gradients(step, generator) if given is None else given[step]
             if sees_dtypes and step == 1:
                 with _DtypesSeen() as seen:  # type: ignore[no-untyped-call]
                     self._step(gradients)
@@ -407,7 +407,7 @@ class _Run:
         states = {renewed.get(one, one): state for one, state in before.items()}
         self._twin.state = defaultdict(dict, states)
 
-    def _made(self, step: int, generator: torch.Generator) -> list[list[torch.Tensor]]:
+    def _gradients(self, step: int, generator: torch.Generator) -> list[list[torch.Tensor]]:
         """Return gradients of quite different sizes, from element to element, tensor to tensor and step to step."""
         made: list[list[torch.Tensor]] = []
         for parameters in self._held:
@@ -573,7 +573,7 @@ def _option(name: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied_state(optimizer: Optimizer, memo: dict[int, Any]) -> defaultdict[Any, Any]:
-    """Return what the constructor has made for parameters, for the small tensors; what comes with steps comes anew."""
+    """Return the constructor's states of parameters, for the small tensors; those that steps create are new."""
     made: defaultdict[Any, Any] = defaultdict(dict)
     states: Mapping[Any, Any] = optimizer.state
     for parameter, state in states.items():
@@ -641,7 +641,7 @@ def _key_of(group: dict[str, Any]) -> str:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return what of an option decides which way a step takes: of a number, whether it is zero."""
+    """Return the aspect of an option that decides a step's way: of a number, whether it is zero."""
     if isinstance(value, bool | str | type(None)):
         return value
     if isinstance(value, int | float):

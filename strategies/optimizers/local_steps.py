@@ -69,7 +69,7 @@ class LocalShardStep(Step):
         """All of the optimizer's."""
         self._shards: list[Tensor] = []
         self._locals: list[Tensor] = []
-        """What the step sees in their places, in the memory of the shards; parameters that are not sharded."""
+        """The step's own tensors, in the memory of the shards; parameters that are not sharded."""
         self._local_of: dict[int, Tensor] = {}
         self._parameter_of: dict[int, Any] = {}
         """Each by the other's ``id``: a tensor's hash takes a call of Python."""
@@ -77,7 +77,7 @@ class LocalShardStep(Step):
         self._states: Any = None
         """The optimizer's own ``state``, while ``_plain`` replaces it."""
         self._plain: defaultdict[Any, Any] = defaultdict(dict)
-        """What the step sees instead; empty outside of steps, so that users can free the states' memory."""
+        """The states that the step sees instead; empty outside of steps, so that users can free the states' memory."""
         self._emptied: dict[int, dict[Any, Any]] = {}
         """Its values, by the ``id`` of their keys: a thousand made anew in each step bring on a garbage collection."""
         self._options: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ class LocalShardStep(Step):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def _enter(self) -> None:
-        """Let the optimizer have plain tensors."""
+        """Replace the optimizer's DTensors by plain tensors."""
         optimizer = self._optimizer
         self._find_parameters()
         gradients = [_local_gradient(one, one.grad) for one in self._parameters]
@@ -161,11 +161,11 @@ class LocalShardStep(Step):
         for local, parameter in zip(self._locals, self._parameters, strict=True):
             if local is not parameter:
                 local.grad = None
-        self._give_states(states)
+        self._restore_states(states)
         self._plain = defaultdict(dict)
 
-    def _give_states(self, states: dict[Any, Any]) -> None:
-        """Let the optimizer have the states that the step has left."""
+    def _restore_states(self, states: dict[Any, Any]) -> None:
+        """Write the states that the step has left back to the optimizer."""
         parameter_of = self._parameter_of
         for local, plain in self._plain.items():
             parameter = parameter_of.get(id(local), local)

@@ -30,9 +30,9 @@ from ..upstream.torch_core import all_gather_single
 
 _BUCKET_BYTES = 64 * 2**20
 _SAME, _OTHER, _FAILED = 0.0, 1.0, 2.0
-"""What the first number of a rank's row says: its states have the form that all ranks know, or another, or none."""
+"""The first number of a rank's row: its states have the form that all ranks know, or another, or none."""
 State = MutableMapping[Any, Any]
-"""What an optimizer keeps of one parameter."""
+"""An optimizer's state of one parameter."""
 Form = dict[Any, tuple[Any, ...]]
 """The same without numbers: ``("tensor", shape, dtype)``, ``("scalar", dtype, on_cpu)``, ``("number", type)`` or
 ``("value", value)`` for each key."""
@@ -40,7 +40,7 @@ Form = dict[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks have cut a tensor: each has a range of its elements in memory."""
+    """A tensor as the ranks have cut it: each has a range of its elements in memory."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -197,7 +197,7 @@ class WholeTensorStep(Step):
         plain: Iterable[nn.Parameter],
         states: defaultdict[Tensor, Any],
     ) -> Iterator[None]:
-        """Let the optimizer have other parameters in the place of shards.
+        """Replace shards in the optimizer's groups by other parameters.
 
         Args:
             substitutes: By the shards; the optimizer does not see shards that have none.
@@ -247,9 +247,9 @@ class WholeTensorStep(Step):
         numbers = [
             [float(each) for each in _numbers_of(state, form)] for state, form in zip(states, forms, strict=True)
         ]
-        told: list[Any] = [None] * self._size
-        dist.all_gather_object(told, list(zip(forms, numbers, strict=True)), group=self._group)
-        for one, state, *by_rank in zip(sharded, states, *told, strict=True):
+        from_ranks: list[Any] = [None] * self._size
+        dist.all_gather_object(from_ranks, list(zip(forms, numbers, strict=True)), group=self._group)
+        for one, state, *by_rank in zip(sharded, states, *from_ranks, strict=True):
             form, row = next(((form, row) for form, row in by_rank if form), ({}, []))
             if form and not state:
                 self._optimizer.state[one.parameter] = self._build(one, form, row, {}, {})
@@ -325,7 +325,7 @@ class WholeTensorStep(Step):
         return wholes, states
 
     def _cut_of_state(self, one: _Sharded, value: Any) -> Cut | None:
-        """Return how a value of a parameter's state is cut; None if every rank has all of it."""
+        """Return the cut of a value of a parameter's state; None if every rank has all of it."""
         if self._is_flat:
             return one.cut if isinstance(value, Tensor) and value.ndim else None
         if not isinstance(value, DTensor) or value.placements[-1].is_replicate():
@@ -402,7 +402,7 @@ class WholeTensorStep(Step):
         return dtensor_of(shard, parameter.device_mesh, parameter.placements, cut.shape, cut.strides)
 
     def _exchange(self, travels: Sequence[_Travel], *, to_owners: bool) -> None:
-        """Let tensors travel, in a few collectives."""
+        """Exchange tensors, in a few collectives."""
         for bucket in _buckets(travels, self._size):
             sent: list[list[Tensor]] = [[] for _ in range(self._size)]
             received: list[list[Tensor]] = [[] for _ in range(self._size)]
@@ -463,10 +463,10 @@ class WholeTensorStep(Step):
             self._raise_together(error)
         if _OTHER in outcomes:
             plain = {at: [float(value) for value in values] for at, values in numbers.items()}
-            told: list[Any] = [None] * self._size
-            dist.all_gather_object(told, (dict(own), plain), group=self._group)
-            forms = {at: form for each, _ in told for at, form in each.items()}
-            values = {at: row for _, each in told for at, row in each.items()}
+            from_ranks: list[Any] = [None] * self._size
+            dist.all_gather_object(from_ranks, (dict(own), plain), group=self._group)
+            forms = {at: form for each, _ in from_ranks for at, form in each.items()}
+            values = {at: row for _, each in from_ranks for at, row in each.items()}
             return [forms[at] for at in range(len(stepped))], [values[at] for at in range(len(stepped))]
         found: dict[int, list[Any]] = {}
         for (_, *left), ats, counts in zip(by_rank, owned, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""How the processes are divided: `ParallelismConfig`, meshes over them, and those that see the same batches."""
+"""The division of the processes: `ParallelismConfig`, meshes over them, and those that see the same batches."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def no_match(argument: str, pattern: str, names: Iterable[str]) -> ValueError:
-    """Return what to raise where a pattern matches none of them."""
+    """Return the error for a pattern that matches none of them."""
     known = list(names)
     return ValueError(
         f"{argument}: {pattern!r} matches no module. The model has {', '.join(known[:8])}"

@@ -44,14 +44,14 @@ comes before them."""
 _TRIED_LENGTH = 16
 """Positions for each rank then, at most."""
 _MOST_DIFFERENT = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How much outputs of both ways may differ, in parts of the largest: kernels add up in other orders."""
+"""The allowed difference of outputs of both ways, relative to the largest: kernels add up in other orders."""
 _MOST_DIFFERENT_IN_HALF = 5e-2
 HOOKED = "_accelight_hooks"
 """Attribute of an unsharded parameter on whose gradient users' hooks run."""
 _IGNORED_LABEL = -100
 """torch's and transformers' label of positions without a loss."""
 _FILLS = {"labels": _IGNORED_LABEL, "shift_labels": _IGNORED_LABEL, "attention_mask": 1}
-"""What sequences are filled up with whose length cannot be divided, by names of arguments; others with 0."""
+"""The padding of sequences whose length cannot be divided, by names of arguments; others get 0."""
 
 
 class SequenceParallel:
@@ -76,7 +76,7 @@ class SequenceParallel:
         self.in_backward = False
         """Whether the strategy runs a backward, whose gradients FSDP averages."""
         self.after_trial: Callable[[], None] = lambda: None
-        """What the engine must forget about forwards that had no backward."""
+        """Called to forget forwards that had no backward."""
 
     def apply(self, model: nn.Module) -> None:
         """Hook the modules.
@@ -452,7 +452,7 @@ class Region:
             self._entered_by = module
 
     def _show_whole_gradients(self, parameter: Any) -> None:
-        """Let users' hooks, and ``torch.autograd.grad``, have the gradient of whole sequences."""
+        """Give users' hooks, and ``torch.autograd.grad``, the gradient of whole sequences."""
         parallel, known = self.parallel, TensorWeakRef(parameter)
 
         def run(gradient: Tensor) -> Tensor | None:

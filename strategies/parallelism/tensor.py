@@ -50,7 +50,7 @@ _CUT_SIZES: Mapping[type[ParallelStyle], tuple[str, str]] = {
 }
 """Attributes of `nn.Linear` and `nn.Embedding` with the size that a style divides."""
 _ADAPTERS: Mapping[type[ParallelStyle], str] = {ColwiseParallel: "lora_B", RowwiseParallel: "lora_A"}
-"""Which of PEFT's matrices has the dimension that a style divides."""
+"""The one of PEFT's matrices that has the dimension that a style divides."""
 _MOST_DIFFERENT = 1e-2
 """By which norms of one gradient may differ in a group: kernels of GPUs add up in other orders."""
 
@@ -68,7 +68,7 @@ class TensorParallel:
         self.group = self.mesh.get_group()
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.styles: dict[str, str] = {}
-        """How each module was cut."""
+        """The style by which each module was cut."""
         self._checked: WeakSet[Optimizer] = WeakSet()
         """Whose gradients were found to be the same on all ranks of the group."""
         note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
@@ -269,7 +269,7 @@ WITHOUT_WEIGHTS = (
 
 
 def _layers(name: str, module: nn.Module, style: ParallelStyle) -> Iterator[tuple[str, ParallelStyle]]:
-    """Return what is cut of a module: of PEFT's LoRA the base, and of each adapter the matrix on the side that is cut.
+    """Return the layers to cut of a module: of PEFT's LoRA the base, and each adapter's matrix on the side of the cut.
 
     Raises:
         ValueError: If torch cannot cut it.
@@ -302,7 +302,7 @@ def _described(style: ParallelStyle) -> str:
 
 
 def own_part(cut: torch.Tensor, shard: DTensor) -> torch.Tensor:
-    """Return what FSDP gives this rank of its group's part of a layer.
+    """Return FSDP's shard of the group's part of a layer on this rank.
 
     Args:
         cut: That part, gathered.

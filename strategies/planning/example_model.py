@@ -46,7 +46,7 @@ class HuggingFaceModule(LightningModule):
 
 
 def causal_lm_batch(batch_size: int, sequence_length: int) -> dict[str, Tensor]:
-    """Return what a causal language model is trained on: ``input_ids`` and ``labels``."""
+    """Return a batch of a causal language model: ``input_ids`` and ``labels``."""
     text = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
     return {"input_ids": text, "labels": text.clone()}
 

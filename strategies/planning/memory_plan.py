@@ -37,7 +37,7 @@ class MemoryPlan:
     phase: str
     """When: ``"forward"``, ``"backward"``, ``"optimizer step"`` or ``"between steps"``."""
     parts: Mapping[str, int]
-    """What is held then, in bytes: ``parameters``, ``gathered``, ``gradients``, ``optimizer``, ``activations`` and
+    """The bytes that are held then: ``parameters``, ``gathered``, ``gradients``, ``optimizer``, ``activations`` and
     ``temporary``. Their sum is `peak_bytes`."""
     init_peak_bytes: int
     """The most that is held while the model is built, sharded and given to its optimizer. Where it is built on the CPU
@@ -173,7 +173,7 @@ _COLORS = {  # that readers with colour blindness distinguish, too (Okabe and It
 _LIMIT_COLOR = "#c62828"
 _WIDTH, _LEFT, _RIGHT = 880, 16, 864
 _BARS_END = 780
-"""Where the longest bar ends: behind it stands its number."""
+"""The end of the longest bar; its number stands behind it."""
 
 
 def draw(plans: Sequence[tuple[str, MemoryPlan | str]], memory_bytes: int | None = None) -> str:

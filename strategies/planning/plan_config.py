@@ -1,4 +1,4 @@
-"""What the command is asked to plan: settings that can be changed one by one, and made into a strategy and a module."""
+"""The settings of a plan, which can be changed one by one, and made into a strategy and a module."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PlanConfig:
 
     # ------------------------------------------------------------------ made
     def in_words(self) -> dict[str, Any]:
-        """Return what matters, for the table."""
+        """Return the relevant settings, for the table."""
         words: dict[str, Any] = {"strategy": self.strategy, "precision": self.precision, **self.strategy_args}
         if self.activation_checkpointing:
             words["activation_checkpointing"] = True

@@ -32,7 +32,7 @@ from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
 from .example_model import batch_size_of
 from .memory_plan import MemoryPlan, size
 from .plan_config import PlanConfig
-from .shape_tensors import PARTS, HollowTensors, Part, Peak, Phase, PlanningError, Storages
+from .shape_tensors import PARTS, Part, Peak, Phase, PlanningError, ShapeTensors, Storages
 
 
 def plan_memory(
@@ -161,7 +161,7 @@ class _Steps:
     def _begin_step(self) -> None:
         _check_optimizers(self._strategy)
         self.steady_state_bytes = max(self._storages.num_bytes, self.steady_state_bytes) if self.peaks else 0
-        peak = self._storages.look()
+        peak = self._storages.pop_peak()
         if self.building is None:
             self.building = peak
             self.units = _units(self._strategy)
@@ -176,7 +176,7 @@ class _Steps:
 
     def end(self) -> Peak:
         """Return the highest of all steps."""
-        self.peaks.append(self._storages.look())
+        self.peaks.append(self._storages.pop_peak())
         return max(self.peaks, key=lambda peak: (peak.num_bytes, bool(peak.parts)))
 
 
@@ -200,7 +200,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
     window = min(order.accumulate_grad_batches, _MOST_MICRO_BATCHES)
     patches = Patches("plan")
     _prepare(strategy, patches)
-    with patches, pretended_group(order.world_size), HollowTensors(storages).running():
+    with patches, fake_process_group(order.world_size), ShapeTensors(storages).running():
         module = order.module()
         if not isinstance(module, LightningModule):
             raise PlanningError(f"A plan needs a LightningModule, got {type(module).__name__}.")
@@ -209,7 +209,7 @@ def run_plan(order: Order, expected: int | None = None) -> tuple[MemoryPlan, boo
         classify.append(lambda: parts_of(strategy.model, strategy.optimizers))
         trainer = Trainer(
             strategy=strategy,
-            plugins=[PretendedEnvironment(order.world_size)],
+            plugins=[FakeClusterEnvironment(order.world_size)],
             accelerator="cpu",
             devices=order.world_size,
             precision=order.precision,
@@ -252,7 +252,7 @@ def _units(strategy: Any) -> list[Unit]:
     from ..fsdp.summary import describe_units
 
     if isinstance(strategy, AccelFSDPStrategy):
-        return describe_units(strategy.engine, strategy.form)
+        return describe_units(strategy.engine, strategy.sharded)
     return deepspeed_engine.describe_units(strategy.model)
 
 
@@ -306,7 +306,7 @@ def _be_quiet() -> None:
 # A fake process group in which this process is rank 0 and the other ranks do not exist.
 
 
-class PretendedEnvironment(ClusterEnvironment):
+class FakeClusterEnvironment(ClusterEnvironment):
     """All processes on one node, this one the first.
 
     Args:
@@ -363,7 +363,7 @@ class PretendedEnvironment(ClusterEnvironment):
 
 
 @contextmanager
-def pretended_group(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Iterator[None]:
     """Be rank 0 of ``world_size`` processes, of which nobody else is there.
 
     Raises:
@@ -536,7 +536,7 @@ class _NoKernels:
 
 
 def without_compiled_kernels(patches: Patches) -> None:
-    """Let DeepSpeed compile and run none of its own kernels until the patches are removed.
+    """Keep DeepSpeed from compiling and running its own kernels until the patches are removed.
 
     Raises:
         RuntimeError: If DeepSpeed computes on an accelerator in this process already.
@@ -601,7 +601,7 @@ def try_variants(plan_config: PlanConfig, memory_bytes: int, plan: Callable[[Pla
 
 
 def _changes(plan_config: PlanConfig) -> Iterator[tuple[str, PlanConfig]]:
-    """Yield what could be otherwise: what changes neither results nor the number of processes comes first."""
+    """Yield other settings, first those that change neither results nor the number of processes."""
     sharded = None
     if (other := plan_config.fully_sharded()) is not None:
         sharded = other
@@ -632,7 +632,7 @@ def _joined(*words: object) -> str:
 
 
 def table(variants: list[Variant], memory_bytes: int) -> str:
-    """Return what was tried, a line each."""
+    """Return the tried settings, a line each."""
     names = [variant.change or "as requested" for variant in variants]
     width = max(map(len, names))
     lines = [f"{'':{width}}  {'peak':>10}  fits {size(memory_bytes)}"]

@@ -57,13 +57,13 @@ _OF_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", 
 
 
 class PlanningError(RuntimeError):
-    """What was to be planned cannot be: the message says why, and what to do."""
+    """Something cannot be planned: the message says why, and what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
 
-class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ShapeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs everything inside without kernels.
 
     Args:
@@ -89,7 +89,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(tensor.is_meta for tensor in tensors) or str(kwargs.get("device", "")) == "meta":
             return func(*args, **kwargs)
         for tensor in tensors:
-            self._storages.follow(tensor, is_shape_only=False)
+            self._storages.track(tensor, is_shape_only=False)
         shape_only = [tensor for tensor in tensors if self._storages.is_shape_only(tensor)]
         return self._run(func, args, kwargs, tensors, shape_only)
 
@@ -123,10 +123,10 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages.is_communicated(tensors)
         if name in _COPIED_BY_GLOO:  # and freed at once: the work is done
             copy = torch.empty_like(args[1])
-            self._storages.follow(copy, is_shape_only=True)
+            self._storages.track(copy, is_shape_only=True)
             self._storages.is_communicated([copy])
         if sum(tensor.nbytes for tensor in tensors) > _SMALL_BYTES:
-            return _pretended_work(func, args)
+            return _fake_work(func, args)
         result = func(*args, **kwargs)
         if name in _COPYING:
             received, sent = tree_leaves(args[0]), tree_leaves(args[1])
@@ -162,7 +162,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (base := by_storage.get(fake.untyped_storage()._cdata)) is not None:
                 return base.as_strided(fake.size(), fake.stride(), fake.storage_offset())
             tensor = _unwritten(fake)
-            self._storages.follow(tensor, is_shape_only=True)
+            self._storages.track(tensor, is_shape_only=True)
             return tensor
 
         return tree_map_only(torch.Tensor, real, shapes)
@@ -196,7 +196,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, result: Any, *, is_shape_only: bool) -> None:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._storages.follow(leaf, is_shape_only=is_shape_only)
+                self._storages.track(leaf, is_shape_only=is_shape_only)
 
     # ------------------------------------------------------------------ values
     def _answer(self, tensor: torch.Tensor) -> Any:
@@ -215,7 +215,7 @@ class HollowTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let what happens inside be without kernels."""
+        """Run the block without kernels."""
         storages = self._storages
 
         def resizing(resize: Any) -> Any:
@@ -302,8 +302,8 @@ def _returned_arguments(func: Any, args: Any, kwargs: Any) -> Any:
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
-def _pretended_work(func: Any, args: Any) -> Any:
-    """Return what a collective returns that has ended."""
+def _fake_work(func: Any, args: Any) -> Any:
+    """Return the result of a collective that has ended."""
     work = FakeWork().boxed()
     returns = func._schema.returns
     return work if len(returns) == 1 else (args[0], work)
@@ -328,7 +328,7 @@ def _asker_is_a_library() -> bool:
 
 
 def _place() -> str:
-    """Return where in the user's code this is."""
+    """Return the present line of the user's code."""
     for frame in _frames():
         theirs = not frame.filename.startswith((str(Path(__file__).parents[1]), _STANDARD_LIBRARY))
         if theirs and "site-packages" not in frame.filename and "<" not in frame.filename:
@@ -390,7 +390,7 @@ class Storages:
         self.peak = Peak()
 
     # ------------------------------------------------------------------ following
-    def follow(self, tensor: torch.Tensor, *, is_shape_only: bool) -> None:
+    def track(self, tensor: torch.Tensor, *, is_shape_only: bool) -> None:
         """Begin to follow a tensor's storage; one that is known stays what it is."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -441,7 +441,7 @@ class Storages:
                 held.part = "gathered"
 
     # ------------------------------------------------------------------ peaks
-    def look(self) -> Peak:
+    def pop_peak(self) -> Peak:
         """Return the highest since the last look, and begin again."""
         peak, self.peak = self.peak, Peak(self.num_bytes, self.phase)
         return peak

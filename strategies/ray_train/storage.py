@@ -73,7 +73,7 @@ class RunStorage:
         return str(self._filesystem.get_file_info(f"{self.folder}/{name}").type.name) != "NotFound"
 
     def path(self, name: str) -> Path:
-        """Return where the Trainer's checkpoint lies, or is to lie; for a local storage."""
+        """Return the present or future place of the Trainer's checkpoint; for a local storage."""
         return Path(self.folder, name, CHECKPOINT_NAME)
 
     def report_in_place(self, metrics: dict[str, Any], name: str) -> None:
@@ -83,7 +83,7 @@ class RunStorage:
         self._train.report(metrics, checkpoint=checkpoint, checkpoint_dir_name=name, checkpoint_upload_mode=mode)
 
     def report_uploading(self, metrics: dict[str, Any], name: str, folder: Path | None) -> None:
-        """Let Ray copy a folder into the storage, and keep it; all workers must call it.
+        """Make Ray copy a folder into the storage, and keep it; all workers must call it.
 
         Args:
             metrics: What Ray keeps with it.
@@ -197,7 +197,7 @@ def ray_train(who: str) -> Any:
 
 
 def worker_context(who: str, instead: str) -> Any:
-    """Return what Ray knows of this worker, its ``TrainContext``.
+    """Return Ray's ``TrainContext`` of this worker.
 
     Args:
         who: Needs a worker.

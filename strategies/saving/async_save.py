@@ -114,7 +114,7 @@ class AsyncSaver:
         return self._groups[1]
 
     def start(self, what: str, save: Callable[[dist.ProcessGroup], None], messages: StoreMessages) -> None:
-        """Let ``save`` run in the background, on every rank; `wait` first.
+        """Run ``save`` in the background, on every rank; `wait` first.
 
         Args:
             what: Names the save in errors.
@@ -323,7 +323,7 @@ _PROCESS = "process"
 def make_async_saver(
     async_save: object, timeout: timedelta, make_process: Callable[[], WritingProcess] | None = None
 ) -> AsyncSaver | None:
-    """Return what writes in the background; None if training waits for saves.
+    """Return the saver that writes in the background; None if training waits for saves.
 
     Args:
         async_save: The strategy's argument.
@@ -351,7 +351,7 @@ def make_async_saver(
 
 
 def describe_async_mode(saves: AsyncSaver | None) -> str:
-    """Return who writes, as words to come after the checkpoints' form."""
+    """Return the writer, in words that follow the checkpoints' form."""
     if saves is None:
         return ""
     return " in the background" if saves.process is None else " by a process beside each rank"

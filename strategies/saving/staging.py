@@ -163,7 +163,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def pin(address: int, num_bytes: int) -> None:
-    """Let CUDA copy to this host memory by itself.
+    """Pin this host memory for CUDA.
 
     Raises:
         RuntimeError: If it cannot.
@@ -242,7 +242,7 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=num_bytes).untyped_storage()
 
     def place_of(self, storage: UntypedStorage) -> int | None:
-        """Return where in it a storage lies; None if that is elsewhere."""
+        """Return the offset of a storage in it; None if that is elsewhere."""
         place = storage.data_ptr() - self._address
         return place if 0 <= place < self.num_bytes else None
 
@@ -257,12 +257,12 @@ class SharedMemory:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return what so many bytes take."""
+    """Return the room that so many bytes take."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Let the file have its pages: writing where there are none ends a process by a signal."""
+    """Reserve the file's pages: writing where there are none ends a process by a signal."""
     available = _available()
     if available is not None and num_bytes > available:
         raise RuntimeError(_too_little(num_bytes, f"{human_bytes(available)} are available"))
@@ -311,7 +311,7 @@ class SharedStager(Stager):
         needed = sum(aligned(one.nbytes()) for one in storages.values())
         pinned = any(one.device.type == "cuda" for one in storages.values())
         if self.memory is not None and not needed <= self.memory.num_bytes <= _TOO_LARGE * needed:
-            self._give_back()
+            self._release_memory()
         if self.memory is None and needed:
             self.memory = SharedMemory(needed, pinned=pinned)
         elif self.memory is not None:
@@ -335,10 +335,10 @@ class SharedStager(Stager):
 
     @override
     def close(self) -> None:
-        self._give_back()
+        self._release_memory()
         super().close()
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.close()

@@ -1,1 +1,1 @@
-"""What users' code may do with sharded tensors: each operation has the meaning that it has for whole ones."""
+"""Sharded tensors in users' code: each operation has the meaning that it has for whole ones."""

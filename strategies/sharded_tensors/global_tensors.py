@@ -171,7 +171,7 @@ _REDUCTIONS = frozenset(
 
 
 class ShardAccess(Protocol):
-    """What an engine knows of the parameters that it has sharded and that are no `Sharded` themselves."""
+    """An engine's knowledge of the parameters that it has sharded and that are no `Sharded` themselves."""
 
     shows_shards: bool
     """Whether such a parameter is this rank's part itself, so that it takes gradients."""
@@ -193,7 +193,7 @@ class ShardAccess(Protocol):
         ...
 
     def writable(self, tensor: Tensor, *, assigns: bool) -> Tensor | None:
-        """Return what takes a write to ``tensor``, or the values of ``tensor.data = values``; None for itself."""
+        """Return the tensor that takes a write to ``tensor``, or ``tensor.data = values``; None for itself."""
         ...
 
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
@@ -204,12 +204,12 @@ class ShardAccess(Protocol):
         """Reshard what calls of modules have left unsharded; no such call runs."""
         ...
 
-    def reach_model(self) -> None:
-        """Let the model have what was written to weights of the optimizer's own; every rank calls it."""
+    def sync_to_model(self) -> None:
+        """Copy what was written to weights of the optimizer's own to the model; every rank calls it."""
         ...
 
-    def reach_optimizer(self, tensor: Tensor) -> None:
-        """Let a weight that the optimizer steps on have what a hook or a step has written to the model's."""
+    def sync_to_optimizer(self, tensor: Tensor) -> None:
+        """Copy what a hook or a step has written to the model's weight to the one that the optimizer steps on."""
         ...
 
     def check_whole(self, tensor: Tensor) -> None:
@@ -233,7 +233,7 @@ class ShardAccess(Protocol):
         ...
 
     def note_write_to_shard(self, tensor: Tensor) -> None:
-        """Let the engine know of a training step's write to a `Sharded` parameter; every rank calls it."""
+        """Report a training step's write to a `Sharded` parameter to the engine; every rank calls it."""
         ...
 
     def is_unreduced(self, tensor: Tensor) -> bool:
@@ -249,11 +249,11 @@ class ShardAccess(Protocol):
         ...
 
     def optimizers_own(self) -> Iterable[Tensor]:
-        """Return what an optimizer steps on in place of parameters; its version shows changes."""
+        """Return the tensors that an optimizer steps on in place of parameters; their versions show changes."""
         ...
 
     def place_of_gradient(self, parameter: Tensor) -> FlatShard | None:
-        """Return how a gradient of such a parameter is split, where there may be none; None: as the parameter is."""
+        """Return the split of a gradient of such a parameter, where there may be none; None: as the parameter."""
         ...
 
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
@@ -287,10 +287,10 @@ class NoAccess:
     def release(self) -> None:
         """Do nothing: units reshard themselves."""
 
-    def reach_model(self) -> None:
+    def sync_to_model(self) -> None:
         """Do nothing: the optimizer steps on the model's weights."""
 
-    def reach_optimizer(self, tensor: Tensor) -> None:
+    def sync_to_optimizer(self, tensor: Tensor) -> None:
         """Do nothing: it is the model's."""
 
     def check_whole(self, tensor: Tensor) -> None:
@@ -371,9 +371,9 @@ class GlobalTensors(TorchFunctionMode):
         self.hook = ""
         """Name of the hook that runs, or ran last."""
         self._written_on = "cpu"
-        """Where the engine is to gather values that users' code has written in the midst of a forward."""
+        """Parameters whose values, written by users' code during a forward, the engine is to gather."""
         self.num_changes = 0
-        """How often shards may have changed: by the library, an optimizer, or a change of its own weights."""
+        """The number of possible changes of shards: by the library, an optimizer, or a change of its own weights."""
         self.copies: dict[int, StorageWeakRef] = {}
         """Of unsharded parameters, that NumPy arrays are of, by their addresses."""
 
@@ -392,7 +392,7 @@ class GlobalTensors(TorchFunctionMode):
         self._access.begin()
         for one in self._open.values() if reads else ():
             if one.seen is not None:  # a NumPy array asks for nothing
-                one.read_again(self.num_changes)
+                one.refresh(self.num_changes)
         if not self._is_entered:
             self._is_entered = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -411,7 +411,7 @@ class GlobalTensors(TorchFunctionMode):
 
     @torch.no_grad()
     def write_back(self, *, forget: bool = True) -> None:
-        """Let shards have what was changed through views of full tensors.
+        """Copy what was changed through views of full tensors to the shards.
 
         Args:
             forget: Whether to free the full tensors.
@@ -481,7 +481,7 @@ class GlobalTensors(TorchFunctionMode):
         if name in _OF_THE_SHAPE:
             return func(*self._map(args, self._shard), **kwargs)
         for one in tensors_in(args, kwargs) if self._in_step else ():
-            self._access.reach_optimizer(self._aliases.original(one))
+            self._access.sync_to_optimizer(self._aliases.original(one))
         if name == "grad":
             raise RuntimeError(
                 "torch.autograd.grad() with respect to sharded parameters: the graph has the unsharded parameters, "
@@ -501,13 +501,13 @@ class GlobalTensors(TorchFunctionMode):
                 return result
         is_reduction = name in _REDUCTIONS and len(args) == 1 and not set(kwargs) - {"p"}
         if is_reduction and isinstance(args[0], DTensor) and _all_have_elements(args[0]):
-            self._come(name)
+            self._check_same_line(name)
             return _reduced(func, args[0], kwargs)
-        self._come(name)
+        self._check_same_line(name)
         return self._on_full(func, args, kwargs)
 
     def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
-        """Let views that users have kept have the values of now; refuse those from before sharding."""
+        """Update views that users have kept to the present values; refuse those from before sharding."""
         self.old_memory.check(tensors_in(args, kwargs), self.hook, in_step=self._in_step)
         for tensor in tensors_in(args, kwargs) if name not in _OF_ATTRIBUTES else ():
             check_not_freed(tensor, self.hook)
@@ -515,7 +515,7 @@ class GlobalTensors(TorchFunctionMode):
             for one in list(self._aliases.kept.values()):
                 full = one.full()
                 if full is not None and has_storage(tensor) and share_memory(full, tensor):
-                    self._come(name)
+                    self._check_same_line(name)
                     self._opened(one.tensor)
 
     def _check_not_transformed(self, name: str, args: Any, kwargs: Any) -> None:
@@ -538,7 +538,7 @@ class GlobalTensors(TorchFunctionMode):
             self._after_write(opened.tensor)
 
     def _before_write(self, shard: Tensor) -> None:
-        """Let the engine's copies of offloaded shards end before a write in the midst of a forward and a backward."""
+        """Wait for the engine's copies of offloaded shards before a write during a forward or a backward."""
         if self._written_on != "cpu" or not (self._in_step or self.hook in _BEFORE_BACKWARD):
             return
         self._written_on = _engines_device(shard)
@@ -554,7 +554,7 @@ class GlobalTensors(TorchFunctionMode):
             self.has_met_shards = True
             self.num_changes += 1
 
-    def _come(self, name: str) -> None:
+    def _check_same_line(self, name: str) -> None:
         if self.places is not None:
             self.places.compare_at_line(f"gathers a sharded tensor for {name}()")
 
@@ -564,7 +564,7 @@ class GlobalTensors(TorchFunctionMode):
         result: Any
         for one in tensors_in(args, kwargs):
             if self._is_optimizers_own(one):
-                self._access.reach_optimizer(one)
+                self._access.sync_to_optimizer(one)
         if name.removeprefix("_foreach_") in _REDUCTIONS or name in _OF_PARTS:
             for one in tensors_in(args, kwargs):
                 self._access.check_whole(one)
@@ -768,7 +768,7 @@ class GlobalTensors(TorchFunctionMode):
             )
 
     def _note_write(self, written: Iterable[Tensor], *, assigns: bool = False) -> None:
-        """Let the engine know of a training step's write to tensors that are not sharded."""
+        """Report a training step's write to tensors that are not sharded to the engine."""
         if self._in_step:
             for one in written:
                 if assigns or not (torch.is_grad_enabled() and one.requires_grad):
@@ -794,7 +794,7 @@ class GlobalTensors(TorchFunctionMode):
         return self._access.set_gradient(tensor, shard)
 
     def _lose_gradient(self, tensor: Tensor, value: Tensor | None) -> None:
-        """Let what users have of a gradient be theirs alone, unless ``value``, which follows it, is the same."""
+        """Separate tensors that users hold of a gradient from it, unless ``value``, which follows it, is the same."""
         first = self._aliases.gradients.get(id(tensor))
         if first is not None and (value is None or self._aliases.original(value) is not first):
             del self._aliases.gradients[id(tensor)]
@@ -920,7 +920,7 @@ class GlobalTensors(TorchFunctionMode):
                 original, shard, self.num_changes, None if kept is None else kept.full()
             )
         self._write_back(self._open[id(original)])
-        self._open[id(original)].read_again(self.num_changes)
+        self._open[id(original)].refresh(self.num_changes)
         return self._open[id(original)]
 
     def _linked(self, opened: OpenTensor, tensor: Tensor) -> Tensor:

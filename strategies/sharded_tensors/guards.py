@@ -96,11 +96,11 @@ def _is_about_shard(func: Any) -> bool:
 Use = Callable[[Any, Any, Any], Any]
 """Runs an operation of users' code (function, arguments, keyword arguments)."""
 _waiting: tuple[Use, int] | None = None
-"""What is to run uses of watched parameters, and in which thread."""
+"""The function that runs uses of watched parameters, and its thread."""
 
 
 def _use_from(frame: FrameType) -> Use | None:
-    """Return what is to run a use that this code asks for; None if nothing waits for it."""
+    """Return the function that runs a use that this code asks for; None if nothing waits for it."""
     if _waiting is None or is_asked_by_library(frame):
         return None
     use, thread = _waiting
@@ -131,13 +131,13 @@ class Watch:
 
     @contextmanager
     def until_end(self, use: Use) -> Iterator[None]:
-        """Let ``use`` run what users' code of this thread does with the parameters, until the context ends."""
+        """Route to ``use`` what users' code of this thread does with the parameters, until the context ends."""
         with waiting(use), self.switched(is_on=True):
             yield
 
     @contextmanager
     def switched(self, *, is_on: bool) -> Iterator[None]:
-        """Let parameters notice their use, or not: optimizers know them by their classes."""
+        """Make parameters notice their use, or not: optimizers know them by their classes."""
         was_on = self._is_on
         self._switch(is_on=is_on and _waiting is not None)
         try:
@@ -153,7 +153,7 @@ class Watch:
 
 @contextmanager
 def waiting(use: Use) -> Iterator[None]:
-    """Let ``use`` run what users' code of this thread asks `uncounted_aliases` for, until the context ends."""
+    """Route to ``use`` what users' code of this thread asks `uncounted_aliases` for, until the context ends."""
     global _waiting
     before, _waiting = _waiting, (use, threading.get_ident())
     try:
@@ -214,7 +214,7 @@ _is_fork = False
 
 
 def refuse_in_fork(parameters: Iterable[Tensor]) -> None:
-    """Let parameters refuse all use, and modules that have some all calls, in this process from now on."""
+    """Make parameters refuse all use, and modules that have some all calls, in this process from now on."""
     global _is_fork, _waiting
     _is_fork, _waiting = True, None
     set_classes("user code", [(each, _with_base(_InFork, type(each))) for each in parameters])

@@ -37,9 +37,9 @@ class OpenTensor:
     full: Tensor
     version: int
     num_changes: int
-    """How often shards may have changed before it was gathered; see `GlobalTensors.num_changes`."""
+    """The number of changes of shards before it was gathered; see `GlobalTensors.num_changes`."""
     seen: Tensor | None = None
-    """What NumPy arrays, whose writes no version counts, were last seen to have; None where users have none."""
+    """The last seen values of NumPy arrays, whose writes no version counts; None where users have none."""
     arrays: list[ref[np.ndarray]] = field(default_factory=list)
 
     @classmethod
@@ -73,20 +73,20 @@ class OpenTensor:
             self.seen = self.full.clone()
 
     def end(self) -> None:
-        """Let arrays that users have kept refuse writes: no shard would have them any more."""
+        """Make arrays that users have kept read-only: their writes would reach no shard any more."""
         for one in self.arrays:
             if (array := one()) is not None:
                 array.setflags(write=False)
 
     def write_back(self) -> None:
-        """Let the shard have what was written to the full tensor since."""
+        """Copy what was written to the full tensor since to the shard."""
         if self.is_changed:
             local_part(self.shard).copy_(local_part(part_of(self.full, self.shard)))
             self._settle()
 
     @torch.no_grad()
-    def read_again(self, num_changes: int) -> None:
-        """Let the full tensor have what the shard has been changed to since; every rank calls it.
+    def refresh(self, num_changes: int) -> None:
+        """Gather the shards' changes since into the full tensor; every rank calls it.
 
         Args:
             num_changes: How often shards may have changed before. Versions of the parts differ between the ranks: those
@@ -294,7 +294,7 @@ _old_memory: WeakKeyDictionary[nn.Module, OldMemory] = WeakKeyDictionary()
 
 
 def weak_storage(tensor: Tensor) -> Any:
-    """Return what identifies a tensor's storage, and keeps its address from being given out again."""
+    """Return a reference to a tensor's storage, which keeps its address from being reused."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a sharded tensor: a DTensor's local part, or a range of elements of an FSDP1 parameter.
+"""A rank's part of a sharded tensor: a DTensor's local part, or a range of elements of an FSDP1 parameter.
 
 FSDP1 cuts flat parameters, and not rows of the original ones. Rows, which DTensors have, would have to be gathered from
 the other ranks first. torch.distributed.checkpoint asks for boxes and not for rows: a range of a matrix is a part of a
@@ -36,7 +36,7 @@ _ELEMENT_WISE_OPS = frozenset(
         *(_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
     }
 )
-"""What has not torch's tag for it."""
+"""Operations without torch's tag for it."""
 
 
 class Box(NamedTuple):
@@ -186,12 +186,12 @@ class FlatShard(Tensor):
         return full.as_strided(place.shape, place.strides).to(self.device)
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
-        """Return what this rank holds; each box with its elements."""
+        """Return this rank's boxes, each with its elements."""
         return [(box, self.place.view(self.held, box)) for box in self.place.boxes]
 
     # What torch.distributed.checkpoint asks of tensors that are cut in another way than it knows.
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        """Return what this rank is to write."""
+        """Return the items that this rank writes."""
         properties = TensorProperties.create_from_tensor(self.held)
         return [
             WriteItem(
@@ -203,7 +203,7 @@ class FlatShard(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return what this rank holds."""
+        """Return this rank's part."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
             for box in self.place.boxes
@@ -273,7 +273,7 @@ def _held(shard: FlatShard) -> Tensor:
 
 
 def with_plain_states(optimizer: Optimizer) -> None:
-    """Let states that an optimizer made in users' code be what its step computes with: plain parts of this rank."""
+    """Replace states that an optimizer made in users' code by what its step computes with: plain parts of this rank."""
     for state in optimizer.state.values():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, FlatShard):
@@ -295,7 +295,7 @@ def gathered(shard: Tensor) -> Tensor:
 
 
 def local_part(shard: Tensor) -> Tensor:
-    """Return what this rank holds of a sharded tensor, sharing memory; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor, sharing memory; any other tensor as it is."""
     if isinstance(shard, FlatShard):
         return shard.held
     if not isinstance(shard, DTensor):

@@ -217,7 +217,7 @@ class UserCode:
             _attached = before
 
     def _follow_threads(self, module: LightningModule) -> None:
-        """Let threads that users' code starts refuse sharded parameters: no other process gathers with them."""
+        """Make threads that users' code starts refuse sharded parameters: no other process gathers with them."""
         start, own = threading.Thread.start, threading.get_ident()
 
         def note(error: RuntimeError) -> None:
@@ -238,7 +238,7 @@ class UserCode:
         self._patches.put(threading.Thread, "start", start_thread)
 
     def _follow_moves(self, module: LightningModule) -> None:
-        """Let ``module.to(...)`` and the like leave parameters alone, and ``nn.Parameter(weight)`` share its values.
+        """Keep ``module.to(...)`` and the like from parameters, and make ``nn.Parameter(weight)`` share its values.
 
         Both go below all modes.
         """
@@ -331,7 +331,7 @@ class UserCode:
 
     @contextmanager
     def _watching(self, mode: GlobalTensors) -> Iterator[None]:
-        """Let users' code that begins to use shards in the midst of a run do so under a mode."""
+        """Run users' code under a mode from its first use of shards on."""
         with ExitStack() as self._since_use, self._present_watch().until_end(partial(self._begin, mode)):
             yield
 
@@ -400,7 +400,7 @@ class UserCode:
             _attached = None
 
     def refuse_in_fork(self) -> None:
-        """Let parameters that are sharded refuse all use, and modules that have some all calls, in this process."""
+        """Make sharded parameters refuse all use, and modules that have some all calls, in this process."""
         module = None if self._trainer is None else self._trainer.lightning_module
         for mode in self._modes:
             mode.pause()
@@ -561,7 +561,7 @@ class UserCode:
             self._call_hook = None
 
     def _before_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-        """Let a buffer that users' code makes from parameters be a full tensor, as each process has buffers."""
+        """Turn a buffer that users' code makes from parameters into a full tensor, as each process has buffers."""
         if not isinstance(buffer, Sharded) or not is_user_code():
             return buffer
         if self.places is not None:
@@ -666,7 +666,7 @@ def step_hooks(optimizer: Optimizer | None, when: Literal["pre", "post"]) -> dic
 
 _attached: UserCode | None = None
 _followed: WeakKeyDictionary[Any, Patches] = WeakKeyDictionary()
-"""What follows hooks of a Trainer, by its profiler."""
+"""The patches that follow hooks of a Trainer, by its profiler."""
 
 
 @contextmanager
@@ -683,7 +683,7 @@ def _hooks_in(context: Callable[[], Any], found: Sequence[MutableMapping[int, An
 
 
 def _refuse_in_fork() -> None:
-    """Let a process that this one has just forked, a loader's worker as a rule, refuse what is sharded here."""
+    """Make a process that this one has just forked, a loader's worker as a rule, refuse what is sharded here."""
     if _attached is not None:
         _attached.refuse_in_fork()
 
@@ -825,7 +825,7 @@ def _callers_mode() -> GlobalTensors | None:
 
 
 def write_back_views() -> None:
-    """Let shards have what users' code has written to full tensors, before a function that looks at the shards."""
+    """Copy what users' code has written to full tensors to the shards, before a function that reads the shards."""
     modes = [each for each in _running if each is not None]
     if modes:
         with library_code():
@@ -834,7 +834,7 @@ def write_back_views() -> None:
 
 
 def running_as_library(*methods: str) -> Callable[[_T], _T]:
-    """Let these methods of a class run as `library_code`, whoever calls them."""
+    """Run these methods of a class as `library_code`, whoever calls them."""
 
     def decorate(cls: _T) -> _T:
         for name in methods:
@@ -861,7 +861,7 @@ def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_changes() -> None:
-    """Let users' code read again what it has of shards, which the library may have changed; all ranks call it."""
+    """Refresh full tensors that users' code holds of shards, which the library may have changed; all ranks call it."""
     for mode in () if _attached is None else _attached._modes:
         mode.num_changes += 1
 
@@ -909,7 +909,7 @@ _MARK = "_accelight_state_dicts"
 
 
 def follow_state_dicts(modules: Iterable[nn.Module], access: ShardAccess) -> None:
-    """Let these modules save and load shards when users call them.
+    """Make these modules save and load shards when users call them.
 
     Args:
         modules: Those with sharded parameters of their own.
@@ -936,7 +936,7 @@ class OwnStateDict:
         self._is_saving = False
 
     @classmethod
-    def follow(cls, module: LightningModule, access: ShardAccess) -> None:
+    def attach(cls, module: LightningModule, access: ShardAccess) -> None:
         """Put one in place, once, where the user has written the method; extra states of modules see whole tensors."""
         for each in module.modules():
             for name in ("get_extra_state", "set_extra_state"):
@@ -983,7 +983,7 @@ class OwnStateDict:
     @classmethod
     @contextmanager
     def in_save(cls, model: nn.Module) -> Iterator[None]:
-        """Let the library's calls of ``model.state_dict()`` be those of a save."""
+        """Mark the library's calls of ``model.state_dict()`` as those of a save."""
         own = cls.of(model)
         if own is not None:
             own._is_saving = True
@@ -994,7 +994,7 @@ class OwnStateDict:
                 own._is_saving = False
 
     def applied_to(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what the method makes of a state dict of the library's, which ``super().state_dict()`` gives it."""
+        """Return the method's result for a state dict of the library's, which ``super().state_dict()`` gives it."""
 
         def replace(_: nn.Module, found: dict[str, Any], prefix: str, __: Any) -> None:
             found.clear()
@@ -1003,7 +1003,7 @@ class OwnStateDict:
         return dict(self._run(replace))
 
     def gathered(self, shown: dict[str, Any] | None, *, on_rank_zero: bool) -> dict[str, Any]:
-        """Return what the method makes of whole tensors; all ranks must call it.
+        """Return the method's result for whole tensors; all ranks must call it.
 
         Args:
             shown: What ``super().state_dict()`` gives it; None for shards that it sees as whole tensors, which ranks
@@ -1023,7 +1023,7 @@ class OwnStateDict:
         return found
 
     def load(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Let the user's module load what `applied_to` has returned, or what was read in its place."""
+        """Load into the user's module what `applied_to` has returned, or what was read in its place."""
         with running(GlobalTensors(self.access)):
             self._module.load_state_dict(state, strict=strict)
 
@@ -1034,7 +1034,7 @@ def _run_in_save(access: ShardAccess, method: Callable[..., Any], *args: Any) ->
 
 
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Let a state dict of users' have shards."""
+    """Put shards into a state dict of users'."""
     if is_library() or is_user_code():  # under a mode, detach() has done it
         return
     access: ShardAccess = module.__dict__[_MARK]
@@ -1069,7 +1069,7 @@ def _before_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
 
 
 def refuse_copies(modules: Iterable[nn.Module]) -> None:
-    """Let ``copy.deepcopy()`` of sharded modules, or of what has them, say what to do instead."""
+    """Make ``copy.deepcopy()`` of sharded modules, or of what has them, say what to do instead."""
     for module in modules:
         replace_for_good("sharded modules", module, __deepcopy__=partial(_refuse_copy, type(module).__name__))
 
@@ -1083,7 +1083,7 @@ def _refuse_copy(name: str, _: dict[int, Any]) -> nn.Module:
 
 
 def replace_in_user_code(hooks: MutableMapping[int, Any], other: Callable[..., Any]) -> None:
-    """Let ``other`` run in place of torch's own hooks while users' code runs under a mode."""
+    """Run ``other`` in place of torch's own hooks while users' code runs under a mode."""
     for key, hook in list(hooks.items()):
         if getattr(hook, _MARK, None) is None:
             hooks[key] = _choosing(hook, other)
@@ -1116,7 +1116,7 @@ class FullTensors:
 
     @property
     def shard_access(self) -> ShardAccess:
-        """Where the shards are.
+        """The access to the shards.
 
         Raises:
             RuntimeError: Before the model is sharded.
@@ -1146,7 +1146,7 @@ class FullTensors:
 def full_parameters(
     strategy: Any, modules: Modules = None, *, writeback: bool = True
 ) -> Generator[dict[str, nn.Parameter], None, None]:
-    """Let modules have full, writable parameters inside this context; every rank enters it.
+    """Give modules full, writable parameters inside this context; every rank enters it.
 
     Do not call the modules inside: their forward gathers and frees parameters itself.
 
@@ -1167,7 +1167,7 @@ def full_parameters(
     if not hasattr(strategy, "shard_access"):
         yield names
         return
-    _come(strategy, "calls full_parameters()")
+    _check_same_line(strategy, "calls full_parameters()")
     access: ShardAccess = strategy.shard_access
     with library_code():
         shards: dict[int, tuple[Sharded, nn.Parameter]] = {}
@@ -1214,7 +1214,7 @@ def full_gradients(
     Raises:
         RuntimeError: Before the model is sharded, or while gradients are not reduced yet (ZeRO).
     """
-    _come(strategy, "calls full_gradients()")
+    _check_same_line(strategy, "calls full_gradients()")
     places = list(_places(list(_modules(strategy, modules))))
     access: ShardAccess | None = getattr(strategy, "shard_access", None)
     with library_code():
@@ -1254,20 +1254,20 @@ def full_state_dict(strategy: Any, module: nn.Module | None = None) -> dict[str,
             "Set use_orig_params=True (the default), or save the weights: trainer.save_checkpoint(), "
             "strategy.save_safetensors()."
         )
-    _come(strategy, "calls full_state_dict()")
+    _check_same_line(strategy, "calls full_state_dict()")
     with running(GlobalTensors(strategy.shard_access)):
         state = chosen.state_dict()
     with library_code():
         return {clean_name(key): gathered(one) if isinstance(one, Tensor) else one for key, one in state.items()}
 
 
-def _come(strategy: Any, action: str) -> None:
+def _check_same_line(strategy: Any, action: str) -> None:
     """Come to the user's line, before ranks gather: one that is there alone says so."""
     user_code: UserCode | None = getattr(strategy, "_user_code", None)
     if user_code is not None and user_code.places is not None:
         user_code.places.compare_at_line(action)
     with library_code():
-        strategy.shard_access.reach_model()
+        strategy.shard_access.sync_to_model()
 
 
 def _modules(strategy: Any, modules: Modules) -> Iterable[nn.Module]:

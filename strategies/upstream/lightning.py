@@ -217,7 +217,7 @@ ATTRIBUTES = {
     "_after_closure": ("lightning.pytorch.plugins.precision.Precision", "hooks before the step, and clipping"),
     "_broadcast_sigterm_tensor": (_EPOCH, "ranks agree on a SIGTERM before a batch"),
     "_checkpoint_connector": (_TRAINER, "which checkpoint a run goes on from"),
-    "_child_processes": (_OBSERVER, "processes that may end with a status, since they were told to end"),
+    "_child_processes": (_OBSERVER, "processes that may end with a status, since their launcher ended them"),
     "_clip_gradients": (
         "lightning.pytorch.plugins.precision.Precision",
         "the last place before a step, around clipping, which knows the norm",

@@ -1,4 +1,4 @@
-"""Which of Lightning's two packages a process uses: ``lightning`` or ``pytorch_lightning``, the same code twice.
+"""The one of Lightning's two packages that a process uses: ``lightning`` or ``pytorch_lightning``, the same code twice.
 
 Their classes are not each other's: a Trainer takes strategies and modules of its own package alone.
 """

@@ -230,7 +230,7 @@ def _check_listed(row: str, name: str) -> None:
 
 
 def _own(owner: Any, name: str) -> Any:
-    """Return what an object, class or module has itself under a name, and not from its class or bases."""
+    """Return an object's, class's or module's own attribute, not one of its class or bases."""
     with suppress(AttributeError):
         if hasattr(inspect.getattr_static(type(owner), name), "__set__"):  # a property, as ``__class__`` is
             return getattr(owner, name)

@@ -26,12 +26,12 @@ __all__ = [
     "disabled_once",
     "drop_partly_reduced",
     "drop_unreduced_gradient",
-    "give_frozen_group_dtypes",
+    "set_frozen_group_dtypes",
     "groups_of_state",
     "label_quickly",
     "reset_iter_state",
     "reshard_to",
-    "settle_dtypes",
+    "unify_dtypes",
 ]
 
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
@@ -85,7 +85,7 @@ ONLY_WITH = {
 
 
 def groups_of_state(state: Any) -> list[Any]:
-    """Return what a unit's parameters are gathered in."""
+    """Return a unit's parameter groups."""
     groups = getattr(state, "_fsdp_param_groups", None)  # one group in an attribute of its own until torch 2.12
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
@@ -118,7 +118,7 @@ def disabled_once(hook: Any) -> Callable[..., Any]:
 
 
 def label_quickly(patches: Patches) -> None:
-    """Let FSDP2's labels for profilers cost next to nothing while there is no profiler; else they are torch's own.
+    """Make FSDP2's labels for profilers almost free while no profiler runs; else they are torch's own.
 
     Seven for each unit and step, each through the dispatcher (torch 2.13): a tenth of a step of small units. What
     others have put in their place stays.
@@ -133,7 +133,7 @@ def _label(name: str, args: str | None = None) -> AbstractContextManager[Any]:
     return record_function(name, args) if profiler._is_profiler_enabled else _RecordFunctionFast(name)
 
 
-def give_frozen_group_dtypes(group: Any) -> None:
+def set_frozen_group_dtypes(group: Any) -> None:
     """Tell a group that was frozen when torch looked in which dtypes to reduce: it may be thawed.
 
     torch 2.13 leaves them at None, and then cannot reduce under mixed precision; 2.15 looks at frozen parameters, too.
@@ -166,7 +166,7 @@ def add_zeros(params: Iterable[Any]) -> None:
         leaf.grad = torch.zeros_like(leaf, dtype=None if accumulates else leaf.grad_dtype)
 
 
-def settle_dtypes(params: Sequence[Any]) -> None:
+def unify_dtypes(params: Sequence[Any]) -> None:
     """Bring the gradients of a unit to one dtype, as torch wants them; 2.15 does it itself."""
     if [param for param in params if vars(param).get("unsharded_accumulated_grad") is not None]:
         for param in params:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelight.checkpoint.files import telling_full_disk
+from accelight.checkpoint.files import translate_full_disk
 from tests.checkpoint import damage
 from tests.small_disk import fill, small_disk
 
@@ -40,7 +40,7 @@ def test_torchs_own_words_on_a_full_disk(tmp_path: Path) -> None:
         told = r"about 40\.0 kB were to be written, but there was room for 8\.2 kB"
         with (
             pytest.raises(OSError, match=told) as caught,
-            telling_full_disk(path, 40_000),
+            translate_full_disk(path, 40_000),
             path.open("wb") as stream,
         ):
             torch.save(torch.ones(10_000), stream)
@@ -55,7 +55,7 @@ def test_safetensors_words_on_a_full_disk(tmp_path: Path) -> None:
         fill(disk / "filler", 8192)
         with (
             pytest.raises(OSError, match="No space left on device: there was room for") as caught,
-            telling_full_disk(disk / "model.safetensors"),
+            translate_full_disk(disk / "model.safetensors"),
         ):
             save_file({"a": torch.ones(10_000)}, disk / "model.safetensors")
         assert caught.value.errno == errno.ENOSPC
@@ -63,6 +63,6 @@ def test_safetensors_words_on_a_full_disk(tmp_path: Path) -> None:
 
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     for error in (ValueError("5"), OSError(errno.EIO, "bad disk"), OSError(errno.ENOSPC, "full", "its own path")):
-        with pytest.raises(type(error)) as caught, telling_full_disk(tmp_path):
+        with pytest.raises(type(error)) as caught, translate_full_disk(tmp_path):
             raise error
         assert caught.value is error

@@ -48,7 +48,7 @@ def test_all_learn_what_was_told_in_the_round_before(
     def live(rank: int) -> None:
         own = rounds(store, len(told), rounds_in_key)
         for number, tells in enumerate(told[rank], start=1):
-            own.come([rank, number] if tells else None)
+            own.join([rank, number] if tells else None)
             if number > 1 and number - 1 not in forgotten:
                 heard[rank][number - 1] = sorted(own.messages(number - 1))
         assert own.number == 9
@@ -73,7 +73,7 @@ def test_a_round_in_which_nobody_waits_asks_the_store_once() -> None:
     sides = [rounds(one, 3) for one in counted]
     for number in range(1, 101):
         for side in sides:
-            side.come()
+            side.join()
             if number > 1:
                 assert side.messages(number - 1) == []
     assert [one.calls for one in counted] == [Counter(add=100)] * 3
@@ -84,7 +84,7 @@ def test_after_a_message_rounds_ask_once_again() -> None:
     sides = [rounds(store, 2) for _ in range(2)]
     for number in range(1, 9):
         for rank, side in enumerate(sides):
-            side.come("stop" if (rank, number) == (1, 3) else None)
+            side.join("stop" if (rank, number) == (1, 3) else None)
             if number > 1:
                 assert side.messages(number - 1) == (["stop"] if number == 4 else [])
         if number == 5:
@@ -97,7 +97,7 @@ def test_counters_that_nobody_needs_are_deleted() -> None:
     sides = [rounds(store, 2, rounds_in_key=2) for _ in range(2)]
     for number in range(1, 21):
         for side in sides:
-            side.come()
+            side.join()
             if number > 1:
                 side.messages(number - 1)
     assert store.num_keys() == 2
@@ -107,12 +107,12 @@ def test_who_does_not_come_is_counted() -> None:
     store = HashStore()
     first, second, _ = (rounds(store, 3, timeout_s=0.05) for _ in range(3))
     assert first.num_missing() == 0
-    first.come()
+    first.join()
     assert first.num_missing() == 2
-    second.come()
+    second.join()
     assert first.num_missing() == 1
-    first.come()
+    first.join()
     with pytest.raises(TimeoutError, match=r"2 of 3 processes have reached the previous check after 0.05 s"):
         first.messages(1)
     with pytest.raises(TimeoutError, match=r"2 of 3 processes have reached"):
-        first.come()  # two rounds ahead of the third, whose coming could not be told from this one
+        first.join()  # two rounds ahead of the third, whose coming could not be told from this one

@@ -51,7 +51,7 @@ from ...common.checkpoint_files import (
     with_own_weights,
     writes_own_folders,
 )
-from ...common.dataloader_state import RANDOM_STATES_KEY, LoaderPlaces, ResumedRandomState, random_state
+from ...common.dataloader_state import RANDOM_STATES_KEY, DataLoaderStates, ResumedRandomState, random_state
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import (
     ShardingArtifacts,
@@ -99,7 +99,7 @@ _Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a checkpoint, with a group for its collectives."""
 
 
-class Saved(Protocol):
+class FSDPSavingStrategy(Protocol):
     """The strategy as its checkpointer sees it."""
 
     @property
@@ -107,7 +107,7 @@ class Saved(Protocol):
         """Of the sharded model."""
 
     @property
-    def form(self) -> ShardedModel:
+    def sharded(self) -> ShardedModel:
         """The sharded model."""
 
     @property
@@ -127,7 +127,7 @@ class Saved(Protocol):
         """Of the running fit."""
 
     @property
-    def loader_places(self) -> LoaderPlaces:
+    def dataloader_states(self) -> DataLoaderStates:
         """Of the running fit."""
 
     @property
@@ -136,7 +136,7 @@ class Saved(Protocol):
 
     @property
     def frozen_base(self) -> FrozenBase | None:
-        """What checkpoints leave out of the weights; None if they have all."""
+        """The weights that checkpoints leave out; None if they have all."""
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -150,7 +150,7 @@ class Saved(Protocol):
         """Averages of the weights, which checkpoints have, too."""
 
     def broadcast(self, obj: str, src: int = 0) -> str:
-        """Return what the process ``src`` has."""
+        """Return the object of the process ``src``."""
 
 
 @running_as_library(
@@ -164,14 +164,14 @@ class Checkpointer(AsyncCheckpointer):
         saves: Where saves continue while training does; None to wait for them.
     """
 
-    _strategy: Saved
+    _strategy: FSDPSavingStrategy
 
-    def __init__(self, strategy: Saved, saves: AsyncSaver | None = None) -> None:
+    def __init__(self, strategy: FSDPSavingStrategy, saves: AsyncSaver | None = None) -> None:
         super().__init__(strategy, saves)
         self._plans = SavePlanCache()
         self._random_state = ResumedRandomState()
         self._left_out: dict[str, list[Any]] = {}
-        """What `model_state` has left out last."""
+        """The names that `model_state` has left out last."""
         self._path = ""
         """Of the checkpoint that was loaded last."""
 
@@ -189,18 +189,18 @@ class Checkpointer(AsyncCheckpointer):
                 "The model cannot be saved or loaded while one of its steps runs: its parameters are gathered. Save "
                 "or load in a hook, such as on_train_batch_end() or on_validation_end()."
             )
-        module = self._strategy.engine.state_dict_module(self._strategy.form.root)
-        self._strategy.engine.reshard(self._strategy.form.root)
+        module = self._strategy.engine.state_dict_module(self._strategy.sharded.root)
+        self._strategy.engine.reshard(self._strategy.sharded.root)
         return module
 
     def model_state(self) -> dict[str, Any]:
         """Return the weights as ``state_dict_type`` has them; all processes must call it."""
-        form = self._strategy.form  # else an error: before the setup there may be no process group to meet in
+        sharded = self._strategy.sharded  # else an error: before the setup there may be no process group to meet in
         store_barrier(
             "trainer.save_checkpoint"
         )  # its first step; alone, a process would hang in the collectives that follow
         if self._local:
-            return local_model_state(form)
+            return local_model_state(sharded)
         full = self._strategy.engine.settings.full_weights if self._full else None
         with with_own_weights(self._strategy.averages):
             state = state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
@@ -221,7 +221,7 @@ class Checkpointer(AsyncCheckpointer):
         return with_constants(self._strategy.parameter_shards(), self._state_dict_module())
 
     def _names_left_out(self) -> list[str]:
-        ties = self._strategy.form.ties
+        ties = self._strategy.sharded.ties
         return [*self._left_out, *(alias for alias, name in ties.items() if name in self._left_out)]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Checkpointer(AsyncCheckpointer):
         if self._local:
             return plain.state_dict()
         full = self._strategy.engine.settings.full_optimizer if self._full else None
-        return optimizer_state(self._state_dict_module(), plain, self._strategy.form.order, full)
+        return optimizer_state(self._state_dict_module(), plain, self._strategy.sharded.order, full)
 
     def save(self, checkpoint: dict[str, Any], path: str, storage_options: Any | None = None) -> None:
         """Write what the Trainer gathered, or begin to; all processes must call it, and rank 0's path is taken."""
@@ -242,7 +242,7 @@ class Checkpointer(AsyncCheckpointer):
         if self._left_out:
             checkpoint[FROZEN_BASE] = self._left_out
         save, saves = self._full_save if self._full else self._folder_save, self._saver_now
-        traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.form.root))
+        traces = traces_of(self._strategy.engine.sharded_modules(self._strategy.sharded.root))
         averages = self._strategy.averages
         with strip_sharding(checkpoint, traces), with_own_weights(averages) as in_evaluation:
             if averages is not None and averages.tensors:
@@ -265,8 +265,8 @@ class Checkpointer(AsyncCheckpointer):
             found = {}
             for name, average in averages.items():  # one after the other
                 whole = gathered(average.to(self._strategy.root_device))
-                found.update(state_dict.put_where({name: whole.cpu() if full.offload_to_cpu else whole}, full))
-        ties = self._strategy.form.ties
+                found.update(state_dict.place_full_state({name: whole.cpu() if full.offload_to_cpu else whole}, full))
+        ties = self._strategy.sharded.ties
         found.update({alias: found[name] for alias, name in ties.items() if name in found})
         kept = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         return {**kept, **found} if kept else {}
@@ -276,13 +276,13 @@ class Checkpointer(AsyncCheckpointer):
 
         def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
             if "optimizer_states" in checkpoint:  # not one of weights alone
-                group_size = self._strategy.loader_places.group_size
+                group_size = self._strategy.dataloader_states.group_size
                 checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states[::group_size]]
                 dataloader_state.keep([places for _, places in states], checkpoint, group_size)
             return path, self._plans.number or next(_NUMBERS)
 
         module, what = self._strategy.lightning_module, f"saving {path}"
-        places = self._strategy.loader_places.own(None if module is None else module._trainer, checkpoint)
+        places = self._strategy.dataloader_states.own(None if module is None else module._trainer, checkpoint)
         own = random_state(self._strategy.root_device), places
         common, self._plans.number = store_messages().gather_then_broadcast(own, on_rank_zero, what)
         return path if writes_own_folders() else common
@@ -317,13 +317,13 @@ class Checkpointer(AsyncCheckpointer):
         if self._local:
             local = stage({**local_state(weights, optimizer_states), AVERAGED_WEIGHTS: averages})
             return partial(save_local, Path(folder), local, metadata)
-        key, form = self._strategy.engine.model_key, self._strategy.form
+        key, sharded = self._strategy.engine.model_key, self._strategy.sharded
         state = state_dict.sharded_state(key, weights, optimizer_states)
         if averages:
             state[AVERAGED_WEIGHTS] = averages
         left_out = tuple(self._names_left_out())
         adapters, saves = self._strategy.adapters, self.saves
-        manifest = Manifest(key, form.ties, form.module_attribute, left_out=left_out, adapters=adapters)
+        manifest = Manifest(key, sharded.ties, sharded.module_attribute, left_out=left_out, adapters=adapters)
         if saves is not None and isinstance(saves.process, SavingProcess) and stage == saves.stage:
             if writes_own_folders():
                 raise ValueError(
@@ -349,7 +349,7 @@ class Checkpointer(AsyncCheckpointer):
             weights.pop(name, None)
         if is_remote(path):
             return self._upload_safetensors(path, weights, **options)
-        return save_safetensors(local_path(path, "weights"), weights, module, self._strategy.form, **options)
+        return save_safetensors(local_path(path, "weights"), weights, module, self._strategy.sharded, **options)
 
     def _upload_safetensors(
         self,
@@ -370,8 +370,12 @@ class Checkpointer(AsyncCheckpointer):
         conversion_target(dtype)
         if max_shard_size is not None:
             parse_size(max_shard_size)
-        key, form, shards = self._strategy.engine.model_key, self._strategy.form, f"{url.rstrip('/')}/.unmerged.ckpt"
-        manifest = Manifest(key, form.ties, form.module_attribute)
+        key, sharded, shards = (
+            self._strategy.engine.model_key,
+            self._strategy.sharded,
+            f"{url.rstrip('/')}/.unmerged.ckpt",
+        )
+        manifest = Manifest(key, sharded.ties, sharded.module_attribute)
         metadata = serialised_on_rank_zero({}, f"saving {without_credentials(url)}")
         state = state_dict.sharded_state(key, weights, [])
         save_sharded(NewGeneration(shards), state, metadata, manifest, SavePlanCache())
@@ -401,10 +405,10 @@ class Checkpointer(AsyncCheckpointer):
         self._path = store_messages().broadcast_from_rank_zero(lambda: path, f"loading {path}")
         checkpoint = self._read(self._path, weights_only, fitting=fitting)
         share_scaler_state(checkpoint)
-        self._strategy.loader_places.load(checkpoint)
+        self._strategy.dataloader_states.load(checkpoint)
         random_states = checkpoint.pop(RANDOM_STATES_KEY, None)
         if fitting and random_states:
-            group_size = self._strategy.loader_places.group_size
+            group_size = self._strategy.dataloader_states.group_size
             self._random_state.load(random_states, self._strategy.root_device, group_size)
         return checkpoint
 
@@ -439,16 +443,16 @@ class Checkpointer(AsyncCheckpointer):
         if base:
             check_base(base, self._frozen_and_trained(), self._strategy.root_device, self._path)
         if stored is not None:
-            stored.load_weights(self._strategy.form, module, strict=strict)
+            stored.load_weights(self._strategy.sharded, module, strict=strict)
         else:
-            ties = self._strategy.form.ties
+            ties = self._strategy.sharded.ties
             left_out = {*base, *(alias for alias, name in ties.items() if name in base)}
             loader.load_full_weights(checkpoint["state_dict"], self._path, module, strict=strict, left_out=left_out)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states of what `read` has returned; all processes must call it."""
         module = self._state_dict_module()
-        loader.load_optimizers(checkpoint, self._strategy.form, module, self._strategy.optimizers)
+        loader.load_optimizers(checkpoint, self._strategy.sharded, module, self._strategy.optimizers)
 
     def before_iterating(self) -> None:
         """Restore random states where an epoch of training begins."""
@@ -468,22 +472,22 @@ class Checkpointer(AsyncCheckpointer):
 _MODEL, _OPTIMIZERS = "model", "optimizers"
 
 
-def local_model_state(form: ShardedModel) -> dict[str, Any]:
+def local_model_state(sharded: ShardedModel) -> dict[str, Any]:
     """Return this rank's flat shards by the names of their units, what is unsharded, and extra states.
 
     Nothing is communicated and nothing is copied.
     """
     state: dict[str, Any] = {}
-    for name, module in form.root.named_modules():
+    for name, module in sharded.root.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             flat = module._handle.flat_param
             # While a unit is gathered, `data` is all of it; until the first forward, there is no `_local_shard`.
             state[clean_name(f"{name}._flat_param")] = getattr(flat, "_local_shard", flat.data)
-    for named in named_tensors(form.root):
-        unsharded = named.tensor in form.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
+    for named in named_tensors(sharded.root):
+        unsharded = named.tensor in sharded.unsharded if isinstance(named.tensor, nn.Parameter) else named.persistent
         if unsharded:
             state[named.name] = named.tensor.detach()
-    return {**state, **extra_states(form.root)}
+    return {**state, **extra_states(sharded.root)}
 
 
 def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None) -> None:
@@ -552,20 +556,20 @@ class LocalWeights:
     path: Path
     stored: dict[str, Any] = field(repr=False)
 
-    def load_weights(self, form: ShardedModel, module: nn.Module, *, strict: bool) -> None:
+    def load_weights(self, sharded: ShardedModel, module: nn.Module, *, strict: bool) -> None:
         """Load them; every rank must call it.
 
         Raises:
             RuntimeError: On every rank, before any weight is changed, if the units or the engine are others.
         """
         with raise_on_all_ranks(f"Loading {self.path}"):
-            present = local_model_state(form)
+            present = local_model_state(sharded)
             _compare(self.stored, present)
         with torch.no_grad():
             for name, tensor in present.items():
                 if not is_extra_state(name):
                     tensor.copy_(self.stored[name])
-        load_extra_states(form.root, self.stored)
+        load_extra_states(sharded.root, self.stored)
 
 
 @dataclass(frozen=True)
@@ -595,7 +599,7 @@ class LocalOptimizer:
     state: dict[str, Any] = field(repr=False)
 
     def load_optimizer(
-        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, sharded: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load it."""
         optimizer.load_state_dict(self.state)
@@ -643,7 +647,7 @@ def share_scaler_state(checkpoint: dict[str, Any]) -> None:
 
 
 _ADDED = ("_fsdp_", "_is_fsdp_", "__composable_api_")
-"""How the names of torch's marks begin, of FSDP1 and FSDP2."""
+"""The prefixes of torch's marks, of FSDP1 and FSDP2."""
 
 
 def _restore(attributes: dict[str, Any]) -> None:
@@ -653,7 +657,7 @@ def _restore(attributes: dict[str, Any]) -> None:
 
 
 def traces_of(sharded: Collection[nn.Module]) -> ShardingArtifacts:
-    """Return what to take off, where ``sharded`` are the modules with parameters of their own in shards."""
+    """Return the artifacts to remove, where ``sharded`` are the modules with parameters of their own in shards."""
     return ShardingArtifacts(
         packages=("torch.distributed", "torch._dynamo", "accelight"),
         restore=_restore,

@@ -132,7 +132,7 @@ def with_stored_states(
 
 
 def read_accelerate(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
-    """Return what stands for the Trainer's checkpoint of a folder that Accelerate saved.
+    """Return a Trainer's checkpoint for a folder that Accelerate saved.
 
     Args:
         folder: Where its parts are.
@@ -182,15 +182,15 @@ class LazyShardedState:
         return {name.removeprefix(start): entry for name, entry in entries.items() if name.startswith(start)}
 
     def prefix(self, present: Iterable[str], attribute: str | None) -> str:
-        """Return what its names lack in front, beside those that are present."""
+        """Return the prefix that its names lack, compared with those that are present."""
         return missing_prefix(self.of_accelerate, present, attribute) if self.of_accelerate else ""
 
     @without_torch_noise()
-    def load_weights(self, form: ShardedModel, module: nn.Module, *, strict: bool) -> None:
+    def load_weights(self, sharded: ShardedModel, module: nn.Module, *, strict: bool) -> None:
         """Load weights into a sharded model; every rank must call it.
 
         Args:
-            form: The sharded model.
+            sharded: The sharded model.
             module: What ``Engine.state_dict_module`` returns of it.
             strict: Whether every name must be on both sides; otherwise the common ones are loaded, the rest logged.
 
@@ -198,7 +198,7 @@ class LazyShardedState:
             RuntimeError: If ``strict`` and names are missing or unexpected; all are listed.
         """
         present = model_state_dict(module)
-        prefix = self.prefix(present, form.module_attribute)
+        prefix = self.prefix(present, sharded.module_attribute)
         extra = self._extra_states(present, prefix)
         constants = {name: one.clone() for name, one in constants_of(module).items()}
         parts = tuple(f"{name}." for name in extra)  # DCP saves dictionaries and lists entry by entry
@@ -248,18 +248,18 @@ class LazyShardedState:
 
     @without_torch_noise()
     def load_optimizer(
-        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, sharded: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load an optimizer's state; every rank must call it.
 
         Args:
-            form: The sharded model.
+            sharded: The sharded model.
             module: What ``Engine.state_dict_module`` returns of it.
             optimizer: Which is restored.
             num_steps: Optimizer steps of the run that saved it, if that is known.
         """
         present = model_state_dict(module) if self.of_accelerate else {}
-        prefix = self.prefix(present, form.module_attribute)
+        prefix = self.prefix(present, sharded.module_attribute)
         held = {re.sub(r"^state\.", f"state.{prefix}", name): entry for name, entry in self.own().items()}
 
         def fill(template: dict[str, Any]) -> None:
@@ -275,13 +275,13 @@ class StoredOptimizer(Protocol):
     """An optimizer's state that is not a plain state dict."""
 
     def load_optimizer(
-        self, form: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
+        self, sharded: ShardedModel, module: nn.Module, optimizer: Optimizer, *, num_steps: int | None
     ) -> None:
         """Load it; every rank must call it."""
 
 
 def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | None = None) -> dict[str, Any]:
-    """Return what the file for everything beside weights and optimizer state holds.
+    """Return the content of the file for everything but weights and optimizer state.
 
     Raises:
         ValueError: If there is none.
@@ -387,13 +387,13 @@ def load_full_weights(
 
 @without_torch_noise()
 def load_optimizers(
-    checkpoint: Mapping[str, Any], form: ShardedModel, module: nn.Module, optimizers: Sequence[Optimizer]
+    checkpoint: Mapping[str, Any], sharded: ShardedModel, module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
     """Load the states of all optimizers from a checkpoint of any kind; every rank must call it.
 
     Args:
         checkpoint: The Trainer's. A plain optimizer's state has no names, only numbers.
-        form: The sharded model.
+        sharded: The sharded model.
         module: What ``Engine.state_dict_module`` returns of it.
         optimizers: Those of the running fit.
 
@@ -413,9 +413,9 @@ def load_optimizers(
         if not _has_parameters(optimizer):
             continue
         if isinstance(state, Mapping):
-            restore_full_optimizer(module, optimizer, state, form.order, num_steps=num_steps)
+            restore_full_optimizer(module, optimizer, state, sharded.order, num_steps=num_steps)
         else:
-            state.load_optimizer(form, module, optimizer, num_steps=num_steps)
+            state.load_optimizer(sharded, module, optimizer, num_steps=num_steps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ _CLASSES = (
 
 
 def _allowed() -> dict[tuple[str, str], object]:
-    """Return what ``.metadata`` may name.
+    """Return the names that ``.metadata`` may contain.
 
     Classes are throw-away subclasses, because a pickle makes objects of what it names, and keys of dicts. As keys they
     hash by identity: their fields may be tuples without end.
@@ -515,7 +515,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_paths(self) -> Mapping[str, tuple[str | int, ...]]:
-        """Return where in nested states the folder's entries were; nothing if they were in none."""
+        """Return the paths of the folder's entries in nested states; nothing if they were in none."""
         paths = self._read_objects().planner_data
         return paths if isinstance(paths, Mapping) else {}
 
@@ -679,7 +679,7 @@ _GAP_BYTES = 1024
 """Records that lie closer are read by one request."""
 
 _Request = tuple[Callable[[], bytes], Callable[[bytes], None]]
-"""How to get bytes, in a thread, and what to do with them then."""
+"""A function that gets bytes, in a thread, and one that uses them then."""
 
 
 def read_sharded_objects(url: str, weights_only: bool | None) -> dict[str, Any]:
@@ -727,7 +727,7 @@ class ObjectReader(SafeReader):
         return f"{self._generation}/{name}" if self._generation else name
 
     def trainer_state(self, weights_only: bool | None) -> dict[str, Any]:
-        """Return what the file for everything beside weights and optimizer state holds.
+        """Return the content of the file for everything but weights and optimizer state.
 
         Raises:
             ValueError: If there is none.
@@ -936,14 +936,14 @@ def find_accelerate_folder(path: Path) -> AccelerateFolder | None:
 
 
 def missing_prefix(stored: Iterable[str], present: Iterable[str], attribute: str | None) -> str:
-    """Return what stored names lack in front: the attribute that holds the model, with its dot, or nothing."""
+    """Return the prefix that stored names lack: the attribute that holds the model, with its dot, or nothing."""
     prefix = f"{attribute}." if attribute else ""
     missing = set(present) - set(stored)
     return prefix if missing and {name.removeprefix(prefix) for name in missing} & set(stored) else ""
 
 
 def trainer_state(folder: AccelerateFolder, *, with_optimizer: bool) -> dict[str, Any]:
-    """Return what stands for the Trainer's part of a checkpoint, and say that there is none."""
+    """Return a substitute for the Trainer's part of a checkpoint, and warn that there is none."""
     if dist.get_rank() == 0:
         what = "Weights and optimizer state are" if with_optimizer and folder.optimizers else "Only weights are"
         _log.warning(

@@ -298,7 +298,7 @@ def _complete(
 
 
 def _state_keys(optimizer: Optimizer, ndim: int) -> set[str]:
-    """Return what the optimizer keeps of a parameter, found by a step on one of its own; nothing if that fails."""
+    """Return the names of a parameter's states, found by a step on one of its own; none if that fails."""
     parameter = nn.Parameter(torch.zeros([2] * ndim))
     parameter.grad = torch.zeros_like(parameter)
     twin = copy.copy(optimizer)
@@ -527,7 +527,7 @@ def _local_shard(unit: Any) -> Tensor:
 
 
 def _held(unit: Any, optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """Return what the optimizer keeps of each parameter in ``unit``, or of the flat one that they lie in."""
+    """Return the optimizer's state of each parameter in ``unit``, or of the flat one that they lie in."""
     flat_param = unit._handle.flat_param
     if flat_param._params is None:
         return [optimizer.state.get(flat_param, {})] * len(flat_param._fqns)
@@ -535,7 +535,7 @@ def _held(unit: Any, optimizer: Optimizer) -> list[Mapping[str, Any]]:
 
 
 def _describe(unit: Any, optimizer: Optimizer) -> Descriptions:
-    """Return what this rank knows of the state of each parameter in a sharded ``unit``."""
+    """Return this rank's part of the state of each parameter in a sharded ``unit``."""
     if not unit._handle.uses_sharded_strategy:
         return []
     is_flat, whole = unit._handle.flat_param._params is None, _local_shard(unit).numel()
@@ -556,15 +556,15 @@ def _kind(value: Any, numel: int) -> Any:
     return value.dtype if value.numel() == numel else _Misfit(tuple(value.shape))
 
 
-def _untold(value: Any) -> Any:
-    """Return what `_kind` has recorded of a value or a tensor without dimensions, the caller's own."""
+def _received(value: Any) -> Any:
+    """Return the value or the tensor without dimensions that `_kind` has recorded, as the caller's own."""
     if isinstance(value, _Scalar):
         return value.tensor()
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _merged(ranks: Sequence[Sequence[Descriptions]]) -> list[Descriptions]:
-    """Return what is known of all units when all ranks have reported; the first report of a value counts."""
+    """Return the states of all units once all ranks have reported; the first report of a value counts."""
     merged: list[Descriptions] = []
     for of_unit in zip(*ranks, strict=True):
         merged.append([])
@@ -606,7 +606,7 @@ def _collect_unit(
             if isinstance(value, torch.dtype):
                 by_key.setdefault((key, value), []).append(index)
             else:
-                states.setdefault(name, {})[key] = _untold(value)
+                states.setdefault(name, {})[key] = _received(value)
     layouts = layouts_of(unit) if shards else []
     for (key, dtype), indices in sorted(by_key.items(), key=lambda item: (item[0][0], str(item[0][1]))):
         pieces = {index: _piece(unit, index, held[index].get(key), dtype) for index in indices}
@@ -681,7 +681,7 @@ def _has_dims(value: Any) -> bool:
 
 
 def _own_part(value: Any, name: str, layout: FlatLayout | None, *, whole: bool) -> Any:
-    """Return what this rank keeps of one part of a state: a range, or all of it (``whole``).
+    """Return this rank's part of a state's entry: a range, or all of it (``whole``).
 
     Raises:
         ValueError: If it has not the shape of its parameter.

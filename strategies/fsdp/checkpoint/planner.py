@@ -107,7 +107,7 @@ class SavePlanCache:
         return [plan, *(one for one in self._plans if one is not plan)][:_MOST_PLANS]
 
     def merge(self, messages: Sequence[PlanMessage]) -> MergedPlan:
-        """Return what all ranks write together; on rank 0.
+        """Return the plan of all ranks; on rank 0.
 
         Args:
             messages: By each rank.
@@ -137,7 +137,7 @@ class SavePlanCache:
 
 
 def form_of(planner: LocalSavePlanner) -> Any:
-    """Return what decides a plan: of each entry its name, its place in the state, and how it is sharded.
+    """Return a plan's key: of each entry its name, its place in the state, and its sharding.
 
     Args:
         planner: Which was given the state.
@@ -224,7 +224,7 @@ def _first_rank(value: DTensor | ShardedTensor | FlatShard) -> int:
 
 
 def _replicas(tensor: DTensor | FlatShard) -> Any:
-    """Return what is the same for tensors that the same ranks hold equal copies of."""
+    """Return a key that is the same for tensors of which the same ranks hold equal copies."""
     if isinstance(tensor, FlatShard):
         return tensor.place.num_replicas
     return tensor.device_mesh, tuple(dim for dim, one in enumerate(tensor.placements) if one.is_replicate())
@@ -294,7 +294,7 @@ def merge_plans(number: int, plans: Sequence[SavePlan]) -> MergedPlan:
 
 
 def _problems(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> list[str]:
-    """Return what keeps boxes from filling a tensor, each element once."""
+    """Return the problem of boxes that do not fill a tensor, each element once."""
     for offsets, sizes in boxes:
         if any(at < 0 or at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):
             return [f"{name!r} has the shape {tuple(shape)}, but a part at {tuple(offsets)} of shape {tuple(sizes)}"]
@@ -307,7 +307,7 @@ def _problems(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> list[str
 
 
 def _overlapping(boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return where two boxes that overlap begin; None if no two do."""
+    """Return the offsets of two overlapping boxes; None if no two do."""
     dims = range(len(boxes[0][0]))
     sweep = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}), default=0)
     active: list[Box] = []
@@ -357,7 +357,7 @@ class WriteLocations:
         return cls(list(files), rows)
 
     def results(self, indices: Sequence[MetadataIndex]) -> list[WriteResult]:
-        """Return what ``write_data`` returned, for the items of these indices.
+        """Return the results of ``write_data`` for the items of these indices.
 
         Raises:
             ValueError: If there are more of one than of the other.

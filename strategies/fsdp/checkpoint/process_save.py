@@ -74,7 +74,7 @@ class HandedSave:
     """On rank 0, what all ranks write."""
 
     def hand_over(self, group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup | None], None]:
-        """Let it be written by other processes; every rank must call it.
+        """Hand the checkpoint to other processes, which write it; every rank must call it.
 
         Args:
             group: Through which the ranks notice who ends.
@@ -246,7 +246,7 @@ class Part:
 
     path: Path
     known_as: Path
-    """Where it is written, for ``.metadata``: what a rank itself would say."""
+    """The place of the checkpoint, for ``.metadata``: as a rank itself would give it."""
     number: str
     """Of the folder, see `NewFolder`."""
     rank: int
@@ -275,7 +275,7 @@ class Answer:
 
     @classmethod
     def of_line(cls, line: bytes) -> Self:
-        """Return what was sent."""
+        """Return the object that was sent as this line."""
         return cls(*json.loads(line))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ....checkpoint.atomic_dir import AtomicFolder
-from ....checkpoint.files import BLOCK_BYTES, CheckpointError, MergeReport, telling_full_disk, write_exactly
+from ....checkpoint.files import BLOCK_BYTES, CheckpointError, MergeReport, translate_full_disk, write_exactly
 from ....checkpoint.formats.base import DTYPES, SourceTensor, conversion_target
 from ....checkpoint.manifest import Manifest
 from ....checkpoint.names import checked_prefix, clean_name, select
@@ -58,7 +58,7 @@ def save_safetensors(
     path: Path,
     state: Mapping[str, Any],
     module: nn.Module,
-    form: ShardedModel,
+    sharded: ShardedModel,
     *,
     max_shard_size: str | int | None,
     dtype: str | torch.dtype | None,
@@ -71,7 +71,7 @@ def save_safetensors(
         state: Sharded, as `model_state` returns it; the same names on every rank. What modules
             keep beside tensors is left out.
         module: Whose weights they are; distinguishes parameters from buffers.
-        form: For its ties and its module attribute.
+        sharded: For its ties and its module attribute.
         max_shard_size: Of one file.
         dtype: For floating-point tensors.
         strip_prefix: As `merge_fsdp_weights` has it.
@@ -83,7 +83,7 @@ def save_safetensors(
     with raise_on_all_ranks(what):
         if is_file and max_shard_size is not None:
             raise ValueError(f"max_shard_size needs a folder to write several files into, got the file {path}.")
-        manifest = Manifest("model", form.ties, form.module_attribute)
+        manifest = Manifest("model", sharded.ties, sharded.module_attribute)
         selection = select(list(weights), manifest, strip_prefix=checked_prefix(strip_prefix))
         plan = make_plan(
             selection,
@@ -108,7 +108,7 @@ def save_safetensors(
             return paths, name
 
         paths, name = run_on_rank_zero(begin, what)
-        with raise_on_all_ranks(what), telling_full_disk(folder, plan.num_bytes):
+        with raise_on_all_ranks(what), translate_full_disk(folder, plan.num_bytes):
             check_mark(Path(paths[0]).parent, name)
             for file, temporary in zip(plan.files, paths, strict=True):
                 _write_parts(temporary, file.tensors, parts)
@@ -135,7 +135,7 @@ def _described(name: str, tensor: Tensor) -> SourceTensor:
 
 
 def _parts(weights: Mapping[str, Tensor], module: nn.Module, wanted: set[str]) -> dict[str, list[_Part]]:
-    """Return what this rank has to write."""
+    """Return the tensors that this rank has to write."""
     buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     return {
         name: _parts_of(name, tensor, clean_name(name) in buffers) for name, tensor in weights.items() if name in wanted
@@ -303,7 +303,7 @@ class _Block(Generic[K]):
             self._event.record(torch.accelerator.current_stream(self.device))
 
     def contents(self) -> Iterator[tuple[K, int, Tensor]]:
-        """Yield what was copied, when it is there; the block is empty then."""
+        """Yield the copied tensors once the copy has ended; the block is empty then."""
         if self._event is not None and self._pieces:
             self._event.synchronize()
         yield from self._pieces

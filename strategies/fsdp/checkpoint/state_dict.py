@@ -45,7 +45,7 @@ def without_torch_noise() -> Iterator[None]:
 
 
 def state_dict_options(where: FullState | None, device: torch.device) -> StateDictOptions:
-    """Return how torch is to make a state dict.
+    """Return torch's options for a state dict.
 
     Args:
         where: A full one is to be; None for a sharded one.
@@ -58,7 +58,7 @@ def state_dict_options(where: FullState | None, device: torch.device) -> StateDi
     return StateDictOptions(full_state_dict=where is not None, cpu_offload=offload and device.type != "cpu")
 
 
-def put_where(state: dict[str, Any], where: FullState) -> dict[str, Any]:
+def place_full_state(state: dict[str, Any], where: FullState) -> dict[str, Any]:
     """Return a full ``state``, or nothing where rank 0 alone is to have it."""
     if where.rank0_only:
         return {} if dist.get_rank() != 0 else state
@@ -72,7 +72,7 @@ def model_state(module: nn.Module, full: FullState | None, device: torch.device)
     if full is None and has_flat_state(module):
         return flat_model_state(module)
     state = model_state_dict(module, state_dict_options(full, device), with_constants=True)
-    return state if full is None else put_where(state, full)
+    return state if full is None else place_full_state(state, full)
 
 
 def sharded_state(
@@ -191,7 +191,7 @@ def _cut_unit(unit: Any, cut: _Cut) -> None:
 
 
 def _entries(module: nn.Module, prefix: str, cut: _Cut) -> Iterator[tuple[str, Any]]:
-    """Yield what ``module.state_dict(prefix=prefix)`` has. Source: torch 2.13 ``nn.Module.state_dict``."""
+    """Yield the entries of ``module.state_dict(prefix=prefix)``. Source: torch 2.13 ``nn.Module.state_dict``."""
     if cut.keys().isdisjoint(module.modules()):
         yield from module.state_dict(prefix=prefix).items()
         return

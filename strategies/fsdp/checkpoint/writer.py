@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from ....checkpoint.files import telling_full_disk
+from ....checkpoint.files import translate_full_disk
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import directory_digest
 from ....checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest, manifest_text, save_manifest
@@ -122,7 +122,7 @@ def _write(state: dict[str, Any], writer: FolderWriter, plans: SavePlanCache) ->
 def write_metadata(folder: Path, metadata: bytes) -> None:
     """Write the file for everything beside weights and optimizer state."""
     path = folder / METADATA_FILE
-    with telling_full_disk(path, len(metadata)):
+    with translate_full_disk(path, len(metadata)):
         path.write_bytes(metadata)
 
 
@@ -185,7 +185,7 @@ class _TellingFileSystem(FileSystem):
     @override
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with telling_full_disk(Path(path), self.num_bytes), super().create_stream(path, mode) as stream:
+        with translate_full_disk(Path(path), self.num_bytes), super().create_stream(path, mode) as stream:
             yield stream
 
 

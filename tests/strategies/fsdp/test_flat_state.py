@@ -20,7 +20,7 @@ from torchmetrics import SumMetric
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.strategies import AccelFSDPStrategy
-from accelight.strategies.fsdp.checkpoint.optim_state_dict import _kind, _untold
+from accelight.strategies.fsdp.checkpoint.optim_state_dict import _kind, _received
 from accelight.strategies.fsdp.checkpoint.state_dict import flat_model_state, has_flat_state, model_state
 from accelight.strategies.sharded_tensors.shards import FlatShard
 from tests.ranks import run_on_ranks
@@ -374,8 +374,8 @@ def test_tensors_without_dimensions_are_told_exactly(dtype: torch.dtype, value: 
     tensor = torch.tensor(value, dtype=torch.float64).to(dtype)
     for own in (tensor, nn.Parameter(tensor, requires_grad=False)):
         with torch.device("meta"):  # a user's default
-            told = _untold(pickle.loads(pickle.dumps(_kind(own, 1))))
+            told = _received(pickle.loads(pickle.dumps(_kind(own, 1))))
         assert (told.dtype, told.shape, told.device.type) == (dtype, (), "cpu")
         assert torch.equal(told, tensor)
-    kept = _untold(_kind(tensor, 1))
+    kept = _received(_kind(tensor, 1))
     assert kept.data_ptr() != tensor.data_ptr()

@@ -412,7 +412,7 @@ def test_what_needs_the_trainer_says_so() -> None:
     with pytest.raises(RuntimeError, match="only after the Trainer has connected"):
         _ = strategy.device_mesh
     with pytest.raises(RuntimeError, match="no sharded model yet"):
-        _ = strategy.form
+        _ = strategy.sharded
 
 
 def _fit_error(strategy_options: dict[str, Any], trainer_options: dict[str, Any], early: bool = False) -> str:
@@ -526,7 +526,7 @@ def _units_by_wrap(version: int) -> tuple[int, Outcome]:
     outcome.global_step = trainer.global_step
     weights = trainer.strategy.lightning_module_state_dict()
     outcome.weights = {name.removeprefix("model."): tensor.clone() for name, tensor in weights.items()}
-    root = cast("AccelFSDPStrategy", trainer.strategy).form.root
+    root = cast("AccelFSDPStrategy", trainer.strategy).sharded.root
     return sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules()), outcome
 
 

@@ -124,14 +124,14 @@ def _plan_of_bytes(num_bytes: int) -> MemoryPlan:
 
 
 def test_variants_are_tried_from_the_least_intrusive_on() -> None:
-    wishes = PlanConfig(hf_config="x", batch_size=6, world_size=2, strategy_args={"reshard_after_forward": False})
+    config = PlanConfig(hf_config="x", batch_size=6, world_size=2, strategy_args={"reshard_after_forward": False})
     asked: list[PlanConfig] = []
 
     def plan(each: PlanConfig) -> MemoryPlan:
         asked.append(each)
         return _plan_of_bytes(100 if len(asked) < 4 else 10)
 
-    variants = try_variants(wishes, 50, plan)
+    variants = try_variants(config, 50, plan)
     assert [variant.change for variant in variants] == [
         "",
         "fsdp2, fully sharded",
