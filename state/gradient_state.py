@@ -408,11 +408,11 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
     """Whether to reduce gradients at every micro-batch all the same: less memory with FSDP, more communication."""
     short_windows: ShortWindows | None = None
-    """The divisor of the gradients of an epoch's last window where that has fewer than ``num_steps``
-    micro-batches: ``"full"`` by ``num_steps`` all the same, as Lightning and Accelerate do, or ``"mean"`` by what the
-    window has, as transformers' Trainer does. None is ``ACCELIGHT_SHORT_WINDOWS``, else ``"full"``."""
+    """The divisor of the gradients of an epoch's last window where that has fewer than ``num_steps`` micro-batches
+    under a strategy: ``"full"`` for ``num_steps``, as in Lightning and Accelerate, or ``"mean"`` for the window's
+    own number, as in transformers' Trainer. None is ``ACCELIGHT_SHORT_WINDOWS``, else ``"full"``."""
     average_over: AverageOver = "micro_batches"
-    """The equal weights of a step under a strategy: each micro-batch, as with Lightning and Accelerate, or each of the
+    """Things of equal weight in a step under a strategy: ``"micro_batches"``, as in Lightning and Accelerate, or
     ``"items"`` (samples, tokens, pixels) of the window's micro-batches on all processes. ``training_step`` returns
     ``{"loss": mean_over_its_items, "num_items": n}`` then, and ``short_windows`` has no effect."""
 
