@@ -109,7 +109,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             common["ignored_params"] = ignored_params
         # What stays gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
-        # torch would gather the last unit again at once: its memory serves nothing else before.
+        # torch would gather the last unit again at once: only the loss comes between.
         kept = plan.units[-1] if plan.units and self.keeps_last_unit and self._mesh_after_forward is None else None
         policy = self._mp_policy(is_root=False)
         for module in [*plan.parts, *([] if plan.parts else [root])]:

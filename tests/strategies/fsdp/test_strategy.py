@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
@@ -177,11 +177,18 @@ def test_gradients_are_reduced_once_for_each_window(engine: str) -> None:
     assert run_on_ranks(2, _count, engine, 3, True)[0] == units * NUM_MICRO_BATCHES
 
 
-def _count_gathers(engine: str, reshard: bool) -> int:
+def _count_gathers(engine: str, reshard: bool, frees_last: bool = False) -> int:
     strategy = AccelFSDPStrategy(gradient_accumulation=3, reshard_during_accumulation=reshard, **ENGINES[engine])
     trainer = quiet_trainer(strategy, 2, max_epochs=1)
     with CountCollectives() as counted:
-        trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: counted.calls.clear()))  # type: ignore[attr-defined]
+
+        def begin(_: Trainer, module: LightningModule) -> None:
+            if frees_last:
+                units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+                units[-1].set_reshard_after_forward(True)
+            counted.calls.clear()
+
+        trainer.callbacks.append(LambdaCallback(on_train_start=begin))  # type: ignore[attr-defined]
         trainer.fit(TinyModule(Case(), Outcome()), _loader())
     return sum(number for name, number in counted.calls.items() if "allgather" in name.replace("_", ""))
 
@@ -194,6 +201,10 @@ def test_parameters_are_gathered_once_for_each_window_on_request(engine: str) ->
     stay = 2 if ENGINES[engine]["fsdp_version"] == 2 else 1
     assert run_on_ranks(2, _count_gathers, engine, True)[0] == NUM_MICRO_BATCHES * (2 * units - stay)
     assert run_on_ranks(2, _count_gathers, engine, False)[0] == units * windows
+
+
+def test_the_last_unit_of_fsdp2_can_be_freed_after_forward() -> None:
+    assert run_on_ranks(2, _count_gathers, "fsdp2", True, True)[0] == NUM_MICRO_BATCHES * (2 * 3 - 1)
 
 
 def _validate_inside_windows(case: Case, engine: str, reshard: bool) -> Outcome:
