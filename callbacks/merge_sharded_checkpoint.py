@@ -454,7 +454,7 @@ _LOW_PRIORITY = 10
 the removal of what it reads, wait for good."""
 _POLL_S, _POLL_STORE_S = 0.1, 1.0
 _GRACE_S = 5.0
-# What launchers set is no business of a process that works alone; and a training job's GPU memory is full.
+# A process that works alone needs no launcher's variables; and a training job's GPU memory is full.
 _NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

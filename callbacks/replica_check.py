@@ -541,7 +541,7 @@ class _Snapshot:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a rank holds, and which ranks hold copies of it: see [Note: what must be equal].
+# A rank's tensors, and the ranks that hold copies of them: see [Note: what must be equal].
 
 
 class _Holders:

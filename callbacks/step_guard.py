@@ -441,7 +441,7 @@ class StepGuard(Callback):
 
 
 # ------------------------------------------------------------------------------------------------
-# What a strategy can do.
+# The abilities of a strategy.
 
 
 def is_known_strategy(strategy: Any) -> bool:
@@ -552,7 +552,7 @@ def _describe_place(place: Place) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# What the log says of an accumulation window.
+# The log of an accumulation window.
 
 
 def _describe_loss(trainer: Trainer, micro_batches: list[_MicroBatch]) -> tuple[str, int]:

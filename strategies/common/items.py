@@ -114,7 +114,7 @@ class ItemAverage:
     # ------------------------------------------------------------------ the end of a window
     def factor(self) -> float:
         """Return the factor of the window's gradients, averaged over ranks; 0 for a window without items."""
-        # What is unsent is of one process alone, whose last micro-batch had no backward.
+        # Unsent numbers are of one process alone, whose last micro-batch had no backward.
         num_items = self._unsent + sum(sum(wait()) for wait in self._messages)
         if num_items:
             return num_ranks() / num_items

@@ -330,7 +330,7 @@ class TimingCallback(Callback):
 
 
 # ------------------------------------------------------------------------------------------------
-# Where a process has failed. A traceback says it: a step pays nothing for it.
+# The section in which a process has failed, read from the traceback: a step pays nothing for it.
 
 _IN_WORDS = {
     "setup": "in setup()",

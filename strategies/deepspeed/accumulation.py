@@ -666,7 +666,7 @@ def _drop_stage_3(zero: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which parameters get a gradient, and on which ranks: all have to know before they reduce gradients.
+# The parameters that get a gradient, on each rank: all must know them before they reduce gradients.
 
 
 _LARGEST = 2**40

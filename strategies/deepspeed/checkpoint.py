@@ -969,7 +969,7 @@ def check_async(saves: AsyncSaver | None, engine: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What DeepSpeed leaves on modules, for those that are saved among the hyperparameters.
+# DeepSpeed's attributes on modules, for those that are saved among the hyperparameters.
 
 
 _ADDED = {"applied_pre_backward_ref_cnt", "_external_params", "_original_parameters"}

@@ -180,7 +180,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a DeepSpeed config computes in: its ``fp16`` and ``bf16`` sections.
+# The precision of a DeepSpeed config: its ``fp16`` and ``bf16`` sections.
 
 
 Precision = Literal["no", "fp16", "bf16"]
@@ -666,7 +666,7 @@ def _open_keys(node: object, prefix: str = "") -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Who defines the optimizer and the schedule: the DeepSpeed config, with dummies in the code, or the code.
+# The origin of the optimizer and the schedule: the DeepSpeed config, with dummies in the code, or the code.
 
 
 _REMOVE = "remove {0!r} from the DeepSpeed config, or return a {1} from configure_optimizers instead"
@@ -771,8 +771,8 @@ def _get(source: Any, name: str) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which keys of a DeepSpeed config a Trainer can train with. DeepSpeed takes any key at the top, ignores those that it
-# lacks, and leaves others to its own data loader, launcher or pipeline, which a Trainer does not use.
+# The keys of a DeepSpeed config that a Trainer can train with. DeepSpeed takes any key at the top, ignores others,
+# and leaves some to its own data loader, launcher or pipeline, which a Trainer does not use.
 
 
 Answer = Literal["tested", "untested", "refused"]

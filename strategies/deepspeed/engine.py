@@ -260,7 +260,7 @@ class OptimizerStateTransfer:
 
 
 # ------------------------------------------------------------------------------------------------
-# Which DeepSpeed engine is on which module: the next one has to end it first, whichever strategy made it.
+# The DeepSpeed engine of each module: the next one has to end it first, whichever strategy made it.
 #
 # An engine stays on its module after fit(): it evaluates and saves what it has trained. If it were still there when the
 # next engine trains, its hooks on parameters and layers would reduce gradients twice and gather parameters for nobody.

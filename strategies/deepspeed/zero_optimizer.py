@@ -426,7 +426,7 @@ class MasterWeights:
 # ------------------------------------------------------------------------------------------------
 # Optimizer steps on ZeRO's flat partitions that skip parameters without a gradient, as torch's do.
 #
-# Where every parameter of a partition has a gradient, the optimizer steps on the flat tensor as usual. Otherwise it
+# If every parameter of a partition has a gradient, the optimizer steps on the flat tensor as usual. Otherwise it
 # steps on the pieces of those that have one: neither momentum nor decay touches the others, and what it counts for each
 # tensor (such as Adam's steps) is counted for each parameter.
 

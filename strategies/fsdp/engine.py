@@ -538,7 +538,7 @@ class CPUOffloadGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
     ) -> Any:
-        # What starts in host memory is copied to devices in order, and to host memory at once.
+        # Tensors in host memory are copied to devices in order, and to host memory at once.
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
 
 

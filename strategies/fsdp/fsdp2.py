@@ -107,7 +107,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         ignored_params |= plan.scalars
         if ignored_params:
             common["ignored_params"] = ignored_params
-        # What stays gathered through a window must not be freed by its forward passes either.
+        # Units that stay gathered through a window must not be freed by its forward passes either.
         reshard = self.settings.reshard_after_forward and self.settings.reshard_during_accumulation
         # torch would gather the last unit again at once: only the loss comes between.
         kept = plan.units[-1] if plan.units and self.keeps_last_unit and self._mesh_after_forward is None else None

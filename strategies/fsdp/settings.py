@@ -478,7 +478,7 @@ def full_state(config: Any) -> FullState:
 # The choice of submodules that become units.
 
 
-# Where torch (2.6 to 2.13) keeps the module inside an activation wrapper and inside a compiled module. The names stand
+# Attributes of torch (2.6 to 2.13) for the module in an activation wrapper and in a compiled module. The names stand
 # for the classes, because importing `torch._dynamo` for an `isinstance` costs seconds.
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod")
 _MAX_CANDIDATES = 8

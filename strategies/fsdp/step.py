@@ -224,8 +224,8 @@ def _before_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | 
 # Units are gathered and reduced by all ranks together, in the order in which the model uses them. A rank that goes
 # another way would mix its values with those of other units, or end the process.
 #
-# What all ranks have done once, from the beginning of a step on, is a known path: as long as a rank follows one nothing
-# is compared. Where paths part, and where nothing is known yet, the ranks compare what each is about to do. A rank that
+# A way that all ranks have taken once, from the beginning of a step on, is a known path: a rank on one compares
+# nothing. Where paths part, and where nothing is known yet, the ranks compare what each is about to do. A rank that
 # leaves the only known path waits for the others to say the same.
 
 

@@ -43,7 +43,7 @@ _TRAINERS = ("accelight.", "lightning.", "pytorch_lightning.")
 
 
 # ------------------------------------------------------------------------------------------------
-# Who asks for an operation.
+# The caller of an operation.
 
 
 def is_asked_by_library(frame: FrameType | None) -> bool:

@@ -189,7 +189,7 @@ class FlatShard(Tensor):
         """Return this rank's boxes, each with its elements."""
         return [(box, self.place.view(self.held, box)) for box in self.place.boxes]
 
-    # What torch.distributed.checkpoint asks of tensors that are cut in another way than it knows.
+    # The methods that torch.distributed.checkpoint needs of tensors with a cut of their own.
     def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
         """Return the items that this rank writes."""
         properties = TensorProperties.create_from_tensor(self.held)
@@ -216,7 +216,7 @@ class FlatShard(Tensor):
                 return self.place.view(self.held, box)
         raise ValueError(f"This process holds no part of {index.fqn} at {index.offset}.")
 
-    # What torch asks of a subclass of its tensors.
+    # The methods that torch needs of a subclass of its tensors.
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod

@@ -705,7 +705,7 @@ def _records_of_others(folder: NewFolder, part: Part, timeout_s: float) -> list[
 
 
 # ------------------------------------------------------------------------------------------------
-# What the process cannot write, before anything is trained.
+# Refuses states that the process cannot write, before anything is trained.
 
 
 def check_kind(saves: AsyncSaver | None, state_dict_type: str) -> None:
