@@ -132,8 +132,6 @@ class UserCode:
         """Compares the lines at which ranks gather; None on one rank."""
         self._called = WeakIdKeyDictionary(dict.fromkeys(called, True))
         self._call_hook: RemovableHandle | None = None
-        self._calls: list[AbstractContextManager[None]] = []
-        """Of modules that users' code calls, in which the library runs."""
         self._registration_hooks: list[RemovableHandle] = []
         self._patches = Patches("user code")
         self._always_in_steps = always_in_steps
@@ -391,8 +389,7 @@ class UserCode:
         self._trainer = self._watch = None
         self._patches.remove()
         self._fetch.close()
-        while self._calls:  # interrupted: torch runs no hooks then
-            self._calls.pop().__exit__(None, None, None)
+        _end_calls()
         self.follow_calls(follows=False)
         while self._registration_hooks:
             self._registration_hooks.pop().remove()
@@ -600,16 +597,13 @@ class UserCode:
         library = call_of_module()
         is_in_hook = _running[-1] is self._in_hooks
         library.__enter__()
-        self._calls.append(library)
 
         def leave() -> None:
             try:
                 if is_in_hook:
                     self.access.release()
             finally:
-                if library in self._calls:
-                    self._calls.remove(library)
-                    library.__exit__(None, None, None)
+                library.__exit__(None, None, None)
 
         after_call(module, leave)
 
@@ -771,6 +765,8 @@ def call_of_module() -> AbstractContextManager[None]:
     return running(None)
 
 
+_calls: list[Callable[[], None]] = []
+"""What ends the calls that are under way, the outermost first."""
 _failed: list[RemovableHandle] = []
 """Of hooks on calls that an error has ended."""
 
@@ -795,15 +791,22 @@ def after_call(
                 handle.remove()
         else:  # torch iterates over the module's hooks, not over a copy
             _failed.extend(handles)
-        if handles:
-            handles.clear()
+        if run_end in _calls:
+            _calls.remove(run_end)
             end()
 
     def run_succeed(*args: Any) -> Any:
-        return None if succeed is None or not handles else succeed(*args)
+        return None if succeed is None or run_end not in _calls else succeed(*args)
 
     handles.append(module.register_forward_hook(run_succeed))
     handles.append(module.register_forward_hook(run_end, always_call=True))
+    _calls.append(run_end)
+
+
+def _end_calls() -> None:
+    """End the calls that an interrupt has ended, for which torch runs no hooks."""
+    while _calls:
+        _calls[-1]()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from tests.strategies.trained_patterns import (
     BATCHES_OF_PATTERNS,
     PARALLEL,
     fit_after_an_error,
+    fit_after_an_interrupt,
     numbers_without_a_fit,
     problems,
     silent_problems,
@@ -66,6 +67,12 @@ def test_an_error_in_a_call_is_the_users_and_ends_with_its_fit(engine: str) -> N
     for error, problem in run_on_ranks(2, fit_after_an_error, engine, timeout_s=120):
         assert "Given normalized_shape=[7], expected input with shape [*, 7]" in error
         assert problem == ""
+
+
+@pytest.mark.core("fsdp2")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_interrupt_in_a_call_ends_with_its_fit(engine: str) -> None:
+    assert run_on_ranks(2, fit_after_an_interrupt, engine, timeout_s=120) == ["", ""]
 
 
 def test_one_process_of_stage_3_has_no_whole_weights_either() -> None:

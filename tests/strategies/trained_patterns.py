@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +170,17 @@ class _CallsWithWrongShape(ManualPattern):
             self.model.blocks[0](batch[0])
 
 
+class _IsInterrupted(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        self.loss(batch)
+        self.model.blocks[0].register_forward_pre_hook(interrupt)
+        with torch.no_grad():
+            self.model.blocks[0](batch[0])
+
+
 class _CallsParts(ManualPattern):
     """Calls parts of a child, which are unsharded for that alone."""
 
@@ -183,8 +195,23 @@ class _CallsParts(ManualPattern):
 def fit_after_an_error(engine: str) -> tuple[str, str]:
     """Fail in a call of a unit; return the error, and what the next fit of this process has that differs from ddp."""
     error = _train(_CallsWithWrongShape, engine, engine).error
+    return error, _problem_of_next_fit(engine)
+
+
+def fit_after_an_interrupt(engine: str) -> str:
+    """Interrupt a call of a unit, which runs no hooks of torch's then; return what `fit_after_an_error` does."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _train(_IsInterrupted, engine, engine)
+    except SystemExit:  # Lightning's answer, which ignores SIGINT from then on
+        signal.signal(signal.SIGINT, before)
+        return _problem_of_next_fit(engine)
+    return "was not interrupted"
+
+
+def _problem_of_next_fit(engine: str) -> str:
     trained, expected = (_train(_CallsParts, each, engine) for each in (engine, "ddp"))
-    return error, _problem(None, trained, expected, CLOSE)
+    return _problem(None, trained, expected, CLOSE)
 
 
 class _Evaluated(Pattern):
