@@ -422,10 +422,13 @@ def parts_of(model: nn.Module, optimizers: list[Any]) -> dict[int, Part]:
 
 def _parameters(model: nn.Module) -> Iterator[Any]:
     parameter: Any
+    of_fsdp2 = Units(model).params
+    unsharded = {id(getattr(param, "_unsharded_param", None)) for param in of_fsdp2}  # a module has these meanwhile
     for parameter in model.parameters():
-        if not hasattr(parameter, "ds_tensor") or parameter.ds_persist:
+        if id(parameter) not in unsharded and (not hasattr(parameter, "ds_tensor") or parameter.ds_persist):
             yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
+    yield from (param.sharded_param for param in of_fsdp2)
     yield from model.buffers()
     for unit in units_of(model):
         yield unit._handle.flat_param._local_shard
