@@ -725,10 +725,14 @@ def running(mode: GlobalTensors | None, *, reads: bool = True) -> Iterator[None]
         mode: The one.
         reads: See `GlobalTensors.enter`.
     """
+    num_calls = len(_calls)
     _switch(_running[-1] if _running else None, mode, reads=reads)
     _running.append(mode)
     try:
         yield
+    except (KeyboardInterrupt, SystemExit):
+        _end_calls(num_calls)
+        raise
     finally:
         ended = _running.pop()  # hooks of a module may end what they began in another order
         _switch(ended, _running[-1] if _running else None)
@@ -803,10 +807,11 @@ def after_call(
     _calls.append(run_end)
 
 
-def _end_calls() -> None:
-    """End the calls that an interrupt has ended, for which torch runs no hooks."""
-    while _calls:
-        _calls[-1]()
+def _end_calls(number: int = 0) -> None:
+    """End all but the outermost ``number`` calls, after an interrupt, for which torch runs no hooks."""
+    while len(_calls) > number:
+        with call_of_module():  # what ends a call sets parameters
+            _calls[-1]()
 
 
 @contextmanager

@@ -170,13 +170,41 @@ class _CallsWithWrongShape(ManualPattern):
             self.model.blocks[0](batch[0])
 
 
-class _IsInterrupted(ManualPattern):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
+
+class _IsInterrupted(Pattern):
+    """Is interrupted in the second batch."""
+
+    where: str
+
+    def interrupt_in(self, where: str) -> None:
+        if where == self.where and self.trainer.fit_loop.epoch_loop.batch_idx == 1:
+            _interrupt()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.interrupt_in("step")
+        if batch_idx == 1 and self.where == "unit":
+            self.model.blocks[0].register_forward_pre_hook(_interrupt)
+        loss = self.loss(batch)
+        loss.register_hook(lambda _: self.interrupt_in("backward"))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.interrupt_in("hook")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.where == "call in a hook":
+            self.model.blocks[0].register_forward_pre_hook(_interrupt)
+            with torch.no_grad():
+                self.model(batch[0])
+
+
+class _IsInterruptedInCall(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
         self.loss(batch)
-        self.model.blocks[0].register_forward_pre_hook(interrupt)
+        self.model.blocks[0].register_forward_pre_hook(_interrupt)
         with torch.no_grad():
             self.model.blocks[0](batch[0])
 
@@ -198,15 +226,25 @@ def fit_after_an_error(engine: str) -> tuple[str, str]:
     return error, _problem_of_next_fit(engine)
 
 
-def fit_after_an_interrupt(engine: str) -> str:
-    """Interrupt a call of a unit, which runs no hooks of torch's then; return what `fit_after_an_error` does."""
+INTERRUPTS: dict[str, type[Pattern]] = {
+    **{where: type("_", (_IsInterrupted,), {"where": where}) for where in ("step", "unit", "backward", "hook")},
+    "call in a hook": type("_", (_IsInterrupted,), {"where": "call in a hook"}),
+    "call in a step": _IsInterruptedInCall,
+}
+
+
+def fits_after_interrupts(engine: str) -> dict[str, str]:
+    """Interrupt a fit in each place; return what each next fit of this process has that differs from ddp."""
+    return {where: _fit_after_an_interrupt(module, engine) for where, module in INTERRUPTS.items()}
+
+
+def _fit_after_an_interrupt(module: type[Pattern], engine: str) -> str:
     before = signal.getsignal(signal.SIGINT)
     try:
-        _train(_IsInterrupted, engine, engine)
+        return f"was not interrupted: {_train(module, engine, engine).error}"
     except SystemExit:  # Lightning's answer, which ignores SIGINT from then on
         signal.signal(signal.SIGINT, before)
         return _problem_of_next_fit(engine)
-    return "was not interrupted"
 
 
 def _problem_of_next_fit(engine: str) -> str:
