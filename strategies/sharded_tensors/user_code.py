@@ -205,8 +205,9 @@ class UserCode:
         """Save a checkpoint, in a run or after it; Lightning does not report ``state_dict()`` of callbacks as hooks."""
         global _attached
         before, _attached = _attached, self
+        own_classes = nullcontext() if self._watch is None else self._watch.switched(is_on=False)  # for pickle
         try:
-            with Patches("user code") as patches, context as value:
+            with own_classes, Patches("user code") as patches, context as value:
                 for callback in _users_callbacks(trainer):
                     if is_overridden("state_dict", callback):
                         patches.put(callback, "state_dict", self.in_hook()(callback.state_dict))
