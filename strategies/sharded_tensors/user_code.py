@@ -180,12 +180,13 @@ class UserCode:
         if (before := _followed.pop(profiler, None)) is not None:
             before.remove()
         actions, last = _hooks_of_users(trainer, module), f"[LightningModule]{type(module).__name__}.teardown"
+        followed = {*actions, last, "save_checkpoint"}
         profile, own, its_trainer = profiler.profile, ref(self), ref(trainer)
 
         @functools.wraps(profile)
         def profile_hook(action_name: str) -> AbstractContextManager[Any]:
             context = profile(action_name)
-            if action_name not in actions and action_name != "save_checkpoint" and action_name != last:
+            if action_name not in followed:
                 return context
             user_code, trainer = own(), its_trainer()
             if user_code is None or trainer is None:

@@ -33,6 +33,12 @@ FOUND: dict[str, Script] = {
         manual="tbsz",
         option="recompute",
     ),
+    "a save before the backward of a second fit": Script(
+        (
+            Fit(batches=2, events=(Event("on_train_start", 0, "save"), Event("on_train_start", 0, "save"))),
+            Fit(start="fresh", batches=2, events=(Event("on_before_backward", 0, "save"),)),
+        )
+    ),
     "a save before the first step": Script(
         (
             Fit(

@@ -227,8 +227,10 @@ def fit_after_an_error(engine: str) -> tuple[str, str]:
 
 
 INTERRUPTS: dict[str, type[Pattern]] = {
-    **{where: type("_", (_IsInterrupted,), {"where": where}) for where in ("step", "unit", "backward", "hook")},
-    "call in a hook": type("_", (_IsInterrupted,), {"where": "call in a hook"}),
+    **{
+        where: type("_", (_IsInterrupted,), {"where": where})
+        for where in ("step", "unit", "backward", "hook", "call in a hook")
+    },
     "call in a step": _IsInterruptedInCall,
 }
 
