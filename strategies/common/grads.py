@@ -1,4 +1,4 @@
-"""Gradients: norms and scaling over sharded and unsharded parameters, clipping by users' code, and skipped steps."""
+"""Gradients: norms and scaling over sharded and unsharded parameters, hooks, clipping by users' code, skipped steps."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     Sharding = tuple[DeviceMesh | None, tuple[int, ...]]
     """A mesh, and the dimensions of it that something is sharded over."""
 
+WHOLE = "_accelight_whole"
+"""Attribute of a parameter that holds the handle of a hook which sums the gradients of parts of sequences."""
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor (sharing memory), any other tensor as it is."""
@@ -39,6 +42,30 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters in an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kind: str = "register_hook") -> None:
+    """Run ``hook`` on gradients of ``leaf``, frozen or not, in place of the hook that had this name.
+
+    It runs before hooks that users have registered; the one named `WHOLE` runs before all others.
+
+    Args:
+        leaf: A tensor without a graph.
+        name: Of the attribute of the leaf that keeps torch's handle.
+        hook: What to run.
+        kind: The method of the leaf that registers it.
+    """
+    if hasattr(leaf, name):
+        getattr(leaf, name).remove()
+    is_trained = leaf.requires_grad
+    leaf.requires_grad_(True)  # torch hooks nothing else, and what is frozen may be thawed
+    setattr(leaf, name, getattr(leaf, kind)(hook))
+    leaf.requires_grad_(is_trained)
+    if kind == "register_hook":
+        hooks = leaf._backward_hooks
+        first = [getattr(leaf, each).id for each in dict.fromkeys([WHOLE, name]) if hasattr(leaf, each)]
+        order = [*first, *(key for key in hooks if key not in first)]
+        hooks.update([(key, hooks.pop(key)) for key in order])  # torch goes through it as through a plain dict
 
 
 def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
+from ..common.grads import hook_leaf
 from ..sharded_tensors.shards import FlatLayout, memory_order
 from ..upstream.patches import replace_for_good
 from ..upstream.torch_core import reduce_scatter_single
@@ -26,7 +27,7 @@ from ..upstream.torch_fsdp1 import (
     _reshard,
     _unshard,
 )
-from .sharded_model import GUARD, hook_leaf, unwrap_root
+from .sharded_model import GUARD, unwrap_root
 from .step import is_inside
 
 

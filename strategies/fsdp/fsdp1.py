@@ -30,9 +30,8 @@ from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
 from ..common.broadcast import send_from_rank_zero
-from ..common.grads import gradients_of, norm_of_parts, refuse_second_derivatives
+from ..common.grads import gradients_of, hook_leaf, norm_of_parts, refuse_second_derivatives
 from ..common.modules import is_extra_state
-from ..parallelism.sequence import HOOKED
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage, storage_of
 from ..sharded_tensors.shards import FlatLayout, FlatShard, gathered, with_plain_states
@@ -89,10 +88,10 @@ from .flat_params import (
 )
 from .settings import FSDP1Settings
 from .sharded_model import (
+    HOOKED,
     NamedTensor,
     RootWrapper,
     ShardedModel,
-    hook_leaf,
     hooked_in_loss,
     hooks_of,
     load_model_state_dict,

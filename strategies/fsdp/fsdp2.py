@@ -27,7 +27,7 @@ from typing_extensions import override
 from ...checkpoint.names import clean_name
 from ...state.collectives import AllReduceMaxAsync
 from ...state.process_group import is_planned
-from ..common.grads import global_norm, gradients_of, refuse_second_derivatives
+from ..common.grads import global_norm, gradients_of, hook_leaf, refuse_second_derivatives
 from ..parallelism.config import build_named_mesh
 from ..parallelism.tensor import is_cut
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
@@ -58,7 +58,6 @@ from .sharded_model import (
     RootWrapper,
     ShardedModel,
     build_mesh,
-    hook_leaf,
     hooked_in_loss,
     hooks_of,
     open_tensors,

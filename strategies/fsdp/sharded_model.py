@@ -23,9 +23,10 @@ from torch.utils.weak import TensorWeakRef
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import require_group
+from ..common.grads import hook_leaf
 from ..common.modules import NAME, SHARDED_MODEL, constants_aside, has_extra_state, refuse_module_of_stage_3
 from ..parallelism.config import build_named_mesh
-from ..parallelism.sequence import HOOKED, SequenceParallel
+from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import TensorParallel
 from ..sharded_tensors.shards import gathered, part_of
 from ..sharded_tensors.user_code import OwnStateDict, in_backward
@@ -675,6 +676,8 @@ def build_mesh(given: tuple[int, int] | DeviceMesh | None, world_size: int, devi
 
 GUARD = "_accelight_guard"
 """The attribute of a parameter that holds the handle of a hook that is not the user's."""
+HOOKED = "_accelight_hooks"
+"""The same of the hook that runs those of users on an unsharded parameter, or on an FSDP1 unit."""
 _FROM_LIBRARIES = ("torch.", "bitsandbytes.")
 _COUNTS_NODES = (
     "register_multi_grad_hook() would never run on a parameter of FSDP, which is no node of autograd's graph. Use "
@@ -777,28 +780,6 @@ def hooked_in_loss(module: nn.Module, name: str) -> str:
         "penalty in the forward of the module that has the parameter, set the optimizer's weight_decay, or change "
         "gradients in on_before_optimizer_step()."
     )
-
-
-def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kind: str = "register_hook") -> None:
-    """Run ``hook`` on gradients of ``leaf``, frozen or not, in place of the hook that had this name.
-
-    It runs before hooks that users have registered.
-
-    Args:
-        leaf: A tensor without a graph.
-        name: Of the attribute of the leaf that keeps torch's handle.
-        hook: What to run.
-        kind: The method of the leaf that registers it.
-    """
-    if hasattr(leaf, name):
-        getattr(leaf, name).remove()
-    is_trained = leaf.requires_grad
-    leaf.requires_grad_(True)  # torch hooks nothing else, and what is frozen may be thawed
-    setattr(leaf, name, getattr(leaf, kind)(hook))
-    leaf.requires_grad_(is_trained)
-    if kind == "register_hook":
-        hooks = leaf._backward_hooks
-        hooks.update([(key, hooks.pop(key)) for key in list(hooks)[:-1]])
 
 
 def run_hooks_on(leaf: Any, record: Any) -> None:

@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import is_planned
+from ..common.grads import WHOLE, hook_leaf
 from ..upstream.torch_core import all_gather_single, reduce_scatter_single, tree_leaves
 from .config import matching, no_match
 
@@ -46,8 +47,6 @@ _TRIED_LENGTH = 16
 _MOST_DIFFERENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The allowed difference of outputs of both ways, relative to the largest: kernels add up in other orders."""
 _MOST_DIFFERENT_IN_HALF = 5e-2
-HOOKED = "_accelight_hooks"
-"""Attribute of an unsharded parameter on whose gradient users' hooks run."""
 _IGNORED_LABEL = -100
 """torch's and transformers' label of positions without a loss."""
 _FILLS = {"labels": _IGNORED_LABEL, "shift_labels": _IGNORED_LABEL, "attention_mask": 1}
@@ -445,7 +444,7 @@ class Region:
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._with_grad.append(torch.is_grad_enabled())
         for parameter in module._parameters.values():  # unsharded now
-            if parameter is not None and parameter.requires_grad and not hasattr(parameter, "_accelight_whole"):
+            if parameter is not None and parameter.requires_grad and not hasattr(parameter, WHOLE):
                 self._show_whole_gradients(parameter)
         if self._entered_by is None and not self._is_whole:
             self._attention.__enter__()  # type: ignore[no-untyped-call]
@@ -456,11 +455,12 @@ class Region:
         parallel, known = self.parallel, TensorWeakRef(parameter)
 
         def run(gradient: Tensor) -> Tensor | None:
-            if parallel.in_backward and not hasattr(known(), HOOKED):
+            leaf = known()
+            if parallel.in_backward and leaf is not None and len(leaf._backward_hooks) == 1:  # this one
                 return None
             return parallel.sum(gradient) / parallel.size  # [Note: scale of gradients]
 
-        parameter._accelight_whole = parameter.register_hook(run)
+        hook_leaf(parameter, WHOLE, run)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._with_grad:

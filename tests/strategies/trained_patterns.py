@@ -44,9 +44,9 @@ PARALLEL: dict[str, dict[str, Any]] = {
 """Engines whose two ranks see the same batches."""
 NOT_FOR_SEQUENCES = {
     *("SampleThenChange", "BankAndCounter", "BatchNormInEvaluation", "BatchNormWithValidation"),
-    *("CodesMovedInForward", "CodesReplacedInForward"),
+    *("CodesMovedInForward", "CodesReplacedInForward", "HooksOfForwards"),
 }
-"""Patterns whose samples have no sequence, or that look at all of it at once."""
+"""Patterns whose samples have no sequence, that look at all of it at once, or that count calls: the trial has some."""
 _NOT_IN_PARTS = {"NumbersInHooksOfModules", "EditsBeforeForwardByHand"}
 """Hooks of modules also run in the trial of a sequence's first batch; a tensor-parallel layer shows its own part."""
 _ANSWERS = {("WeightNorm", "fsdp2-tp"): Refused("is parametrized", "leave it out of the plan")}

@@ -1863,6 +1863,22 @@ class HooksOfForwards(Pattern):
         self.first.__class__ = self.model.head.__class__ = HooksItsWeight
 
 
+class ClampsItsGradient(nn.Linear):
+    """A linear layer that hooks its own weight in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not hasattr(self, "hook"):
+            self.hook = self.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        return super().forward(x)
+
+
+@pattern(HOOKS)
+class HooksOfFirstForward(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.__class__ = self.model.head.__class__ = ClampsItsGradient
+
+
 PENALTY = Refused("was used in a loss outside of its unit's forward", "`on_before_optimizer_step`")
 
 
