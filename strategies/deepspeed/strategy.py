@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from ...checkpoint.manifest import Adapter
@@ -50,6 +51,7 @@ from ..sharded_tensors.user_code import (
 )
 from ..upstream.lightning import (
     Callback,
+    CombinedLoader,
     DDPStrategy,
     DeepSpeedPrecision,
     DeepSpeedStrategy,
@@ -58,9 +60,12 @@ from ..upstream.lightning import (
     Precision,
     Trainer,
     TrainerFn,
+    _request_dataloader,
     _validate_device_index_selection,
     is_overridden,
+    sized_len,
 )
+from ..upstream.patches import Patches
 from . import engine as engines
 from .accumulation import (
     CollectiveOrder,
@@ -683,7 +688,10 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             check_elementwise(chosen.real, int(self.deepspeed_plugin.zero_stage or 0))
         kept.states.take(chosen.real)
         precision = self.precision_plugin.accelerate_name
-        settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision)
+        early = Patches("loaders")
+        self._while_fitting.callback(early.remove)
+        loaders = _FitLoaders(trainer, early)
+        settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision, loaders)
         check_async_io(settings)
         settings = prefer_torch_adam(settings, self.root_device)
         if self.load_universal:
@@ -833,16 +841,22 @@ _WINDOWS_END_OUTSIDE = {"managed_gradient_accumulation": False}  # see [Note: on
 
 
 def settings_for_training(
-    plugin: DeepSpeedPlugin, trainer: Trainer, module: LightningModule, chosen: Chosen, precision: Any
+    plugin: DeepSpeedPlugin,
+    trainer: Trainer,
+    module: LightningModule,
+    chosen: Chosen,
+    precision: Any,
+    loaders: _FitLoaders,
 ) -> DeepSpeedSettings:
     """Return the settings that train a Trainer's module.
 
     Args:
         plugin: Its config is not changed.
-        trainer: Gives batch size, accumulation, clipping and the number of steps.
+        trainer: Gives accumulation, clipping and the number of steps.
         module: The model; gives the hidden size.
         chosen: What ``configure_optimizers`` returned.
         precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        loaders: Give batch sizes.
 
     Raises:
         ValueError: If the config contradicts the Trainer, or a value cannot be found out; it names each key.
@@ -855,10 +869,8 @@ def settings_for_training(
         warn_if_overruled(CLIPPING, float(clip_val), f"Trainer(gradient_clip_val={clip_val})")
     facts = TrainingFacts(
         world_size=trainer.world_size,
-        micro_batch_size=_micro_batch_size(trainer, plugin.is_train_batch_min)
-        if _asks_for_batch_size(config)
-        else None,
-        train_batch_size=_train_batch_size(trainer),
+        micro_batch_size=loaders.micro_batch_size(plugin.is_train_batch_min) if _asks_for_batch_size(config) else None,
+        train_batch_size=loaders.train_batch_size(),
         accumulate_grad_batches=trainer.accumulate_grad_batches,
         gradient_clip_val=None if clip_val is None else float(clip_val),
         clips_by_value=algorithm is not None and algorithm.value == "value",
@@ -916,54 +928,94 @@ def _asks_for_batch_size(config: HfDeepSpeedConfig) -> bool:
     return config.is_auto(_MICRO) or (_MICRO not in config.config and is_auto_value(config.get_value(_TOTAL, AUTO)))
 
 
-def _micro_batch_size(trainer: Trainer, is_train_batch_min: bool) -> int | None:
-    """Return the smallest or largest batch size of the loaders; None if one does not show it.
+class _FitLoaders:
+    """The loaders of a fit, which are asked for before the Trainer asks for them and gets the same ones.
 
-    As in Accelerate, a validation loader without the attribute does not count.
+    The Trainer's own ``setup_data()`` would begin to go through them: workers, and batches that are fetched ahead,
+    would see weights that are not restored yet.
+
+    Args:
+        trainer: Before its fit.
+        early: Replacements that end with the fit at the latest.
     """
-    sizes = [_batch_size_of(loader) for loader in _training_loaders(trainer)]
-    sizes += [_batch_size_of(loader) for loader in _validation_loaders(trainer) if hasattr(loader, "batch_size")]
-    known = [size for size in sizes if size is not None]
-    if not sizes or len(known) < len(sizes):
-        return None
-    return min(known) if is_train_batch_min else max(known)
+
+    def __init__(self, trainer: Trainer, early: Patches) -> None:
+        self._trainer, self._early = trainer, early
+
+    def micro_batch_size(self, is_train_batch_min: bool) -> int | None:
+        """Return the smallest or largest batch size of the loaders; None if one does not show it.
+
+        As in Accelerate, a validation loader without the attribute does not count.
+        """
+        sizes = [_batch_size_of(loader) for loader in self._training]
+        sizes += [_batch_size_of(loader) for loader in self._validation() if hasattr(loader, "batch_size")]
+        known = [size for size in sizes if size is not None]
+        if not sizes or len(known) < len(sizes):
+            return None
+        return min(known) if is_train_batch_min else max(known)
+
+    def train_batch_size(self) -> int | None:
+        """Return the batch size of the training loaders; None if one does not show it, or they differ."""
+        sizes = {_batch_size_of(loader) for loader in self._training}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @cached_property
+    def _training(self) -> list[Any]:
+        loop = self._trainer.fit_loop
+        if loop._combined_loader is None and self._trainer.limit_train_batches != 0:
+            source = loop._data_source
+            loaders = _request_dataloader(source)
+
+            def hand_over() -> Any:
+                self._early.remove()
+                return loaders
+
+            self._early.put(source, "dataloader", hand_over)
+            return _flattened(loaders)
+        return _flattened(loop._combined_loader)
+
+    def _validation(self) -> list[Any]:
+        loop = self._trainer.fit_loop.epoch_loop.val_loop
+        if not self._will_validate():
+            return []
+        loop.setup_data()
+        return _flattened(loop._combined_loader)
+
+    def _will_validate(self) -> bool:
+        """Return whether this fit comes to a validation; else the Trainer asks for no loader, which may be None."""
+        trainer = self._trainer
+        if not trainer.enable_validation:
+            return False
+        every = trainer.check_val_every_n_epoch
+        if trainer.num_sanity_val_steps > 0 or every is None:
+            return True
+        most, num_batches = trainer.max_epochs, self._least_batches()
+        if trainer.max_steps != -1 and math.isfinite(num_batches):
+            num_steps = max(1, math.ceil(num_batches / trainer.accumulate_grad_batches))
+            by_steps = math.ceil(trainer.max_steps / num_steps)
+            most = by_steps if most in (None, -1) else min(most, by_steps)
+        return most in (None, -1) or most // every > trainer.current_epoch // every
+
+    def _least_batches(self) -> float:
+        """Return the training batches of an epoch, or fewer where samplers are still to be cut among the ranks."""
+        trainer, limit = self._trainer, self._trainer.limit_train_batches
+        if trainer.fit_loop._combined_loader is not None:
+            return trainer.num_training_batches
+        least = min(map(self._length, self._training), default=0.0)
+        return min(least, limit) if isinstance(limit, int) else least * limit
+
+    def _length(self, loader: Any) -> float:
+        trainer, length = self._trainer, sized_len(loader)
+        if length is None:
+            return math.inf
+        is_cut = isinstance(loader, DataLoader) and trainer._data_connector._requires_distributed_sampler(loader)
+        return length // trainer.world_size if is_cut else length
 
 
-def _train_batch_size(trainer: Trainer) -> int | None:
-    """Return the batch size of the training loaders; None if one does not show it, or they differ."""
-    sizes = {_batch_size_of(loader) for loader in _training_loaders(trainer)}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _training_loaders(trainer: Trainer) -> Iterator[Any]:
-    loop = trainer.fit_loop
-    loop.setup_data()
-    if loop._combined_loader is not None:
-        yield from loop._combined_loader.flattened
-
-
-def _validation_loaders(trainer: Trainer) -> Iterator[Any]:
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    if not _will_validate(trainer):
-        return
-    loop.setup_data()
-    if loop._combined_loader is not None:
-        yield from loop._combined_loader.flattened
-
-
-def _will_validate(trainer: Trainer) -> bool:
-    """Return whether this fit comes to a validation: the Trainer asks for no loader otherwise, which may be None."""
-    if not trainer.enable_validation:
-        return False
-    every = trainer.check_val_every_n_epoch
-    if trainer.num_sanity_val_steps > 0 or every is None:
-        return True
-    most = trainer.max_epochs
-    if trainer.max_steps != -1 and math.isfinite(trainer.num_training_batches):
-        num_steps = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
-        by_steps = math.ceil(trainer.max_steps / num_steps)
-        most = by_steps if most in (None, -1) else min(most, by_steps)
-    return most in (None, -1) or most // every > trainer.current_epoch // every
+def _flattened(loaders: Any) -> list[Any]:
+    if loaders is None:
+        return []
+    return list((loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)).flattened)
 
 
 def _batch_size_of(loader: Any) -> int | None:

@@ -54,9 +54,11 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     )
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.pytorch.trainer.call import _call_lightning_module_hook
+    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
     from lightning.pytorch.tuner.tuning import Tuner
     from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.data import (
         _get_dataloader_init_args_and_kwargs,
         _update_dataloader,
@@ -117,9 +119,11 @@ else:
     )
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from pytorch_lightning.trainer.call import _call_lightning_module_hook
+    from pytorch_lightning.trainer.connectors.data_connector import _request_dataloader
     from pytorch_lightning.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
     from pytorch_lightning.tuner.tuning import Tuner
     from pytorch_lightning.utilities import GradClipAlgorithmType, rank_zero_info, rank_zero_warn
+    from pytorch_lightning.utilities.combined_loader import CombinedLoader
     from pytorch_lightning.utilities.data import (
         _get_dataloader_init_args_and_kwargs,
         _update_dataloader,
@@ -139,6 +143,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointIO",
     "ClusterEnvironment",
+    "CombinedLoader",
     "DDPStrategy",
     "DeepSpeedPrecision",
     "DeepSpeedStrategy",
@@ -197,6 +202,7 @@ __all__ = [
     "_SubprocessScriptLauncher",  # it does not give processes their number on a node
     "_materialize_distributed_module",  # modules on the meta device, as Lightning's own strategies do
     "_optimizers_to_device",  # the same
+    "_request_dataloader",  # notes how users make their loaders, which it may make again
     "_set_sampler_epoch",  # an epoch that is begun in the middle shuffles as it did
     "_update_dataloader",  # a loader with another sampler
 ]
@@ -229,6 +235,7 @@ ATTRIBUTES = {
     "_current_fx_name": (_MODULE, "from which hook a value is logged"),
     "_data_connector": (_TRAINER, "loaders before the Trainer puts samplers into them"),
     "_data_fetcher": (_FIT, "batches that were fetched ahead"),
+    "_data_source": (_FIT, "where the Trainer gets its loaders"),
     "_defaults": (_METRIC, "a metric's states"),
     "_device_mesh": (_MODULE, "the mesh that configure_model() asks for"),
     "_flop_counter": (_SUMMARY, "operations by names with wrappers"),
@@ -251,6 +258,10 @@ ATTRIBUTES = {
         "where it does that",
     ),
     "_reductions": (_METRIC, "how a metric's states are reduced"),
+    "_requires_distributed_sampler": (
+        "lightning.pytorch.trainer.connectors.data_connector._DataConnector",
+        "whether the Trainer will cut a loader among the ranks",
+    ),
     "_reset_optimizers_and_schedulers": ("lightning.pytorch.strategies.Strategy", "optimizers of an earlier fit"),
     "_results": (_TRAINER, "values that evaluation steps have logged"),
     "_sampler": (

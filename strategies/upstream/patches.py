@@ -86,6 +86,12 @@ TABLE: dict[str, Patch] = {
         "a run: setup() to teardown(); profile(): the Trainer lives; state_dict(): one save; classes: one step, one "
         "backward, one batch's loading, a forked process; scaling: one step",
     ),
+    "loaders": Patch(
+        "where the Trainer gets its training loaders",
+        "dataloader",
+        "ZeRO's config asks for a batch size before the fit; the Trainer then gets the loaders that were asked",
+        "setup() to the Trainer's own request",
+    ),
     "callbacks": Patch(
         "the Trainer, its strategy, profiler, precision plugin and data connector, the LightningModule, metrics",
         "accumulate_grad_batches limit_train_batches val_check_interval val_check_batch frequency training_step "

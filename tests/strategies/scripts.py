@@ -39,6 +39,9 @@ FOUND: dict[str, Script] = {
             Fit(start="fresh", batches=2, events=(Event("on_before_backward", 0, "save"),)),
         )
     ),
+    "a batch that is fetched ahead, before a resume": Script(
+        (Fit(batches=2), Fit(start="fresh", batches=5)), scaled_targets=True, iterable=True
+    ),
     "a save before the first step": Script(
         (
             Fit(

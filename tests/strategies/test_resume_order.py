@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from torch import Tensor, tensor
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, eye, full, stack, tensor
 from torch.optim import SGD
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import build_model, quiet_trainer, rank_loader, strategy_named
@@ -123,3 +126,49 @@ def test_time_that_is_up_ends_a_resumed_run(engine: str, tmp_path: Path) -> None
     (tmp_path / "plain").mkdir()
     expected = run_on_ranks(1, _resume_late, None, str(tmp_path / "plain"))
     assert run_on_ranks(2, _resume_late, engine, str(tmp_path)) == expected * 2
+
+
+class _Stream(IterableDataset[Tensor]):
+    """Five samples without a length: the Trainer fetches a batch ahead."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(eye(5))
+
+
+class _Weighted(Counting):
+    """Its loader reads the number of batches in the buffer, in this process or in a worker."""
+
+    def collate(self, samples: list[Tensor]) -> list[Tensor]:
+        return [stack(samples), full((len(samples), 3), float(self.num_batches))]
+
+    def loader(self, kind: str) -> DataLoader[Tensor]:
+        data: Any = eye(5) if kind == "workers" else _Stream()
+        workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"} if kind == "workers" else {}
+        return DataLoader(data, 2, collate_fn=self.collate, **workers)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.notes.append(f"a batch that was made after {float(batch[1][0, 0]):.0f} batches")
+        return super().training_step(batch, batch_idx)
+
+
+def _notes_of_loader(strategy: str, kind: str, folder: str) -> list[str]:
+    notes = []
+    for steps, path in ((1, None), (2, f"{folder}/{strategy}")):
+        made = DDPStrategy(process_group_backend="gloo") if strategy == "ddp" else strategy_named(strategy)
+        module, trainer = _Weighted(), quiet_trainer(made, 2, max_steps=steps, use_distributed_sampler=False)
+        trainer.fit(module, module.loader(kind), ckpt_path=path)
+        if path is None:
+            trainer.save_checkpoint(f"{folder}/{strategy}")
+        notes += [note for note in module.notes if note.startswith("a batch")]
+    return notes
+
+
+@pytest.mark.core("zero2")
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [("zero2", "workers"), *((engine, "ahead") for engine in ENGINES)],
+)
+def test_loaders_of_a_resumed_fit_begin_after_it_is_restored(engine: str, kind: str, tmp_path: Path) -> None:
+    expected = run_on_ranks(2, _notes_of_loader, "ddp", kind, str(tmp_path))
+    assert expected[0][-1] == "a batch that was made after 1 batches"
+    assert run_on_ranks(2, _notes_of_loader, engine, kind, str(tmp_path)) == expected
