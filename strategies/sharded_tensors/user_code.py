@@ -516,8 +516,14 @@ class UserCode:
     @contextmanager
     def in_step_hooks(self, optimizer: Optimizer) -> Iterator[None]:
         """Run hooks on an optimizer's step (``register_step_pre_hook``, ``..._post_hook``) as users' code."""
-        found = [step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")]
-        with _hooks_in(self.in_hook, found), self.in_optimizer():
+        before, after = step_hooks(optimizer, "pre"), step_hooks(optimizer, "post")
+        with _hooks_in(self.in_hook, [before]), _hooks_in(self._after_step, [after]), self.in_optimizer():
+            yield
+
+    @contextmanager
+    def _after_step(self) -> Iterator[None]:
+        note_changes()
+        with self.in_hook():
             yield
 
     @contextmanager

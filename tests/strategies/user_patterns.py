@@ -2197,6 +2197,21 @@ class BackwardInStepOfWindow(Pattern):
         return loss
 
 
+@pattern("views of weights in a hook, and hooks on the optimizer's step that read the weights afterwards", core=True)
+class ViewsAcrossStep(Pattern):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rows = self.model.head.weight.detach().unbind()
+        self.rows[0].mul_(0.9)
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.see("sum", self.model.head.weight.sum()))
+        return optimizer
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
 NO_STATES = Refused("has states of DeepSpeed's flat parameters", "`state.clear()`; `fit(ckpt_path=...)`, FSDP")
 STATES_OF_ONE = "an optimizer's states of single parameters in hooks: reset, scaled"
 STATE_DICT = "an optimizer's `state_dict()` in hooks, kept and loaded again"
