@@ -106,6 +106,8 @@ class Engine(ABC, Generic[SettingsT]):
         self.sequence_parallel: SequenceParallel | None = None
         """Cuts the sequences of modules, over ranks of the mesh."""
         self._patches, self._steps = Patches("labels"), Patches("user code")
+        self.optimizers: list[Optimizer] = []
+        """Of the running fit."""
 
     @property
     def num_ranks(self) -> int:
@@ -229,6 +231,7 @@ class Engine(ABC, Generic[SettingsT]):
             ValueError: As `choose_step` and `check_flat_parameters`.
         """
         self._steps.remove()
+        self.optimizers[:] = optimizers
         shard_of = self.shard_access(root).shard_of
         for optimizer in optimizers:
             if isinstance(optimizer, _MockOptimizer):  # configure_optimizers() returned None
@@ -277,6 +280,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Release gradients and graphs: no backward will come any more, and no optimizer step."""
         self._patches.remove()
         self._steps.remove()
+        self.optimizers.clear()
         self.discard_unreduced_grads(root)
 
     def begin_forward(self) -> None:

@@ -440,6 +440,8 @@ def assign_gradient(handle: Any, index: int) -> None:
         flat_param._params[index].grad = list(handle._get_unflat_views(flat_param.grad))[index]
     elif info.in_shard:
         flat_param._params[index].grad = flat_param.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
+    else:
+        flat_param._params[index].grad = flat_param._params[index].detach().new_empty(0)
 
 
 def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:

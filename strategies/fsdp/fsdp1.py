@@ -8,7 +8,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,7 +33,7 @@ from ..common.grads import gradients_of, hook_leaf, norm_of_parts, refuse_second
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage, storage_of
-from ..sharded_tensors.shards import FlatLayout, FlatShard, gathered, with_plain_states
+from ..sharded_tensors.shards import FlatLayout, FlatShard, cut_states, gathered
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
     is_hook,
@@ -124,7 +123,6 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     model_key = "model"
     renews_parameters = False  # they are kept, or become part of a flat one
     _accumulating = False
-    _optimizers: Sequence[Optimizer] = ()
     _waiting: Sequence[Any] = ()
     """Units that a step has used and its backward has not reached yet."""
 
@@ -274,7 +272,6 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     @override
     def check_optimizers(self, root: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().check_optimizers(root, optimizers)
-        self._optimizers = optimizers
         if not self.settings.use_orig_params:
             check_flat_parameters(root, optimizers)
 
@@ -334,7 +331,6 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def end_training(self, root: nn.Module) -> None:
         super().end_training(root)
         self._graphs.forget(root)
-        self._optimizers = ()
         forget_views(root)
 
     @override
@@ -454,8 +450,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        engine = weakref.ref(self)
-        access = FlatAccess(root, self._watch, lambda: _optimizers_of(engine()))
+        access = FlatAccess(root, self._watch, self.optimizers)
         run_hooks_of_users(root, access)
         return access
 
@@ -550,10 +545,6 @@ def _is_reducing(engine: FSDP1Engine | None) -> bool:
     return engine is None or not engine._accumulating
 
 
-def _optimizers_of(engine: FSDP1Engine | None) -> Sequence[Optimizer]:
-    return () if engine is None else engine._optimizers
-
-
 def _is_in_step(engine: FSDP1Engine | None) -> bool:
     return engine is not None and engine.in_step
 
@@ -568,11 +559,6 @@ def _with_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _WRAPPER = "_fsdp_wrapped_module."
-_NO_STATE = (
-    "optimizer.state of a parameter of which FSDP1 gives some processes no element: these have no state of it, and it "
-    "cannot be gathered. Change states element by element (state['exp_avg'].mul_(0.5)), or use fsdp_version=2, where "
-    "every process has states of all parameters."
-)
 
 
 class FlatAccess(NoAccess):
@@ -580,15 +566,13 @@ class FlatAccess(NoAccess):
 
     Args:
         root: Sharded and idle.
-        watch: Knows which parameters have a gradient on some rank; one without elements on this rank shows none.
+        watch: Knows where gradients are complete, and what a step changes.
         optimizers: Of the running fit; their states of sharded parameters are sharded alike.
     """
 
     shows_shards = True
 
-    def __init__(
-        self, root: nn.Module, watch: UsedParameterTracker, optimizers: Callable[[], Iterable[Optimizer]] = tuple
-    ) -> None:
+    def __init__(self, root: nn.Module, watch: UsedParameterTracker, optimizers: Sequence[Optimizer] = ()) -> None:
         self._watch, self._optimizers = watch, optimizers
         self._states: dict[int, tuple[TensorWeakRef, FlatLayout]] | None = None
         self._places: dict[int, tuple[int, int]] = {}
@@ -617,16 +601,16 @@ class FlatAccess(NoAccess):
 
     def end(self) -> None:
         """Make the optimizers step on plain tensors, also where users' code has set their states."""
-        for optimizer in self._optimizers():
-            with_plain_states(optimizer)
+        for optimizer in self._optimizers:
+            cut_states(optimizer, self._layouts)
 
     def _state(self, tensor: Tensor) -> FlatShard | None:
         if tensor.dim() != 1 or isinstance(tensor, nn.Parameter):
             return None
         if self._states is None:
             self._states = {
-                id(value): (TensorWeakRef(value), _layout_of_state(self._layouts[id(parameter)]))
-                for optimizer in self._optimizers()
+                id(value): (TensorWeakRef(value), self._layouts[id(parameter)])
+                for optimizer in self._optimizers
                 for parameter, state in optimizer.state.items()
                 for value in (state.values() if id(parameter) in self._layouts else ())
                 if isinstance(value, Tensor) and value.dim() == 1
@@ -705,7 +689,7 @@ class FlatAccess(NoAccess):
         return id(tensor) in self._layouts and self.shard_of(tensor) is not None
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient; an empty one where only other ranks have elements.
+        """Return the gradient.
 
         Raises:
             RuntimeError: In a ``backward()`` of the user's, and after one in a hook: the ranks agree after the step's
@@ -722,21 +706,12 @@ class FlatAccess(NoAccess):
                 "with FSDP1 the processes do not agree on which parameters have a gradient until then. Use p.grad in "
                 "on_before_optimizer_step(), or fsdp_version=2, or manual optimization with self.manual_backward(loss)."
             )
-        layout, gradient = self._layouts[id(parameter)], parameter.grad
-        if gradient is None:
-            if layout.count or id(parameter) not in self._watch.reduced:
-                return None
-            gradient = parameter.detach().new_empty(0)
-        return FlatShard(gradient, layout)
+        gradient = parameter.grad
+        return None if gradient is None else FlatShard(gradient, self._layouts[id(parameter)])
 
     def set_gradient(self, parameter: Tensor, gradient: FlatShard | None) -> None:
         """Replace the gradient."""
-        if gradient is None:
-            parameter.grad = None
-            self._watch.reduced.discard(id(parameter))
-        else:
-            parameter.grad = gradient.held.detach()
-            self._watch.reduced.add(id(parameter))
+        parameter.grad = None if gradient is None else gradient.held.detach()
 
 
 def _is_shown(tensor: Tensor, handle: Any) -> bool:
@@ -746,10 +721,6 @@ def _is_shown(tensor: Tensor, handle: Any) -> bool:
         return False
     shown = (module._parameters.get(name, vars(module).get(name)) for name, module, _ in flat_param._param_infos)
     return any(one is tensor for one in shown)
-
-
-def _layout_of_state(layout: FlatLayout) -> FlatLayout:
-    return layout if layout.is_everywhere() else replace(layout, why_alone=_NO_STATE)
 
 
 class _Link(torch.autograd.Function):
@@ -903,7 +874,8 @@ class UsedParameterTracker:
     """Sees which original parameters a backward reached on this rank, and lets the ranks agree.
 
     A flat parameter's gradient has zeros for those that nobody used; one process has no gradient there, so that neither
-    momentum nor decay touch them.
+    momentum nor decay touch them. The others have a gradient on every rank, an empty one where the rank has no element:
+    optimizers have the same states everywhere.
     """
 
     def __init__(self, root: nn.Module, path: CollectiveOrder, is_in_step: Callable[[], bool]) -> None:
@@ -911,8 +883,6 @@ class UsedParameterTracker:
         self._used: set[tuple[int, int]] = set()
         self.without: set[tuple[int, int]] = set()
         """Units and parameters, by their numbers, that had no gradient before the last backward."""
-        self.reduced: set[int] = set()
-        """Ids of the parameters that have had a gradient on some rank since gradients were cleared."""
         self.used_in_hooks: set[tuple[int, int]] = set()
         """Units and parameters that a backward in a hook has reached, on which the ranks do not agree yet."""
         self._arrived: set[tuple[int, int]] = set()
@@ -935,6 +905,7 @@ class UsedParameterTracker:
                 pre_unshard=partial(_check_parameters, unit._handle),
                 prepare_gradient_for_backward=partial(self._prepare_gradient, unit, is_in_step),
                 prepare_gradient_for_optim=partial(_restore_gradient, unit._handle),
+                _use_sharded_grad_views=partial(_keep_empty_gradients, unit._handle),
                 _use_unsharded_views=self._around(number, unit._handle),
                 _all_gather_flat_param=partial(_gather_together, unit._handle, path, number),
             )
@@ -1034,11 +1005,9 @@ class UsedParameterTracker:
         if len(used) < len(places):  # else there is nothing to learn from the others
             used = {place for place, anywhere in zip(places, of_all(), strict=True) if anywhere}
         for place, parameter in self._parameters():
-            if place in used:
-                self.reduced.add(id(parameter))
             if place not in used and place in self.without:
                 parameter.grad = None
-            elif place in used and not parameter.requires_grad:  # frozen within the window: torch has cleared it
+            elif place in used and (not parameter.requires_grad or not parameter.numel()):  # torch has cleared it
                 assign_gradient(self._units[place[0]]._handle, place[1])
         for number, unit in enumerate(self._units):
             self._check_flat(number, unit, sizes[number], used)
@@ -1063,12 +1032,10 @@ class UsedParameterTracker:
     def forget_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Gradients of these parameters, or of all, are cleared, also those of an accumulation window under way."""
         if parameters is None:
-            self.reduced.clear()
             self._used.clear()
             self.used_in_hooks.clear()
             return
         cleared = set(map(id, parameters))
-        self.reduced -= cleared
         self._used = {place for place in self._used if id(self._owner(*place)) not in cleared}
         self.used_in_hooks &= self._used
 
@@ -1123,6 +1090,19 @@ def _reshard_whole(handle: Any, free_unsharded_flat_param: bool) -> None:
 def _gather_together(handle: Any, path: CollectiveOrder, number: int, *args: Any, **kwargs: Any) -> Any:
     path.gather(number)
     return type(handle)._all_gather_flat_param(handle, *args, **kwargs)
+
+
+def _keep_empty_gradients(handle: Any) -> None:
+    """Show parameters this rank's part of their gradients, an empty one where it has no element of the parameter."""
+    flat_param = handle.flat_param
+    elsewhere = [
+        one
+        for one, info in zip(flat_param._params, flat_param._shard_param_infos, strict=True)
+        if not info.in_shard and one.grad is not None
+    ]
+    type(handle)._use_sharded_grad_views(handle)
+    for parameter in elsewhere:
+        parameter.grad = parameter.detach().new_empty(0)
 
 
 def _restore_gradient(handle: Any) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
@@ -32,7 +33,7 @@ from ..parallelism.config import build_named_mesh
 from ..parallelism.tensor import is_cut
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage
-from ..sharded_tensors.shards import gathered
+from ..sharded_tensors.shards import cut_states, gathered
 from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches, replace_for_good
@@ -284,7 +285,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def shard_access(self, root: nn.Module) -> ShardAccess:
-        access = UnitAccess(self._units, self._watch)
+        access = UnitAccess(self._units, self._watch, self.optimizers)
         sharded = list(self.sharded_modules(root))
         follow_state_dicts(sharded, access)
         refuse_copies([*sharded, *(module for module in root.modules() if isinstance(module, FSDPModule))])
@@ -417,13 +418,20 @@ class UnitAccess(NoAccess):
     Args:
         units: Of the sharded root.
         watch: Of the same units.
+        optimizers: Of the running fit.
     """
 
-    def __init__(self, units: Units, watch: UsedParameterTracker) -> None:
+    def __init__(self, units: Units, watch: UsedParameterTracker, optimizers: Sequence[Optimizer]) -> None:
         self._params = {
             id(param.sharded_param): (param, group) for group in units.groups for param in group.fsdp_params
         }
-        self._watch = watch
+        self._watch, self._optimizers = watch, optimizers
+
+    @override
+    def end(self) -> None:
+        """Shard what users' code has set as states of sharded parameters."""
+        for optimizer in self._optimizers:
+            cut_states(optimizer)
 
     @override
     def writable(self, tensor: torch.Tensor, *, assigns: bool) -> torch.Tensor | None:

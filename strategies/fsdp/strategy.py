@@ -60,7 +60,7 @@ from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism,
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..saving.async_save import describe_async_mode, make_async_saver
-from ..sharded_tensors.shards import FlatShard, note_copies, with_plain_states
+from ..sharded_tensors.shards import FlatShard, cut_states, note_copies
 from ..sharded_tensors.user_code import FullTensors, OwnStateDict, UserCode, running_as_library
 from ..upstream.lightning import (
     DoublePrecision,
@@ -865,7 +865,7 @@ class AccelFSDPStrategy(TrainerHooks):
         with without_wrappers(self.sharded.root):
             super(FSDPStrategy, self).setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            with_plain_states(optimizer)
+            cut_states(optimizer)
             self.sharded.early.switch(optimizer, unwrap_root(self.sharded.root))
         self.engine.check_optimizers(self.sharded.root, self.optimizers)
         module = self.lightning_module

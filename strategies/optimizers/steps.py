@@ -152,8 +152,6 @@ class WholeTensorStep(Step):
         self._parameters: dict[nn.Parameter, _Sharded | None] = {}
         """All of the optimizer's; None for one that is not sharded."""
         self._is_flat = False
-        self._forms: dict[nn.Parameter, Form] = {}
-        """Of states of flat parameters, as all ranks know them."""
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -230,30 +228,7 @@ class WholeTensorStep(Step):
         if not self._parameters.keys() >= set(parameters):
             self._learn(parameters)
         sharded = [one for one in map(self._parameters.get, parameters) if one is not None]
-        have = [one.parameter.grad is not None for one in sharded]
-        if self._is_flat and have:  # a rank without elements of a parameter may have no gradient and no state of it
-            is_restored = any(self._form(one) != self._forms.get(one.parameter, {}) for one in sharded)
-            found = torch.tensor([*have, is_restored], dtype=torch.uint8, device=self._device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-            *have, is_restored = map(bool, found.tolist())
-            if is_restored:
-                self._complete(sharded)
-        return [one for one, has_gradient in zip(sharded, have, strict=True) if has_gradient]
-
-    def _complete(self, sharded: Sequence[_Sharded]) -> None:
-        """Give ranks without elements of a parameter the state that the others have; every rank calls it."""
-        forms = [self._form(one) for one in sharded]
-        states = [self._optimizer.state.get(one.parameter, {}) for one in sharded]
-        numbers = [
-            [float(each) for each in _numbers_of(state, form)] for state, form in zip(states, forms, strict=True)
-        ]
-        from_ranks: list[Any] = [None] * self._size
-        dist.all_gather_object(from_ranks, list(zip(forms, numbers, strict=True)), group=self._group)
-        for one, state, *by_rank in zip(sharded, states, *from_ranks, strict=True):
-            form, row = next(((form, row) for form, row in by_rank if form), ({}, []))
-            if form and not state:
-                self._optimizer.state[one.parameter] = self._build(one, form, row, {}, {})
-            self._forms[one.parameter] = form
+        return [one for one in sharded if one.parameter.grad is not None]
 
     def _form(self, one: _Sharded) -> Form:
         """Return the form of the state that this rank has of a parameter."""
@@ -356,7 +331,6 @@ class WholeTensorStep(Step):
                     values = None if whole is None else cut.flatten(own[key].detach())
                     travels.append(_Travel(one.owner, cut, local_tensor(after[key]), values))
             self._optimizer.state[parameter] = after
-            self._forms[parameter] = form
         self._exchange(travels, to_owners=False)
 
     def _build(

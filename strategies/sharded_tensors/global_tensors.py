@@ -368,6 +368,8 @@ class GlobalTensors(TorchFunctionMode):
         """Identities of parameters that are not sharded, and whose gradients are of this rank alone now."""
         self.has_met_shards = False
         """Whether an operation has had a sharded tensor."""
+        self._has_met_since_end = False
+        """Whether one has since the access last took note that users' code ends."""
         self.hook = ""
         """Name of the hook that runs, or ran last."""
         self._written_on = "cpu"
@@ -420,8 +422,9 @@ class GlobalTensors(TorchFunctionMode):
             self._write_back(self._open[key])
         if forget:
             self._aliases.keep(self._open)
-            if self.has_met_shards:
-                self._access.end()
+        if self._has_met_since_end:
+            self._has_met_since_end = False
+            self._access.end()
         wait_for_streams(self._written_on)
         self._written_on = "cpu"
 
@@ -454,7 +457,7 @@ class GlobalTensors(TorchFunctionMode):
             self._check_kept(name, args, kwargs)
         if not any(map(self.is_sharded, tensors_in(args, kwargs))):
             return self._on_plain(func, args, kwargs)
-        self.has_met_shards = True
+        self.has_met_shards = self._has_met_since_end = True
         return self._on_sharded(func, args, kwargs)
 
     def meets_shards(self, func: Any, args: Any, kwargs: Any) -> bool:

@@ -7,10 +7,11 @@ row, whole rows, and a part of a row, and each of them is a box like any other r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -105,15 +106,6 @@ class FlatLayout:
     part of that."""
     holds_several: bool = False
     """Whether the parameter is a flat one of FSDP1's, of several of the model's."""
-    why_alone: str = ""
-    """Why this rank cannot gather the tensor: not every rank has it."""
-
-    def is_everywhere(self) -> bool:
-        """Return whether every rank has elements of the parameter; all ranks get the same answer."""
-        if self.cut is None:
-            return False
-        begin, share = self.cut
-        return begin < share and begin + self.shape.numel() > (dist.get_world_size(self.group) - 1) * share
 
     def is_alike(self, other: FlatLayout) -> bool:
         """Return whether every rank has the same range of both; all ranks get the same answer."""
@@ -172,14 +164,8 @@ class FlatShard(Tensor):
         super().__init__()
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor; every rank that holds a range of it calls it.
-
-        Raises:
-            RuntimeError: If not every rank has it.
-        """
+        """Return the full tensor; every rank of the group calls it."""
         place = self.place
-        if place.why_alone:
-            raise RuntimeError(place.why_alone)
         full = torch.zeros(place.shape.numel(), dtype=self.dtype, device=place.device)
         full.narrow(0, place.start, place.count).copy_(self.held)
         dist.all_reduce(full.view(torch.uint8), group=place.group)  # each byte is zero on all ranks but one
@@ -272,12 +258,24 @@ def _held(shard: FlatShard) -> Tensor:
     return shard.held
 
 
-def with_plain_states(optimizer: Optimizer) -> None:
-    """Replace states that an optimizer made in users' code by what its step computes with: plain parts of this rank."""
-    for state in optimizer.state.values():
+def cut_states(optimizer: Optimizer, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> None:
+    """Replace states that users' code has made by this rank's parts: DTensors, under FSDP1 plain ranges.
+
+    Args:
+        optimizer: Over sharded parameters, and maybe others.
+        layouts: Of FSDP1's parameters, by the parameters' ids.
+    """
+    for parameter, state in optimizer.state.items():
+        layout = layouts.get(id(parameter))
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, FlatShard):
                 state[key] = value.held
+            elif type(value) is not Tensor or value.numel() == 1:  # such as "step"
+                continue
+            elif layout is not None and value.shape == layout.shape != (layout.count,):
+                state[key] = layout.own_range(value.to(parameter.device)).clone()
+            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                state[key] = part_of(value, parameter)
 
 
 Sharded = DTensor | FlatShard

@@ -114,8 +114,9 @@ TABLE: dict[str, Patch] = {
     "FSDP1 handles": Patch(
         "FlatParamHandle of a unit",
         "reshard pre_unshard prepare_gradient_for_backward prepare_gradient_for_optim _use_unsharded_views "
-        "_all_gather_flat_param _use_sharded_flat_param _use_unsharded_flat_param",
-        "as for FSDP2; a flat parameter's views are not left in modules while it is sharded",
+        "_all_gather_flat_param _use_sharded_flat_param _use_unsharded_flat_param _use_sharded_grad_views",
+        "as for FSDP2; a flat parameter's views are not left in modules while it is sharded; every rank has gradients "
+        "and optimizer states of all parameters",
         "the engine lives",
     ),
     "sharded modules": Patch(

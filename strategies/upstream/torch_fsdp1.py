@@ -90,6 +90,7 @@ ATTRIBUTES = {
     "_use_sharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
     "_use_sharded_views": (_HANDLE, "lets modules have parameters again where no backward did"),
     "_use_unsharded_flat_param": (_HANDLE, "what stands in for flat parameters between steps"),
+    "_use_sharded_grad_views": (_HANDLE, "every rank has a gradient of a parameter, or none has"),
     "_use_unsharded_views": (_HANDLE, "which parameters a backward reaches"),
     "_writeback_orig_params": (_HANDLE, "what users put in a parameter's place is saved"),
     "_HYBRID_SHARD_ZERO2": ("torch.distributed.fsdp.ShardingStrategy", "Accelerate's HYBRID_SHARD_ZERO2"),

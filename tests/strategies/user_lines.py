@@ -1,7 +1,8 @@
 """Single lines of users' code, each of which trains as under ddp, or is refused by name.
 
 The names in them: ``s`` the LightningModule, ``m`` a linear layer inside a unit, ``w`` its weight, ``ps`` all
-parameters, ``groups`` those of the optimizer's first group, ``see`` records a number that must be ddp's.
+parameters, ``o`` the optimizer, ``groups`` the parameters of its first group, ``see`` records a number that must be
+ddp's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
-from tests.strategies.user_patterns import MOVED, PATTERNS, TRANSFORMED, Entry, ManualPattern, Pattern, Refused
+from tests.strategies.user_patterns import (
+    FLAT_WEIGHTS,
+    MOVED,
+    NO_STATES,
+    PATTERNS,
+    TRANSFORMED,
+    Entry,
+    ManualPattern,
+    Pattern,
+    Refused,
+)
 
 IN_HOOKS = r"""
 torch.mul(w, 0.9, out=w)
@@ -362,12 +373,73 @@ see(s.model.blocks[1].up.weight.norm())
 """.strip().splitlines()
 """Run in the forward of the layer, before its own."""
 
+IN_STATES = r"""
+o.state[w]["momentum_buffer"].mul_(0.5)
+o.state[w]["momentum_buffer"].zero_()
+o.state[w]["momentum_buffer"] = torch.zeros_like(w)
+o.state[w]["momentum_buffer"] = torch.zeros(w.shape)
+o.state[w]["momentum_buffer"] = torch.full_like(w, 0.01)
+o.state[w]["momentum_buffer"] = torch.full(w.shape, 0.01)
+o.state[w]["momentum_buffer"] = o.state[w]["momentum_buffer"] * 0.5
+o.state[w]["momentum_buffer"] = None
+o.state[w]["momentum_buffer"][0] = 0
+o.state[w]["momentum_buffer"].view(-1)[2] = 1
+o.state[w]["momentum_buffer"].copy_(w)
+o.state[w]["momentum_buffer"].data[0, 1] = 0.5
+o.state[w]["momentum_buffer"].data = w.clone()
+o.state[w]["momentum_buffer"].detach().numpy()[0] = 0
+del o.state[w]
+o.state.pop(w, None)
+o.state[w].clear()
+o.state[w] = {}
+o.state[w] = {"momentum_buffer": w.clone()}
+o.state[w]["mine"] = 1; see(o.state[w]["mine"])
+see(o.state[w]["momentum_buffer"].norm())
+see(o.state[w]["momentum_buffer"][0].sum())
+see(o.state[w]["momentum_buffer"].shape[0])
+see(sum(v["momentum_buffer"].norm() for v in o.state.values()))
+see(w in o.state)
+see(torch.cat([o.state[q]["momentum_buffer"].flatten() for q in ps]).norm())
+[v["momentum_buffer"].mul_(0.5) for v in o.state.values()]
+[v["momentum_buffer"].clamp_(-0.01, 0.01) for v in o.state.values()]
+[v.__setitem__("momentum_buffer", v["momentum_buffer"] * 0.5) for v in o.state.values()]
+[o.state[q].update(momentum_buffer=torch.zeros_like(q)) for q in groups]
+torch._foreach_mul_([v["momentum_buffer"] for v in o.state.values()], 0.5)
+w.add_(o.state[w]["momentum_buffer"], alpha=0.1)
+w.copy_(o.state[w]["momentum_buffer"])
+w.data.sub_(o.state[w]["momentum_buffer"].sign(), alpha=0.01)
+w[o.state[w]["momentum_buffer"].abs() < 0.01] = 0
+o.state[w], o.state[s.model.blocks[1].up.weight] = o.state[s.model.blocks[1].up.weight], o.state[w]
+o.load_state_dict(o.state_dict())
+o.load_state_dict(copy.deepcopy(o.state_dict()))
+k = o.state_dict(); [v["momentum_buffer"].mul_(0.5) for v in k["state"].values()]; o.load_state_dict(k)
+k = o.state_dict()["state"]; k[0]["momentum_buffer"].zero_()
+see(sum(v["momentum_buffer"].norm() for v in o.state_dict()["state"].values()))
+o.param_groups[0]["lr"] *= 0.9
+o.param_groups[0]["momentum"] = 0.5
+o.param_groups[0].update(weight_decay=0.1)
+o.param_groups[0]["maximize"] = not o.param_groups[0]["maximize"]
+o.param_groups[0]["nesterov"] = True
+o.param_groups[0]["foreach"] = False
+[g.__setitem__("lr", 0.02) for g in o.param_groups]
+o.zero_grad(set_to_none=False)
+o.state[m.bias]["momentum_buffer"].zero_()
+o.state[s.model.head.bias]["momentum_buffer"].mul_(0.5)
+see(o.state[s.model.head.bias]["momentum_buffer"].sum())
+k = copy.deepcopy(o.state[w]); o.state[w].update(k)
+s.optimizers().state[w]["momentum_buffer"].mul_(0.5)
+see(o.state[w]["momentum_buffer"].mean()); w.grad = None
+o.state[w]["momentum_buffer"].add_(torch.randn(w.shape, generator=torch.Generator().manual_seed(3)))
+""".strip().splitlines()
+"""Run at the end of some batches, when the optimizer has stepped."""
+
 _ELSEWHERE = [line for line in IN_HOOKS if not line.startswith("s.k =")]
 """Those that `answers_to` knows in evaluations and in windows, each in one of both."""
 
 LINES = {
     "hooks": IN_HOOKS,
     "gradients": IN_GRADIENT_HOOKS,
+    "states": IN_STATES,
     "steps": IN_STEPS,
     "late": IN_LATE_STEPS,
     "late_validation": IN_LATE_STEPS,
@@ -405,6 +477,8 @@ def answers_to(line: str, where: str) -> dict[str, Refused]:
 
 
 def _answers(line: str, where: str) -> dict[str, Refused]:
+    if where == "states" and ("o.state" in line or "s.optimizers().state" in line):
+        return _answers_in_states(line)
     if where.endswith("forwards"):
         return _answers_in_forwards(line, where)
     if (
@@ -441,6 +515,13 @@ def _answers_in_forwards(line: str, where: str) -> dict[str, Refused]:
     return answers | {"fsdp1": _IN_FORWARD}
 
 
+def _answers_in_states(line: str) -> dict[str, Refused]:
+    if line.startswith("see(sum(") and "state_dict" not in line:
+        return dict.fromkeys(("zero2", "zero3"), FLAT_WEIGHTS)
+    is_of_all = "o.state.values()" in line or "in groups" in line  # element by element, flat or not
+    return {} if is_of_all else dict.fromkeys(("zero2", "zero3"), NO_STATES)
+
+
 def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
     """Run a compiled line of users' code with the names that this file has for it."""
     linear, optimizers = module.model.get_submodule(layer), module.optimizers()
@@ -449,6 +530,7 @@ def run_line(module: Any, code: Any, layer: str = "blocks.0.up") -> None:
         "m": linear,
         "w": linear.weight,
         "h": module.model.head.weight,
+        "o": module.trainer.optimizers[0],
         "ps": list(module.parameters()),
         "groups": (optimizers[0] if isinstance(optimizers, list) else optimizers).param_groups[0]["params"],
         "see": lambda value: module.see("", value),
@@ -469,7 +551,8 @@ def _pattern(line: str, where: str) -> type[Pattern]:
 
     class InHooks(Pattern):
         def on_train_batch_end(self, *_: Any) -> None:
-            run_line(self, code)
+            if where == "hooks" or self.global_step in (3, 5):
+                run_line(self, code)
 
     class InGradientHooks(Pattern):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -514,6 +597,7 @@ def _pattern(line: str, where: str) -> type[Pattern]:
     return {
         "hooks": InHooks,
         "gradients": InGradientHooks,
+        "states": InHooks,
         "steps": InSteps,
         "late": InLateSteps,
         "late_validation": InLateValidation,

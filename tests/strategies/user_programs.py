@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
-from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, answers_to, run_line
+from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, IN_STATES, answers_to, run_line
 from tests.strategies.user_patterns import PATTERNS, Entry, Net, Pattern
 
 _LOSSES = ("plain", "plain", "two forwards", "block twice", "penalty", "recomputed", "target")
@@ -53,6 +53,11 @@ _IN_BACKWARD = ("see(", "w.", "w[")
 _IN_OWN_BACKWARD = ("in_gradient_hook", "before_backward", "after_backward")
 """Where modules cannot be called."""
 _FOR_BUFFERS = tuple(each for each in _PLACES if each not in _IN_OWN_BACKWARD)
+_FOR_STATES = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step", "step_pre_hook"),
+    *("step_post_hook", "before_optimizer_step", "after_optimizer_step", "on_validation_epoch_end", "training_step"),
+)
+"""Where a program's line on the optimizer's states runs, in the last batches of an epoch: an optimizer has stepped."""
 _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 """Words of lines after which ``ddp`` computes some gradients with old values, as the guides say."""
 _ERRORS = (
@@ -91,8 +96,8 @@ class Program:
     fits: int
 
     @staticmethod
-    def drawn(seed: int) -> Program:
-        """Draw one."""
+    def drawn(seed: int, *, with_states: bool = False) -> Program:
+        """Draw one; ``with_states`` for an engine whose optimizers have states of single parameters in hooks."""
         draw = random.Random(seed)
         accumulate, is_manual = draw.choice((1, 1, 2, 3)), draw.random() < 0.25
         lines = tuple(_line(draw, accumulate) for _ in range(draw.choice((1, 2, 2, 3))))
@@ -102,7 +107,10 @@ class Program:
             is_manual, clips = True, False
         if model == "buffers":
             lines += (_Line(draw.choice(_FOR_BUFFERS), draw.choice(_ON_BUFFERS), "head", frozenset(range(4))),)
-        return Program(lines, accumulate, is_manual, clips, loss, model, draw.choice((1, 1, 1, 2)))
+        fits = draw.choice((1, 1, 1, 2))
+        if with_states and draw.random() < 0.4:
+            lines += (_Line(draw.choice(_FOR_STATES), draw.choice(IN_STATES), draw.choice(_LAYERS), frozenset((2, 3))),)
+        return Program(lines, accumulate, is_manual, clips, loss, model, fits)
 
 
 def _line(draw: random.Random, accumulate: int) -> _Line:
@@ -288,7 +296,7 @@ def problems_of_programs(engine: str, seeds: Iterable[int]) -> list[str]:
     """Train programs under an engine and under ddp on this rank; return those that differ, or that only ddp trains."""
     found = []
     for seed in seeds:
-        program = Program.drawn(seed)
+        program = Program.drawn(seed, with_states=engine.startswith("fsdp"))
         if engine.startswith("zero3") and program.loss == "penalty":
             program = replace(program, loss="two forwards")
         name = f"program {seed}, {program.loss}"

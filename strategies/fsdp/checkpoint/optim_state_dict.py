@@ -656,7 +656,7 @@ def _restore_unit(
     whole = not is_flat and not handle.uses_sharded_strategy
     for index, (name, info, layout) in enumerate(zip(names, _pieces(unit), layouts_of(unit), strict=True)):
         parameter = flat_param if is_flat else flat_param._params[index]
-        if name not in states or parameter not in group_of or not (is_flat or info.in_shard):
+        if name not in states or parameter not in group_of:
             continue
         own = {key: _own_part(value, name, layout, whole=whole) for key, value in states[name].items()}
         if not is_flat:
