@@ -296,10 +296,11 @@ def problems_of_programs(engine: str, seeds: Iterable[int]) -> list[str]:
     """Train programs under an engine and under ddp on this rank; return those that differ, or that only ddp trains."""
     found = []
     for seed in seeds:
-        program = Program.drawn(seed, with_states=engine.startswith("fsdp"))
+        with_states = engine.startswith("fsdp")
+        program = Program.drawn(seed, with_states=with_states)
         if engine.startswith("zero3") and program.loss == "penalty":
             program = replace(program, loss="two forwards")
-        name = f"program {seed}, {program.loss}"
+        name = f"program {seed}, {program.loss}{', states' if with_states else ''}"  # what ddp trains is kept by name
         PATTERNS[name] = Entry(_pattern(program), "lines", {}, core=False)
         found += [f"{one}\n{program}" for one in problems([name], engine) if not any(each in one for each in _ERRORS)]
     return found
