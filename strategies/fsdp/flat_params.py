@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ...checkpoint.names import clean_name
 from ..common.grads import hook_leaf
@@ -27,7 +27,7 @@ from ..upstream.torch_fsdp1 import (
     _reshard,
     _unshard,
 )
-from .sharded_model import GUARD, unwrap_root
+from .sharded_model import GUARD, hooked_in_loss, hooks_of, unwrap_root
 from .step import is_inside
 
 
@@ -572,6 +572,9 @@ def guard_shards(root: nn.Module) -> None:
         elif handle.uses_sharded_strategy:
             for name, parameter in zip(names, flat_param._params, strict=True):
                 _guard_original(name, parameter)
+        else:
+            for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params, strict=True):
+                _guard_hooked(hooked_in_loss(module, name), parameter)
 
 
 def _guard_original(name: str, parameter: Any) -> None:
@@ -581,6 +584,19 @@ def _guard_original(name: str, parameter: Any) -> None:
     def refuse(_: Tensor) -> None:
         if is_inside():  # with original parameters, a step's own graph goes through the flat one
             raise RuntimeError(_message(name))
+
+    hook_leaf(parameter, GUARD, refuse)
+
+
+def _guard_hooked(message: str, parameter: Any) -> None:
+    """Let a parameter that is not sharded refuse a step's gradients that come to it beside its unit's, if hooked."""
+    if hasattr(parameter, GUARD):
+        return
+    known = TensorWeakRef(parameter)
+
+    def refuse(_: Tensor) -> None:
+        if is_inside() and hooks_of(known()):
+            raise RuntimeError(message)
 
     hook_leaf(parameter, GUARD, refuse)
 

@@ -44,7 +44,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 """Engines whose two ranks see the same batches."""
 NOT_FOR_SEQUENCES = {
     *("SampleThenChange", "BankAndCounter", "BatchNormInEvaluation", "BatchNormWithValidation"),
-    *("CodesMovedInForward", "CodesReplacedInForward", "HooksOfForwards"),
+    *("CodesMovedInForward", "CodesReplacedInForward", "HooksOfForwards", "BuffersOfSecondFit"),
 }
 """Patterns whose samples have no sequence, that look at all of it at once, or that count calls: the trial has some."""
 _NOT_IN_PARTS = {"NumbersInHooksOfModules", "EditsBeforeForwardByHand"}
