@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two cores, several processes: t
 find_entry_points_once()
 _TEST_LIMIT_S = 300.0
 _MINUTES = float(os.environ.get("ACCELIGHT_MINUTES", "inf"))
-"""How long exhaustive tests may begin; the rest is skipped. Which files come first is another each day."""
+"""How long exhaustive tests may begin; the rest is skipped. Each day begins elsewhere: see `_rotate`."""
 _BEGAN_AT = float(os.environ.setdefault("ACCELIGHT_TESTS_BEGAN_AT", str(time.time())))  # workers inherit it
 _SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
 """Their names, a line each; ``python -m tools.slow_tests`` writes it."""
@@ -42,8 +42,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and this machine has none"))
     items.sort(key=lambda item: _uses_deepspeed(item.path))  # the others run while its ops are built
     if math.isfinite(_MINUTES):
-        day = int(_BEGAN_AT // 86400)
-        items.sort(key=lambda item: hashlib.md5(f"{day} {item.path.name}".encode()).digest())
+        _rotate(items, day=int(_BEGAN_AT // 86400))
+
+
+def _rotate(items: list[pytest.Item], day: int) -> None:
+    """Begin with another file each day, so that runs of two days cover what one of them has no minutes for.
+
+    The files keep their places on a ring, and each day moves the beginning on by the golden ratio of all exhaustive
+    tests: where a run reaches two thirds of them, two days in a row reach all; where it reaches half, three do.
+    """
+    items.sort(key=lambda item: hashlib.md5(item.path.name.encode()).digest())
+    limited = [item.path for item in items if item.get_closest_marker("exhaustive")]
+    if limited:
+        first = limited[int(len(limited) * (day * 0.618034 % 1))]
+        begin = next(index for index, item in enumerate(items) if item.path == first)
+        items[:] = items[begin:] + items[:begin]
 
 
 def _mark_exhaustive(items: list[pytest.Item], *, complete: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -171,9 +172,9 @@ def test_after_it():
 """
 
 
-def run_pytest(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={ROOT}"]
-    command += ["-ptests.conftest", "-pno:cacheprovider", str(folder)]
+    command += ["-ptests.conftest", "-pno:cacheprovider", *options, str(folder)]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
 
 
@@ -192,6 +193,18 @@ def test_the_rest_is_skipped_when_the_minutes_are_over(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, ACCELIGHT_MINUTES="0")
     assert "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "the 0 minutes of this run are over (ACCELIGHT_MINUTES)" in done.stdout
+
+
+def test_exhaustive_tests_of_two_days_begin_at_different_files(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"test_{number}.py").write_text(_OF_BOTH_KINDS)
+    orders = []
+    for day in (0, 1):
+        began_at = str(day * 86400)
+        done = run_pytest(tmp_path, "-v", ACCELIGHT_MINUTES="1", ACCELIGHT_TESTS_BEGAN_AT=began_at)
+        assert "10 passed, 10 skipped" in done.stdout, done.stdout + done.stderr
+        orders.append(list(dict.fromkeys(re.findall(r"test_\d\.py", done.stdout))))
+    assert orders[1] == orders[0][6:] + orders[0][:6]
 
 
 @pytest.mark.exhaustive
