@@ -571,31 +571,26 @@ def guard_shards(root: nn.Module) -> None:
             _guard_flat(handle, names)
         elif handle.uses_sharded_strategy:
             for name, parameter in zip(names, flat_param._params, strict=True):
-                _guard_original(name, parameter)
+                _refuse_gradients(parameter, _message(name))
         else:
             for (name, module, _), parameter in zip(flat_param._param_infos, flat_param._params, strict=True):
-                _guard_hooked(hooked_in_loss(module, name), parameter)
+                _refuse_gradients(parameter, hooked_in_loss(module, name), if_hooked=True)
 
 
-def _guard_original(name: str, parameter: Any) -> None:
-    if hasattr(parameter, GUARD):
-        return
+def _refuse_gradients(parameter: Any, message: str, *, if_hooked: bool = False) -> None:
+    """Let an original parameter refuse gradients of a step's graph, which goes through the flat parameter.
 
-    def refuse(_: Tensor) -> None:
-        if is_inside():  # with original parameters, a step's own graph goes through the flat one
-            raise RuntimeError(_message(name))
-
-    hook_leaf(parameter, GUARD, refuse)
-
-
-def _guard_hooked(message: str, parameter: Any) -> None:
-    """Let a parameter that is not sharded refuse a step's gradients that come to it beside its unit's, if hooked."""
+    Args:
+        parameter: Of a unit.
+        message: The error's.
+        if_hooked: Whether only a parameter with users' hooks refuses them.
+    """
     if hasattr(parameter, GUARD):
         return
     known = TensorWeakRef(parameter)
 
     def refuse(_: Tensor) -> None:
-        if is_inside() and hooks_of(known()):
+        if is_inside() and (not if_hooked or hooks_of(known())):
             raise RuntimeError(message)
 
     hook_leaf(parameter, GUARD, refuse)
