@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from .manifest import MANIFEST_NAME
+from .formats.base import AVERAGED_WEIGHTS
+from .manifest import GENERATION, MANIFEST_NAME
 from .writing.plan import RESULT_NAMES
 
 
@@ -87,9 +88,8 @@ class AtomicFolder:
     def _open(self, name: str) -> tuple[int, Path | None]:
         if self._shared:
             path = self.path_of(name)
-            path.unlink(
-                missing_ok=True
-            )  # not truncated: what is left of a killed run may still write into the old file
+            # Not truncated: what is left of a killed run may still write into the old file.
+            path.unlink(missing_ok=True)
             return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), path
         if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
             try:
@@ -342,7 +342,15 @@ _DEEPSPEED = (
     *map(re.compile, ("latest", "latest_universal", r"zero_to_\w+\.py")),
     *(re.compile(re.escape(name)) for name in RESULT_NAMES),
 )
-_IN_TAG = re.compile(r".*_states\.pt")
+_STATES = re.compile(r".*_states\.pt")
+_INSIDE = {
+    _TAG: (_STATES, re.compile("offloaded_tensors")),  # the latter is a folder, of what is on NVMe
+    **dict.fromkeys((_CONVERTED, f".{_CONVERTED}.unfinished"), (re.compile(r".*"),)),
+    AVERAGED_WEIGHTS: (*_DCP, _OURS),
+}
+"""The names inside the folders of a checkpoint of DeepSpeed's."""
+_IN_GENERATION = (*_DCP, _OURS, _STATES, re.compile(AVERAGED_WEIGHTS), re.compile(re.escape(RESULT_NAMES[0])))
+"""The names inside the folder of one save, which a download from an object store has."""
 
 
 def check_replaceable(path: Path, *, by_file: bool = False) -> None:
@@ -382,16 +390,21 @@ def is_checkpoint(folder: Path) -> bool:
 
 def files_of_others(folder: Path) -> list[str]:
     """Return the foreign files of a checkpoint's folder, as relative paths."""
-    patterns, foreign = _patterns(folder), []
+    patterns, inside = _patterns(folder), _INSIDE if _has_states(folder) else {}
+    foreign = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        is_folder = entry.is_dir(follow_symlinks=False)
-        if is_folder and entry.name == _TAG and _is_tag_folder(folder):
-            foreign += [f"{_TAG}/{name}" for name in sorted(os.listdir(entry.path)) if not _IN_TAG.fullmatch(name)]
-        elif is_folder and entry.name in (_CONVERTED, f".{_CONVERTED}.unfinished") and _is_tag_folder(folder):
-            continue
-        elif is_folder or not any(pattern.fullmatch(entry.name) for pattern in patterns):
-            foreign.append(entry.name)
+        name = entry.name
+        if not entry.is_dir(follow_symlinks=False):
+            foreign += [] if _matches(name, patterns) else [name]
+        elif own := _IN_GENERATION if patterns and GENERATION.fullmatch(name) else inside.get(name):
+            foreign += [f"{name}/{one}" for one in sorted(os.listdir(entry.path)) if not _matches(one, own)]
+        else:
+            foreign.append(name)
     return foreign
+
+
+def _matches(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def keep_files_of_others(old: Path, new: Path) -> None:
@@ -423,7 +436,7 @@ def remove_own(folder: Path) -> None:
             continue
         for inner in path.iterdir():
             if inner.name not in kept:
-                inner.unlink()
+                _remove(inner)
 
 
 def _patterns(folder: Path) -> tuple[re.Pattern[str], ...]:
@@ -433,14 +446,15 @@ def _patterns(folder: Path) -> tuple[re.Pattern[str], ...]:
         patterns += _DCP
     if any(_LOCAL[0].fullmatch(name) for name in os.listdir(folder)):
         patterns += _LOCAL
-    if _is_tag_folder(folder):
+    if _has_states(folder):
         patterns += _DEEPSPEED
     return (*patterns, _OURS) if patterns else ()
 
 
-def _is_tag_folder(folder: Path) -> bool:
-    tag = folder / _TAG
-    return tag.is_dir() and any(_IN_TAG.fullmatch(name) for name in os.listdir(tag))
+def _has_states(folder: Path) -> bool:
+    """Return whether one of DeepSpeed's tag folders is inside: ours, Lightning's, or a save's of an object store."""
+    tags = [name for name in os.listdir(folder) if name == _TAG or GENERATION.fullmatch(name)]
+    return any(_STATES.fullmatch(name) for tag in tags if (folder / tag).is_dir() for name in os.listdir(folder / tag))
 
 
 def _is_saved_file(path: Path) -> bool:

@@ -19,10 +19,25 @@ _STAGE_2 = [
     "model.safetensors",
     "checkpoint/mp_rank_00_model_states.pt",
     "checkpoint/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "checkpoint/offloaded_tensors/rank0/0.tensor.swp",
     "checkpoint_universal/zero/layer/fp32.pt",
     "latest_universal",
+    "averaged_weights/.metadata",
+    "averaged_weights/__0_0.distcp",
+    "averaged_weights/accelight.json",
 ]
-CHECKPOINTS = {"dcp": _DCP, "of two kinds": [*_DCP, *_LOCAL], "local": _LOCAL, "deepspeed": _STAGE_2}
+_SAVE = "0123456789abcdef" * 2  # a generation's name, in what was copied from an object store
+CHECKPOINTS = {
+    "dcp": _DCP,
+    "of two kinds": [*_DCP, *_LOCAL],
+    "local": _LOCAL,
+    "deepspeed": _STAGE_2,
+    "downloaded dcp": [".metadata", f"{_SAVE}/__0_0.distcp", f"{_SAVE}/meta.pt", f"{_SAVE}/accelight.json"],
+    "downloaded deepspeed": [
+        *("latest", f"{_SAVE}/mp_rank_00_model_states.pt", f"{_SAVE}/averaged_weights/.metadata"),
+        f"{_SAVE}/model.safetensors",
+    ],
+}
 FOREIGN = ["notes.txt", "plots/a.png", ".hidden", "data.pt"]
 
 
