@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .adapters import find_adapter, merged_tensors, select_adapter
-from .atomic_dir import AtomicFolder
-from .files import CheckpointError, MergeReport, human_bytes, translate_full_disk
+from .atomic_dir import AtomicFolder, remove_folder
+from .files import CheckpointError, MergeReport, human_bytes, translate_full_disk, write_exactly
 from .formats.base import DType, Source, SourceTensor, conversion_target
+from .formats.zero_files import remove_pointers
 from .locate import FoundCheckpoint, Weights, find_checkpoint
-from .manifest import MANIFEST_NAME
+from .manifest import GENERATION, MANIFEST_NAME, Manifest
 from .names import Selection, checked_prefix, patterns, select
 from .object_path import ObjectPath
 from .storage import ObjectFolder, is_remote, remove_checkpoint, source_path
@@ -308,7 +309,7 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
     started = time.monotonic()
     found = find_checkpoint(request.checkpoint_dir, request.weights)
     check_destination(found.folder, request.output_path, remove=request.remove)
-    source, selection, plan = plan_merge(
+    source, manifest, selection, plan = plan_merge(
         found,
         strip_prefix=request.strip_prefix,
         include=request.include,
@@ -322,14 +323,10 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         by_size=request.safe and _is_copied_in_store(found.folder, request.output_path),
     )
     check_conflicts(request.output_path, plan)
-    config = None if request.adapter is None else _adapter_config(found, request.adapter)
+    config = None if request.adapter is None else _adapter_config(manifest, request.adapter)
     _write(request, plan, progress, lambda on_bytes: source.check(set(selection.names.values()), on_bytes), config)
     if request.remove:
-        whole = find_checkpoint(request.checkpoint_dir)
-        if isinstance(whole.folder, ObjectPath):
-            remove_checkpoint(ObjectFolder(str(whole.folder)))
-        else:
-            whole.format.remove(whole.folder)
+        _remove(found.folder)
     names = [file.name for file in plan.files] + ([plan.index_name] if plan.index_name else [])
     if request.adapter is not None:
         names.append(ADAPTER_CONFIG)
@@ -343,6 +340,16 @@ def _merge(request: _Request, progress: Progress) -> MergeReport:
         skipped=dict(source.skipped) | {source.tensors[name].fqn: why for name, why in selection.skipped.items()},
         verified=request.verify,
     )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, with ``latest`` where it names the folder; what others have put into it stays."""
+    if isinstance(folder, ObjectPath):
+        is_named = folder.name_in_store and GENERATION.fullmatch(folder.name)  # by the object `latest` above it
+        remove_checkpoint(ObjectFolder.of(folder.parent if is_named else folder))
+    else:
+        remove_pointers(folder)
+        remove_folder(folder)
 
 
 def _num_bytes(folder: Path, names: Iterable[str]) -> int:
@@ -359,8 +366,8 @@ def _is_copied_in_store(source: Path, output: Path) -> bool:
     )
 
 
-def _adapter_config(found: FoundCheckpoint, adapter: str) -> bytes:
-    _, chosen = find_adapter(found.format.open(found.folder)[1], adapter)
+def _adapter_config(manifest: Manifest | None, adapter: str) -> bytes:
+    _, chosen = find_adapter(manifest, adapter)
     return json.dumps(dict(chosen.config), indent=2, sort_keys=True).encode()
 
 
@@ -377,8 +384,8 @@ def plan_merge(
     merge_adapter: str | None = None,
     is_raw: bool = True,
     by_size: bool = False,
-) -> tuple[Source, Selection, Plan]:
-    """Return a checkpoint's content, the selection, and the files that result."""
+) -> tuple[Source, Manifest | None, Selection, Plan]:
+    """Return a checkpoint's content and its manifest, the selection, and the files that result."""
     source, manifest = found.format.open(found.folder)
     names = list(source.tensors)
     computed: dict[str, Compute] = {}
@@ -406,7 +413,7 @@ def plan_merge(
         computed=computed,
         by_size=by_size,
     )
-    return source, selection, plan
+    return source, manifest, selection, plan
 
 
 def _locate(source: Source, selection: Selection) -> Mapping[str, SourceTensor]:
@@ -469,9 +476,9 @@ def _write_files(
         if request.verify:
             check(progress.add)
         if plan.index_name is not None:
-            os.write(folder.create(plan.index_name, None), plan.index)
+            write_exactly(folder.create(plan.index_name, None), memoryview(plan.index), 0)
         if config is not None:
-            os.write(folder.create(ADAPTER_CONFIG, None), config)
+            write_exactly(folder.create(ADAPTER_CONFIG, None), memoryview(config), 0)
         folder.commit(plan.index_name, stale_files(request.output_path, plan))
 
 
@@ -561,8 +568,9 @@ def load_state_dict(
     """
     from .writing.copy import load_tensors
 
-    source, selection, plan = plan_merge(
-        find_checkpoint(source_path(checkpoint_dir, storage_options), weights),
+    found = find_checkpoint(source_path(checkpoint_dir, storage_options), weights)
+    source, _, selection, plan = plan_merge(
+        found,
         strip_prefix=checked_prefix(strip_prefix),
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
@@ -570,9 +578,10 @@ def load_state_dict(
         max_shard_bytes=None,
         safe=False,
     )
-    source.check(set(selection.names.values()), lambda _: None)
-    found: dict[str, torch.Tensor] = {}
+    if not isinstance(found.folder, ObjectPath):  # behind a URL it would fetch all bytes twice, as in merges
+        source.check(set(selection.names.values()), lambda _: None)
+    tensors: dict[str, torch.Tensor] = {}
     for file in plan.files:
-        found.update(load_tensors(file))
-        found.update({alias: found[name] for alias, name in file.ties.items()})
-    return found
+        tensors.update(load_tensors(file))
+        tensors.update({alias: tensors[name] for alias, name in file.ties.items()})
+    return tensors

@@ -106,6 +106,8 @@ def select(
 
 def _checked_ties(manifest: Manifest | None, names: Mapping[str, str]) -> dict[str, str]:
     ties = {clean_name(alias): clean_name(fqn) for alias, fqn in manifest.ties.items()} if manifest else {}
+    left_out = set(map(clean_name, manifest.left_out)) if manifest else set()
+    ties = {alias: fqn for alias, fqn in ties.items() if fqn in names or fqn not in left_out}
     for alias, fqn in ties.items():
         if fqn not in names:
             raise CheckpointError(f"{MANIFEST_NAME} ties {alias!r} to {fqn!r}, which the checkpoint does not hold.")

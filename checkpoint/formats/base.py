@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -483,10 +482,6 @@ class Format(ABC):
         Raises:
             CheckpointError: As `open`, and if a file that the description names is missing or too short.
         """
-
-    def remove(self, folder: Path) -> None:
-        """Remove the checkpoint in ``folder``, and before it what would point at nothing without it."""
-        shutil.rmtree(folder)
 
     def named_inside(self, folder: Path) -> Path | None:
         """Return the folder of this format that a file in ``folder`` names; None where none does."""

@@ -30,15 +30,7 @@ from .base import (
 )
 from .safe_unpickler import Inert, type_name
 from .torch_save import DescribedTensor, OddTensor, PlacedTensor, check_written, open_archive, place, read_torch_file
-from .zero_files import (
-    LATEST_NAME,
-    ZeroFiles,
-    check_ranks,
-    has_zero_files,
-    latest_tag,
-    list_zero_files,
-    remove_pointers,
-)
+from .zero_files import LATEST_NAME, ZeroFiles, check_ranks, has_zero_files, latest_tag, list_zero_files
 
 
 class ZeROFormat(Format):
@@ -62,11 +54,6 @@ class ZeROFormat(Format):
         """Describe it from its states, and from ``accelight.json`` in or above the folder."""
         manifest = _manifest(folder)
         return describe_zero(read_zero(folder), manifest)
-
-    def remove(self, folder: Path) -> None:
-        """Remove it; ``latest`` goes with the folder that it names."""
-        remove_pointers(folder)
-        super().remove(folder)
 
     def named_inside(self, folder: Path) -> Path | None:
         """Return the tag folder that ``latest`` or ``latest_universal`` names."""

@@ -533,12 +533,12 @@ def convert_block(view: memoryview, source: DType, target: DType, what: str) -> 
 
     values = torch.frombuffer(view, dtype=getattr(torch, source.name))
     converted = values.to(getattr(torch, target.name))
-    if target.name == "float16" or source.name == "float64":
-        overflow = converted.isinf() & values.isfinite()
-        if overflow.any():
-            worst = values[overflow].abs().max().item()
+    if torch.finfo(converted.dtype).max < torch.finfo(values.dtype).max and (overflow := converted.isinf()).any():
+        large = values[overflow].double()
+        if (large := large[large.isfinite()]).numel():
             raise CheckpointError(
-                f"{what}: the value {worst:g} does not fit in {target.name}. Use bfloat16 or float32."
+                f"{what}: the value {large.abs().max().item():g} does not fit in {target.name}. Choose a dtype with a "
+                f"larger range, leave the tensor out (exclude), or keep {source.name}."
             )
     out = bytearray(converted.numel() * target.itemsize)
     if out:

@@ -355,7 +355,8 @@ def save(
         manifest = Manifest(
             "module", ties, digests={**digests, **files.digests()}, left_out=tuple(left_out), adapters=adapters
         )
-        files.finish(manifest, Manifest("model", ties, adapters=adapters) if averaged else None, weights)
+        of_averages = Manifest("model", ties, left_out=manifest.left_out, adapters=adapters) if averaged else None
+        files.finish(manifest, of_averages, weights)
 
     if window is not None and window.steps is not None and (counts := window.steps.state_dict()):
         trainer_state = {**trainer_state, _COUNTS: counts}
@@ -472,7 +473,7 @@ class StoredAverages:
             RuntimeError: On every rank, if the folder is damaged or has no averages of what trains now.
         """
         with raise_on_all_ranks(f"loading {self.path}"):
-            source, selection, plan = plan_merge(find_checkpoint(self.path), safe=False)
+            source, _, selection, plan = plan_merge(find_checkpoint(self.path), safe=False)
             if bytes_are_checked():
                 source.check(set(selection.names.values()), lambda _: None)
             missing = sorted(set(averages) - {tensor.name for file in plan.files for tensor in file.tensors})
@@ -589,7 +590,7 @@ def stored_weights(folder: Path, engine: Any) -> dict[str, Tensor]:
         skipped = {name for name, one in named if hasattr(one, "ds_id")}
     weights: dict[str, Tensor] = {}
     with raise_on_all_ranks(f"loading {folder}"):
-        source, selection, plan = plan_merge(find_checkpoint(folder), safe=False)
+        source, _, selection, plan = plan_merge(find_checkpoint(folder), safe=False)
         if dist.get_rank() == 0 and bytes_are_checked():
             source.check(set(selection.names.values()), lambda _: None)
         for file in plan.files:

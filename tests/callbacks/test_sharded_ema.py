@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accelight.callbacks import MergeShardedCheckpoint, ShardedEMA
 from accelight.checkpoint import CheckpointError, load_state_dict, merge_fsdp_weights
 from accelight.checkpoint.cli import main
+from accelight.checkpoint.locate import find_checkpoint
 from accelight.state import PartialState
 from accelight.state.upstream import flight_record
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
@@ -366,6 +367,11 @@ def test_averages_are_exported(kind: str, in_validation: bool, tmp_path: Path) -
     merge_fsdp_weights(path, tmp_path / "model")
     for folder, expected in (("ema", averages), ("model", trained)):
         torch.testing.assert_close(load_file(tmp_path / folder / "model.safetensors"), expected, rtol=0, atol=0)
+    merge_fsdp_weights(path, tmp_path / "ema", weights="ema", remove_checkpoint_dir=True)
+    with pytest.raises(CheckpointError, match="averages" if kind.startswith("zero") else "does not exist"):
+        find_checkpoint(path, "ema")
+    if kind.startswith("zero"):  # whose averages have a folder of their own
+        torch.testing.assert_close(load_state_dict(path), trained, rtol=0, atol=0)
 
 
 @pytest.mark.core("sharded_state_dict-True")

@@ -289,6 +289,13 @@ def test_remove_takes_the_merged_folder_alone(tmp_path: Path) -> None:
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
+def test_remove_leaves_what_others_have_put_into_the_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "merged").mkdir()
+    (folder / "merged/model.safetensors").write_text("an earlier result")
+    merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*")] == ["merged", "merged/model.safetensors"]
+
+
 @pytest.mark.parametrize("inside", ["", "merged", "a/b"])
 def test_remove_with_the_output_inside(folder: Path, inside: str) -> None:
     with pytest.raises(ValueError, match="would remove the output with it"):

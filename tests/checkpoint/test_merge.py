@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import math
 import os
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from accelight.checkpoint import CheckpointError, merge_fsdp_weights, write_manifest
+from accelight.checkpoint import CheckpointError, load_state_dict, merge_fsdp_weights, verify_merged, write_manifest
 from tests.checkpoint.saving import save
 
 # fmt: off
@@ -335,11 +336,38 @@ def test_dtype_converts_floating_point_alone(tmp_path: Path, dtype: Any, target:
         assert same(merged[name], value.to(getattr(torch, target)) if value.is_floating_point() else value), name
 
 
-def test_dtype_that_a_value_does_not_fit(tmp_path: Path) -> None:
-    save(tmp_path / "in", {"w": torch.tensor([1.0, -1e6])})
-    with pytest.raises(CheckpointError, match=r"Tensor 'w': the value 1e\+06 does not fit in float16"):
-        merge_fsdp_weights(tmp_path / "in", tmp_path / "out", dtype="fp16")
+@pytest.mark.parametrize(
+    ("source", "value", "dtype", "message"),
+    [
+        ("float32", -1e6, "fp16", r"the value 1e\+06 does not fit in float16"),
+        ("bfloat16", 1e6, "fp16", r"the value .* does not fit in float16"),
+        ("float32", torch.finfo(torch.float32).min, "bf16", r"the value 3\.40282e\+38 does not fit in bfloat16"),
+        ("float64", 1e300, "fp32", r"the value 1e\+300 does not fit in float32"),
+    ],
+)
+def test_dtype_that_a_value_does_not_fit(tmp_path: Path, source: str, value: float, dtype: str, message: str) -> None:
+    save(tmp_path / "in", {"w": torch.tensor([1.0, math.inf, value], dtype=getattr(torch, source))})
+    with pytest.raises(CheckpointError, match=rf"Tensor 'w': {message}"):
+        merge_fsdp_weights(tmp_path / "in", tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dtype", "target"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_infinities_and_8_bit_values_are_converted(tmp_path: Path, dtype: str, target: torch.dtype) -> None:
+    tensors = {"w": torch.tensor([1.0, math.inf, math.nan]), "f8": torch.tensor([448.0, 0.5]).to(torch.float8_e4m3fn)}
+    save(tmp_path / "in", tensors)
+    merge_fsdp_weights(tmp_path / "in", tmp_path / "out", dtype=dtype)
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert all(same(merged[name], value.to(target)) for name, value in tensors.items())
+
+
+def test_ties_of_what_was_left_out_are_left_out(tmp_path: Path) -> None:
+    save(tmp_path / "in", {"state_dict": {"net.a": torch.ones(2)}})
+    ties = {"net.head.w": "net.embed.w"}
+    write_manifest(tmp_path / "in", model_prefix="state_dict", ties=ties, left_out=["net.embed.w", "net.head.w"])
+    assert list(load_state_dict(tmp_path / "in")) == ["net.a"]
+    merge_fsdp_weights(tmp_path / "in", tmp_path / "out", verify=True)
+    assert verify_merged(tmp_path / "in", tmp_path / "out").is_equal
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", torch.int64, "", 3])

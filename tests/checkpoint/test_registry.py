@@ -58,10 +58,6 @@ class PartsFormat(Format):
     def why_unreadable(self, folder: Path) -> str | None:
         return "has the first part missing." if (folder / "1.part").is_file() else None
 
-    def remove(self, folder: Path) -> None:
-        (folder.parent / "newest").unlink(missing_ok=True)
-        super().remove(folder)
-
     def _tensor(self, folder: Path) -> SourceTensor:
         pieces, start = [], 0
         for path in sorted(folder.glob("*.part")):
@@ -112,8 +108,7 @@ def test_a_new_format_is_described(folder: Path, capfd: pytest.CaptureFixture[st
     assert "kind         parts" in capfd.readouterr().out
 
 
-def test_a_new_format_is_removed_in_its_own_way(folder: Path, tmp_path: Path) -> None:
-    (folder.parent / "newest").write_text("in")
+def test_a_new_format_is_removed(folder: Path, tmp_path: Path) -> None:
     merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
     assert list(folder.parent.iterdir()) == []
 
