@@ -45,7 +45,9 @@ def find_adapter(manifest: Manifest | None, adapter: str) -> tuple[str, Adapter]
             "The checkpoint describes no adapters of PEFT. accelight's strategies do so when they save a module with a "
             "PeftModel in a sharded checkpoint."
         )
-    if (adapter or len(known) > 1) and adapter not in known:
+    if not adapter and len(known) > 1:
+        raise CheckpointError(f"The checkpoint has several adapters: {sorted(known)}. Name one of them.")
+    if adapter and adapter not in known:
         raise CheckpointError(f"There is no adapter {adapter!r}; the checkpoint has {sorted(known)}. Name one of them.")
     name = adapter or next(iter(known))
     return name.rpartition(".")[2], known[name]

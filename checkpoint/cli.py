@@ -43,14 +43,14 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # whoever reads has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it exits
         return 128 + signal.SIGPIPE
-    except (CheckpointError, OSError, ModuleNotFoundError, UnicodeError) as error:
+    except (CheckpointError, OSError, ImportError, UnicodeError) as error:
         return _fail(error, EXIT_BAD_CHECKPOINT)
     except (ValueError, TypeError) as error:
         return _fail(error, EXIT_USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind", 128 + signal.SIGINT)
+        return _fail("interrupted", 128 + signal.SIGINT)
     except _TerminatedError:
-        return _fail("terminated; nothing was left behind", 128 + signal.SIGTERM)
+        return _fail("terminated", 128 + signal.SIGTERM)
     return status
 
 

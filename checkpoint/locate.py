@@ -75,14 +75,11 @@ def find_checkpoint(checkpoint_dir: str | os.PathLike[str], weights: Weights = "
 def _find(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
     folder = source_path(checkpoint_dir)
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        what = "is a file" if folder.exists() else "does not exist"
         hint = _hint_at_merged(folder.parent, folder.name)
-        raise CheckpointError(f"{folder} {found}, expected a folder with a .metadata file.{hint}")
-    if (detected := detect(folder)) is not None:
-        return FoundCheckpoint(folder, detected)
-    for one in FORMATS:
-        if (named := one.named_inside(folder)) is not None:
-            return FoundCheckpoint(named, one)
+        raise CheckpointError(f"{folder} {what}, expected a folder with a .metadata file.{hint}")
+    if (found := _in(folder)) is not None:
+        return found
     inside = _checkpoints_inside(folder)
     models = [one for one in inside if not is_optimizer_key(one.folder.name)]
     if len(models) == 1:
@@ -94,6 +91,14 @@ def _find(checkpoint_dir: str | os.PathLike[str]) -> FoundCheckpoint:
         names = ", ".join(one.folder.name for one in inside)
         raise CheckpointError(f"{folder} holds only optimizer state ({names}). To merge it, pass its folder.")
     raise CheckpointError(_why_none(folder))
+
+
+def _in(folder: Path) -> FoundCheckpoint | None:
+    """Return the checkpoint that a folder is, by its own files; None where it is none."""
+    if (detected := detect(folder)) is not None:
+        return FoundCheckpoint(folder, detected)
+    named = ((one.named_inside(folder), one) for one in FORMATS)
+    return next((FoundCheckpoint(path, one) for path, one in named if path is not None), None)
 
 
 def _checkpoints_inside(folder: Path) -> list[FoundCheckpoint]:
@@ -174,7 +179,7 @@ class NewestCheckpoint:
     """None where the folder has none, or is not there."""
     global_step: int | None = None
     passed_over: dict[str, str] = field(default_factory=dict)
-    """Name of what looks like a checkpoint and cannot be gone on from, with the reason."""
+    """Name of what looks like a checkpoint and cannot be resumed from, with the reason."""
 
 
 def find_newest(folder: str | os.PathLike[str]) -> NewestCheckpoint:
@@ -183,7 +188,7 @@ def find_newest(folder: str | os.PathLike[str]) -> NewestCheckpoint:
     Looked at are folders, and files called ``*.ckpt``; not what begins with a dot, as unfinished saves do. A checkpoint
     is whole if its description can be read and all files that this names are as long as it says; the tensors' bytes are
     not read. It must hold optimizer state. Of two with the same step, the one of the later epoch or, if that is the
-    same, of the later modification counts.
+    same, of the later modification (in an object store, of the later name) counts.
 
     Args:
         folder: Such as ``ModelCheckpoint(dirpath)``.
@@ -212,7 +217,9 @@ def _progress(path: Path) -> tuple[int, int]:
         CheckpointError: If the checkpoint is not whole, or not one to continue from.
     """
     if path.is_dir():
-        info = inspect_checkpoint(path)
+        if (found := _in(path)) is None:
+            raise CheckpointError(_why_none(path))
+        info = found.format.describe(found.folder)
         has_optimizer, step, epoch = info.has_optimizer, info.global_step, info.epoch
     else:
         content = read_torch_file(path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
+import logging
 import os
 import re
 import time
@@ -44,6 +45,7 @@ _READ_THREADS = 6
 """The number of threads that read parts of one object."""
 _DEFINITE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(?:://|::)")
+_LOCAL = re.compile(r"(file|local)://", re.IGNORECASE)
 _PASSWORD = re.compile(r"://[^/@:]*:[^/@]*@")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@]*@")
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss")
@@ -95,7 +97,9 @@ def source_path(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     """Return the place to read a checkpoint from: a path, or objects behind a URL in the place of one."""
     if isinstance(path, ObjectPath):
         return path
-    return ObjectPath(ObjectFolder(str(path), storage_options)) if is_remote(path) else Path(path)
+    if is_remote(path):
+        return ObjectPath(ObjectFolder(str(path), storage_options))
+    return Path(_LOCAL.sub("", str(path)))
 
 
 _TURNS: WeakKeyDictionary[Any, AbstractContextManager[Any]] = WeakKeyDictionary()
@@ -384,19 +388,34 @@ class ObjectFolder:
                 self._fs.rm(self._path(name), recursive=True)
 
     def remove_uploads(self, is_left: Callable[[str], bool]) -> None:
-        """Abort uploads in parts that killed processes have left under this URL (S3).
+        """Abort uploads in parts under this URL (S3), which killed processes have left; others, too, if there are any.
 
         Args:
             is_left: Returns whether the object of a name is to be given up.
         """
-        if not (hasattr(self._fs, "list_multipart_uploads") and hasattr(self._fs, "abort_mpu")):
+        if not self.takes_parts:
             return
-        bucket, _, prefix = f"{self._root}/".partition("/")
-        for upload in self._repeated(lambda: self._fs.list_multipart_uploads(bucket), "listing uploads of", "") or ():
+        bucket, key, _ = self._fs.split_path(self._root)
+        prefix = f"{key}/" if key else ""
+        try:
+            uploads = self._repeated(lambda: list(self._uploads(bucket, prefix)), "listing uploads of", "")
+        except PermissionError as error:  # not needed for anything else
+            logging.getLogger(__name__).debug("Uploads of killed processes stay under %s: %s", self.url, error)
+            return
+        for upload in uploads:
             key = upload["Key"]
-            if key.startswith(prefix) and is_left(key.removeprefix(prefix)):
+            if is_left(key.removeprefix(prefix)):
                 with suppress(Exception):
-                    self._fs.abort_mpu(bucket, key, upload["UploadId"])
+                    self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload["UploadId"])
+
+    def _uploads(self, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
+        after: dict[str, str] = {}
+        while True:
+            page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **after)
+            yield from page.get("Uploads", ())
+            if not page.get("IsTruncated"):
+                return
+            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _repeated(self, request: Callable[[], _T], doing: str, name: str) -> _T:
         deadline, pause = time.monotonic() + _LIMIT_S, _FIRST_PAUSE_S

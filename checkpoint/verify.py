@@ -36,7 +36,7 @@ from .formats.torch_save import read_state_dict_file
 from .locate import Weights, find_checkpoint
 from .merge import Progress, ProgressCallback
 from .names import Selection, checked_prefix, patterns, select
-from .storage import source_path
+from .storage import is_remote, source_path
 from .writing.copy import OnBytes, blocks_of, first_difference
 from .writing.plan import RESULT_NAMES, PlannedTensor
 
@@ -120,7 +120,7 @@ def verify_merged(
     found = find_checkpoint(source_path(checkpoint_dir, storage_options), weights)
     source, manifest = found.format.open(found.folder)
     selection = select(list(source.tensors), manifest, strip_prefix=prefix, include=included, exclude=excluded)
-    files, differences = read_result(source_path(output_path, storage_options))
+    files, differences = read_result(_result_place(output_path, storage_options))
     expected = _expected(selection, files)
     located = source.locate(set(expected.values()))
     comparison = _Comparison({name: located[one] for name, one in expected.items()}, target or source.dtype, shown.add)
@@ -135,6 +135,14 @@ def verify_merged(
     differences = _missing(selection, expected, files) | differences
     names = {name for file in files for name in file.tensors} | set(expected) | set(differences)
     return VerifyReport(len(names), comparison.num_bytes, time.monotonic() - started, differences)
+
+
+def _result_place(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Path:
+    """Return the place of a result, in its folder: an index names files that are beside it."""
+    folder, slash, name = str(path).rpartition("/")
+    if slash and is_remote(path) and name.endswith(".index.json"):
+        return source_path(folder, storage_options) / name
+    return source_path(path, storage_options)
 
 
 def _expected(selection: Selection, files: list[TensorFile]) -> dict[str, str]:

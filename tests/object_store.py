@@ -62,6 +62,8 @@ class Store:
     is_down: bool = False
     forbidden: str = ""
     """Requests to write objects whose paths have these words are refused."""
+    hides_uploads: bool = False
+    """Whether requests to list uploads in parts are refused, as policies do that do not name this right."""
     latency_s: float = 0.0
     """Before each answer."""
     bytes_per_s: float = 0.0
@@ -94,7 +96,7 @@ class Store:
             yield
         finally:
             self.failing, self.stalling, self.is_down, self.forbidden, self.latency_s = 0.0, 0.0, False, "", 0.0
-            self.losing, self._lost = "", set()
+            self.losing, self._lost, self.hides_uploads = "", set(), False
             os.environ.clear()
             os.environ.update(before)
 
@@ -139,6 +141,8 @@ class Store:
         if self.losing and self.losing in f"{method} {query}" and path in self._lost:
             return "gone"
         if self.forbidden and self.forbidden in path and method in ("PUT", "POST"):
+            return "refusal"
+        if self.hides_uploads and method == "GET" and "uploads" in query.split("&"):
             return "refusal"
         if self._random.random() < self.stalling:
             return "stall"

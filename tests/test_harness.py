@@ -195,6 +195,7 @@ def test_the_rest_is_skipped_when_the_minutes_are_over(tmp_path: Path) -> None:
     assert "the 0 minutes of this run are over (ACCELIGHT_MINUTES)" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_exhaustive_tests_of_two_days_begin_at_different_files(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"test_{number}.py").write_text(_OF_BOTH_KINDS)

@@ -147,6 +147,11 @@ def test_usage_that_the_merge_finds_is_status_2(folder: Path, tmp_path: Path, op
     assert main(["merge-weights", str(folder), str(tmp_path / "out"), *options]) == 2
 
 
+def test_a_stores_missing_package_is_status_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "oss://bucket/saved.ckpt"]) == 1
+    assert "Install ossfs" in capfd.readouterr().err
+
+
 def test_an_output_inside_what_is_removed_is_status_2(folder: Path) -> None:
     assert main(["merge-weights", str(folder), str(folder / "out"), "--remove-checkpoint-dir"]) == 2
 
@@ -178,7 +183,7 @@ def test_a_terminated_merge_leaves_nothing(folder: Path, tmp_path: Path, way: st
     command = [sys.executable, "-c", TERMINATED, "merge-weights", str(folder), str(tmp_path / "out"), way]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (143, "")
-    assert ended.stderr == "accelight: error: terminated; nothing was left behind\n"
+    assert ended.stderr == "accelight: error: terminated\n"
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -190,6 +190,30 @@ def test_a_checkpoint_is_compared_and_removed(store: Store, saved: Path) -> None
     _assert_equal(_merged(store, "merged"), _weights(16 * 1024))
 
 
+def test_a_checkpoint_is_removed_with_the_options_that_it_was_read_with(
+    store: Store, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.files().put(f"{saved}/", f"{BUCKET}/saved.ckpt/", recursive=True)
+    given = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"], "key": "key-of-the-tests", "secret": "secret-of-the-tests"}
+    for name in store.environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    merge_fsdp_weights(f"{URL}/saved.ckpt", f"{URL}/merged", remove_checkpoint_dir=True, storage_options=given)
+    monkeypatch.undo()
+    assert store.names("") == ["merged/model.safetensors"]
+
+
+def test_an_index_by_its_url_is_compared(store: Store, saved: Path) -> None:
+    merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="17MB")
+    assert verify_merged(saved, f"{URL}/merged/model.safetensors.index.json").is_equal
+
+
+def test_uploads_that_may_not_be_listed_stay(store: Store, saved: Path) -> None:
+    store.hides_uploads = True
+    merge_fsdp_weights(saved, f"{URL}/merged")
+    _assert_equal(_merged(store, "merged"), _weights(16 * 1024))
+
+
 def test_requests_that_fail_are_repeated(store: Store, saved: Path) -> None:
     store.failing = 0.1
     merge_fsdp_weights(saved, f"{URL}/merged", max_shard_size="17MB", verify=True)

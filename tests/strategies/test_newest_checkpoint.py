@@ -81,6 +81,14 @@ def test_weights_alone_are_passed_over(tmp_path: Path) -> None:
     assert len(found.passed_over) == 3
 
 
+def test_checkpoints_in_folders_of_the_folder_do_not_count(tmp_path: Path) -> None:
+    folder = _saved("fsdp2", tmp_path / "saved", 2)
+    _saved("fsdp2", folder / "best", 3)
+    found = find_newest(f"file://{folder}")
+    assert (found.path, found.global_step) == (folder / "step=2.ckpt", 2)
+    assert "best" in found.passed_over
+
+
 def test_a_first_start_has_none(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     assert newest_checkpoint(tmp_path / "not there") is None

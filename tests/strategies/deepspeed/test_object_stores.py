@@ -122,9 +122,11 @@ def test_a_checkpoint_is_resumed_from_a_store(
     assert inspected.has_optimizer
     assert inspected.global_step == BATCHES
     assert inspected.has_digests
+    torch.testing.assert_close({name: one for name, one in load_state_dict(url).items() if name in weights}, weights)
     merge_fsdp_weights(url, f"{URL}/merged")
     assert verify_merged(url, f"{URL}/merged").is_equal
-    torch.testing.assert_close({name: one for name, one in load_state_dict(url).items() if name in weights}, weights)
+    merge_fsdp_weights(url, f"{URL}/merged", remove_checkpoint_dir=True)
+    assert store.names("run/") == []
 
 
 def test_a_download_is_resumed(store: Store, expected: dict[str, Tensor], tmp_path: Path) -> None:
