@@ -431,8 +431,9 @@ class BufferSync:
             self._seen = [(buffer, version_of(buffer)) for buffer in self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
-        found = [buffer for holder in self._holders for buffer in holder.values() if buffer is not None]
-        return list({id(buffer): buffer for buffer in found}.values())
+        """Return the buffers, each once; those that are DTensors are alike on all ranks, by their placements."""
+        found = (buffer for holder in self._holders for buffer in holder.values())
+        return list({id(one): one for one in found if one is not None and not isinstance(one, DTensor)}.values())
 
     def _have_changed(self) -> bool:
         buffers = self._buffers()

@@ -24,6 +24,8 @@ MANIFEST = "accelight.json"
 def _strategy(kind: str, **more: Any) -> Any:
     if kind.startswith("zero"):
         return AccelDeepSpeedStrategy(zero_stage=int(kind[-1]), **more)
+    if kind == "local":
+        return AccelFSDPStrategy(fsdp_version=1, state_dict_type="local_state_dict", **more)
     return AccelFSDPStrategy(fsdp_version=int(kind[-1]), **{"state_dict_type": "sharded_state_dict", **more})
 
 
@@ -105,6 +107,12 @@ def _save_in_background(kind: str, folder: Path) -> None:
     trainer = quiet_trainer(_strategy(kind, async_save=True), 2, max_epochs=1)
     trainer.fit(Saves(Case(), Outcome()), rank_loader(2))
     trainer.save_checkpoint(folder / "shared")
+
+
+def test_local_folders_of_saves_in_the_background(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_in_background, "local", tmp_path)
+    found = [sorted(path.name for path in (tmp_path / f"own-{rank}").glob("rank_*")) for rank in range(2)]
+    assert found == [["rank_00000_of_00002.pt"], ["rank_00001_of_00002.pt"]]
 
 
 @pytest.mark.parametrize("kind", ["zero3", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])

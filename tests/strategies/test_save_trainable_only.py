@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from accelight.callbacks import ShardedEMA
-from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights
+from accelight.checkpoint import inspect_checkpoint, load_state_dict, merge_fsdp_weights
 from accelight.state import PartialState
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, full_state_dict, load_from_checkpoint
 from accelight.strategies.common.broadcast import describe
@@ -168,15 +168,17 @@ def test_another_base_is_an_error_on_all_ranks(kind: str, tmp_path: Path) -> Non
 
 
 class Wide(Module):
-    """Whose frozen part is most of it."""
+    """Whose frozen part, which has two names, is most of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = torch.nn.Linear(512, 512, bias=False).requires_grad_(False)
+        self.twin = torch.nn.Linear(512, 512, bias=False)
+        self.twin.weight = self.base.weight
         self.adapter = torch.nn.Linear(512, 128, bias=False)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        return super().training_step(batch) + self.adapter(self.base(torch.ones(1, 512))).square().mean()
+        return super().training_step(batch) + self.adapter(self.twin(self.base(torch.ones(1, 512)))).square().mean()
 
 
 def save_wide(kind: str, path: str, form: str) -> None:
@@ -195,6 +197,8 @@ def test_what_is_frozen_takes_no_room(kind: str, form: str, tmp_path: Path) -> N
     trained = sum(one.numel() * 4 for one in Wide().parameters() if one.requires_grad)
     assert num_bytes(path) <= 1.1 * trained
     assert num_bytes(Path(f"{path}.safetensors")) <= 1.1 * trained
+    if form == "sharded_state_dict":
+        assert set(load_state_dict(path)) == set(load_file(f"{path}.safetensors"))
 
 
 class ChangeFrozen(Callback):

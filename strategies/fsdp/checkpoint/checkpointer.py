@@ -205,7 +205,7 @@ class Checkpointer(AsyncCheckpointer):
         with with_own_weights(self._strategy.averages):
             state = state_dict.model_state(self._state_dict_module(), full, self._strategy.root_device)
             self._left_out = self._find_left_out()
-        for name in self._names_left_out():
+        for name in self._names_left_out(self._left_out):
             state.pop(name, None)
         return state
 
@@ -220,9 +220,9 @@ class Checkpointer(AsyncCheckpointer):
     def _frozen_and_trained(self) -> dict[str, tuple[Tensor, bool]]:
         return with_constants(self._strategy.parameter_shards(), self._state_dict_module())
 
-    def _names_left_out(self) -> list[str]:
-        ties = self._strategy.sharded.ties
-        return [*self._left_out, *(alias for alias, name in ties.items() if name in self._left_out)]
+    def _names_left_out(self, found: Collection[str]) -> list[str]:
+        """Return what `_find_left_out` has found, with its aliases."""
+        return [*found, *(alias for alias, name in self._strategy.sharded.ties.items() if name in found)]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state as ``state_dict_type`` has it; all processes must call it."""
@@ -316,12 +316,12 @@ class Checkpointer(AsyncCheckpointer):
         metadata = serialised_on_rank_zero(checkpoint, f"saving {path}")
         if self._local:
             local = stage({**local_state(weights, optimizer_states), AVERAGED_WEIGHTS: averages})
-            return partial(save_local, Path(folder), local, metadata)
+            return partial(save_local, folder_named(folder), local, metadata)
         key, sharded = self._strategy.engine.model_key, self._strategy.sharded
         state = state_dict.sharded_state(key, weights, optimizer_states)
         if averages:
             state[AVERAGED_WEIGHTS] = averages
-        left_out = tuple(self._names_left_out())
+        left_out = tuple(self._names_left_out(self._left_out))
         adapters, saves = self._strategy.adapters, self.saves
         manifest = Manifest(key, sharded.ties, sharded.module_attribute, left_out=left_out, adapters=adapters)
         if saves is not None and isinstance(saves.process, SavingProcess) and stage == saves.stage:
@@ -345,16 +345,20 @@ class Checkpointer(AsyncCheckpointer):
         store_barrier("strategy.save_safetensors")
         module, path = self._state_dict_module(), self._strategy.broadcast(path)
         weights = state_dict.model_state(module, None, self._strategy.root_device)
-        for name in self._find_left_out():
+        left_out = self._names_left_out(self._find_left_out())
+        for name in left_out:
             weights.pop(name, None)
+        key, sharded = self._strategy.engine.model_key, self._strategy.sharded
+        manifest = Manifest(key, sharded.ties, sharded.module_attribute, left_out=tuple(left_out))
         if is_remote(path):
-            return self._upload_safetensors(path, weights, **options)
-        return save_safetensors(local_path(path, "weights"), weights, module, self._strategy.sharded, **options)
+            return self._upload_safetensors(path, weights, manifest, **options)
+        return save_safetensors(local_path(path, "weights"), weights, module, manifest, **options)
 
     def _upload_safetensors(
         self,
         url: str,
         weights: dict[str, Any],
+        manifest: Manifest,
         *,
         max_shard_size: str | int | None,
         dtype: str | torch.dtype | None,
@@ -370,14 +374,9 @@ class Checkpointer(AsyncCheckpointer):
         conversion_target(dtype)
         if max_shard_size is not None:
             parse_size(max_shard_size)
-        key, sharded, shards = (
-            self._strategy.engine.model_key,
-            self._strategy.sharded,
-            f"{url.rstrip('/')}/.unmerged.ckpt",
-        )
-        manifest = Manifest(key, sharded.ties, sharded.module_attribute)
+        shards = f"{url.rstrip('/')}/.unmerged.ckpt"
         metadata = serialised_on_rank_zero({}, f"saving {without_credentials(url)}")
-        state = state_dict.sharded_state(key, weights, [])
+        state = state_dict.sharded_state(manifest.model_prefix, weights, [])
         save_sharded(NewGeneration(shards), state, metadata, manifest, SavePlanCache())
         try:
             return merge_fsdp_weights(
@@ -490,11 +489,13 @@ def local_model_state(sharded: ShardedModel) -> dict[str, Any]:
     return {**state, **extra_states(sharded.root)}
 
 
-def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None) -> None:
+def save_local(
+    folder: NewFolder | NewGeneration, state: dict[str, Any], metadata: bytes, group: dist.ProcessGroup | None = None
+) -> None:
     """Write one folder with a file of each rank; it has its name only when it is complete.
 
     Args:
-        path: The folder; a checkpoint that is there already is replaced, last of all.
+        folder: New; a checkpoint that has its name already is replaced, last of all.
         state: Result of `local_state`.
         metadata: The file for everything else, written by rank 0.
         group: Through which the ranks agree; the default group by default.
@@ -502,10 +503,9 @@ def save_local(path: Path, state: dict[str, Any], metadata: bytes, group: dist.P
     Raises:
         RuntimeError: On every rank, if any rank failed; it names the rank.
     """
-    folder = folder_named(path)
-    assert isinstance(folder, NewFolder)
+    assert isinstance(folder, NewFolder)  # behind a URL are no checkpoints of this kind
     finish = partial(folder.finish, partial(write_metadata, metadata=metadata))
-    with new_folder(folder, finish, group), raise_on_all_ranks(f"saving {path}", group):
+    with new_folder(folder, finish, group), raise_on_all_ranks(f"saving {folder.path}", group):
         save_torch(state, folder.unfinished / _file_of(dist.get_rank(), dist.get_world_size()))
 
 

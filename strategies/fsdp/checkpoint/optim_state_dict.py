@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.optim import Optimizer
 
 from ....checkpoint.names import clean_name
@@ -161,7 +162,8 @@ def restore_optimizer(
             place = 0 if size is None else layout.template(parameter, name, size, metadata.properties.dtype)
             template["state"].setdefault(name, {})[key] = place
     fill(template)
-    _restore(layout, optimizer, template["state"], template["param_groups"], num_steps)
+    groups = template["param_groups"]
+    _restore(layout, optimizer, template["state"], groups, num_steps, has_states=bool(keys))
 
 
 def _keys_by_name(stored: Collection[str]) -> dict[str, list[str]]:
@@ -175,12 +177,14 @@ def _keys_by_name(stored: Collection[str]) -> dict[str, list[str]]:
     return found
 
 
-def _group_templates(stored: Collection[str]) -> list[dict[str, Any]]:
+def _group_templates(stored: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
-    for name in stored:
+    for name, metadata in stored.items():
         if name.startswith("param_groups."):
             _, index, key = name.split(".", 2)
-            groups.setdefault(int(index), {})[key] = 0
+            size = getattr(metadata, "size", None)  # of a tensor, such as a learning rate; else bytes
+            place = 0 if size is None else torch.zeros(size, dtype=metadata.properties.dtype)
+            groups.setdefault(int(index), {})[key] = place
     return [groups[index] for index in sorted(groups)]
 
 
@@ -208,13 +212,15 @@ def restore_full_optimizer(
     names = _stored_names(state, layout, module, optimizer, order)
     states = {names[key]: dict(value) for key, value in state["state"].items()}
     groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
-    _restore(layout, optimizer, states, groups, num_steps)
+    _restore(layout, optimizer, states, groups, num_steps, has_states=bool(states))
 
 
 def _stored_names(
     state: Mapping[str, Any], layout: Layout, module: nn.Module, optimizer: Optimizer, order: Mapping[str, int]
 ) -> dict[Any, str]:
     """Return a parameter's name for each number, by ``param_names`` or else as the plain optimizer numbers them.
+
+    The names may be those in a part of the module, over which the optimizer was built: then the numbers count.
 
     Raises:
         ValueError: If the checkpoint numbers another number of parameters than the optimizer has.
@@ -223,9 +229,8 @@ def _stored_names(
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         return {number: number for number in numbers}
-    if all("param_names" in group for group in groups):
-        names = [name for group in groups for name in group["param_names"]]
-    else:
+    names = [name for group in groups for name in group.get("param_names", ())]
+    if {name for _, name in _named_parameters(layout, optimizer)}.isdisjoint(names):
         names = list(chain.from_iterable(_plain_names(layout, module, optimizer, order)))
     if len(names) != len(numbers):
         raise ValueError(
@@ -247,9 +252,11 @@ def _restore(
     states: dict[str, dict[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     num_steps: int | None,
+    *,
+    has_states: bool,
 ) -> None:
     named = {name: parameter for parameter, name in _named_parameters(layout, optimizer)}
-    _complete(optimizer, named, states, num_steps)
+    _complete(optimizer, named, states, num_steps, has_states=has_states)
     layout.restore(optimizer, states)
     group_of = {name: group for group in groups for name in group["params"]}
     for group in optimizer.param_groups:
@@ -265,17 +272,28 @@ def _complete(
     parameters: Mapping[str, nn.Parameter],
     states: dict[str, dict[str, Any]],
     num_steps: int | None,
+    *,
+    has_states: bool,
 ) -> None:
     """Fill in missing steps, and log what is missing else.
+
+    Args:
+        optimizer: Over the parameters.
+        parameters: By name.
+        states: Of the parameters that have any.
+        num_steps: See `restore_optimizer`.
+        has_states: Whether the checkpoint has any states, of these parameters or of others.
 
     Raises:
         ValueError: If a part of a parameter's state other than the step is missing.
     """
-    keys = {ndim: _state_keys(optimizer, ndim) for ndim in {one.ndim for one in parameters.values()}}
+    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    keys_of = cache(partial(_state_keys, optimizer))
+    expected = {name: keys_of(group_of[id(one)], one.ndim) for name, one in parameters.items()}
     anew = [name for name in parameters if not states.get(name)]
     without_step = []
-    for name, parameter in parameters.items():
-        missing = sorted(keys[parameter.ndim] - set(states[name])) if states.get(name) else []
+    for name in parameters:
+        missing = sorted(expected[name] - set(states[name])) if states.get(name) else []
         if missing == [_STEP]:
             without_step.append(name)
         elif missing:
@@ -288,7 +306,7 @@ def _complete(
         for name in without_step:
             states[name][_STEP] = torch.tensor(step)
     if dist.get_rank() == 0:
-        if any(keys.values()) and anew and len(anew) < len(parameters):
+        if has_states and (anew := [name for name in anew if expected[name]]):
             _log.warning("The checkpoint has no optimizer state for %s: it starts from scratch.", ", ".join(anew))
         if without_step:
             _log.warning(
@@ -297,12 +315,12 @@ def _complete(
             )
 
 
-def _state_keys(optimizer: Optimizer, ndim: int) -> set[str]:
-    """Return the names of a parameter's states, found by a step on one of its own; none if that fails."""
+def _state_keys(optimizer: Optimizer, number: int, ndim: int) -> set[str]:
+    """Return the names of the states of a group's parameter, found by a step on one of its own; none if that fails."""
     parameter = nn.Parameter(torch.zeros([2] * ndim))
     parameter.grad = torch.zeros_like(parameter)
     twin = copy.copy(optimizer)
-    twin.param_groups = [{**optimizer.param_groups[0], "params": [parameter], "capturable": False, "fused": False}]
+    twin.param_groups = [{**optimizer.param_groups[number], "params": [parameter], "capturable": False, "fused": False}]
     twin.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, hooks, {})
@@ -448,7 +466,8 @@ class Layout:
             if shape == parameter.shape:
                 return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             if shape:
-                return _zeros(shape, dtype, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim)
+                mesh = parameter.device_mesh
+                return zeros(*shape, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
         unit = self._in_units.get(parameter)
         if unit is None or not shape or not unit._handle.uses_sharded_strategy:
             return torch.zeros(shape, dtype=dtype)
@@ -508,12 +527,6 @@ def _like(value: Any, key: str, parameter: Tensor, group: Mapping[str, Any]) -> 
         value = part_of(value, parameter)
     moved = value.to(local.device, dtype)
     return moved.clone() if moved is value else moved
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, mesh: Any, placements: Any) -> DTensor:
-    from torch.distributed.tensor import zeros
-
-    return zeros(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 # ---------------------------------------------------------------------- FSDP1's units

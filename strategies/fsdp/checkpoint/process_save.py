@@ -480,7 +480,7 @@ class SavingProcess:
         if self._process is not None and self._process.poll() is not None:
             raise SavingProcessEnded(self._end())
         if isinstance(order, Part):
-            self.known_plans = frozenset(order.kept_plans)
+            self.known_plans = (self.known_plans | {order.plan_number}).intersection(order.kept_plans)
 
     def answer(self) -> Answer:
         """Wait for what became of the part that was sent last.

@@ -36,7 +36,7 @@ from ....checkpoint.writing.plan import (
 from ....state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...common.checkpoint_files import check_mark, mark
 from ...sharded_tensors.shards import FlatShard
-from ..sharded_model import NamedTensor, ShardedModel
+from ..sharded_model import NamedTensor
 from .planner import replica_of
 
 _SUFFIX = ".safetensors"
@@ -58,7 +58,7 @@ def save_safetensors(
     path: Path,
     state: Mapping[str, Any],
     module: nn.Module,
-    sharded: ShardedModel,
+    manifest: Manifest,
     *,
     max_shard_size: str | int | None,
     dtype: str | torch.dtype | None,
@@ -71,7 +71,7 @@ def save_safetensors(
         state: Sharded, as `model_state` returns it; the same names on every rank. What modules
             keep beside tensors is left out.
         module: Whose weights they are; distinguishes parameters from buffers.
-        sharded: For its ties and its module attribute.
+        manifest: With its ties, its module attribute and what is left out.
         max_shard_size: Of one file.
         dtype: For floating-point tensors.
         strip_prefix: As `merge_fsdp_weights` has it.
@@ -83,7 +83,6 @@ def save_safetensors(
     with raise_on_all_ranks(what):
         if is_file and max_shard_size is not None:
             raise ValueError(f"max_shard_size needs a folder to write several files into, got the file {path}.")
-        manifest = Manifest("model", sharded.ties, sharded.module_attribute)
         selection = select(list(weights), manifest, strip_prefix=checked_prefix(strip_prefix))
         plan = make_plan(
             selection,

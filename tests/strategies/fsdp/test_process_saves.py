@@ -14,9 +14,10 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from accelight.checkpoint import load_state_dict
 from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common.checkpoint_files import NewFolder
 from accelight.strategies.fsdp.checkpoint import process_save
@@ -101,6 +102,26 @@ def test_every_byte_is_what_the_ranks_themselves_write(engine: str, world_size: 
         assert sizes[1] - sizes[0] == len(
             ".expected"
         )  # the only thing that it says otherwise, beside the save's number
+
+
+def _save_both_forms_in_two_fits(folder: str) -> None:
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+            for form, options in (("weights", {"weights_only": True}), ("all", {})):
+                trainer.save_checkpoint(f"{folder}/{trainer.current_epoch}-{form}", **options)
+
+    strategy = AccelFSDPStrategy(async_save="process", state_dict_type=SHARDED, **ENGINES["fsdp2"])
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, callbacks=[Saves()])
+    module, loader = TinyModule(Case(), Outcome()), rank_loader(2)
+    trainer.fit(module, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)  # with a new process, which has none of the plans
+
+
+def test_plans_of_an_earlier_fit_are_sent_anew(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_both_forms_in_two_fits, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["0-all", "0-weights", "1-all", "1-weights"]
+    assert set(load_state_dict(tmp_path / "1-weights")) == set(load_state_dict(tmp_path / "1-all"))
 
 
 # ---------------------------------------------------------------------- when it is written
