@@ -124,7 +124,7 @@ class Engine(ABC, Generic[SettingsT]):
             deferred_init: Whether all of it is on the meta device, and its values come through `named_tensors`.
 
         Raises:
-            RuntimeError: If ``model`` is sharded by the other FSDP version, or with other sizes.
+            RuntimeError: If ``model`` is sharded by the other FSDP version, or with other sizes or precision.
             ValueError: If the wrap policy or the ignored modules do not fit ``model``, or as `check_modules`.
         """
         sharded = recall_sharded(model, self.version)
@@ -176,21 +176,32 @@ class Engine(ABC, Generic[SettingsT]):
             old_memory.forget(model)
             sharded = ShardedModel(
                 root, not parts, self.version, ties, attribute, unsharded_parameters, order, early,
-                self.tensor_parallel, self.sequence_parallel,
+                self.tensor_parallel, self.sequence_parallel, self._form(),
             )  # fmt: skip
             hide_wrapper_names(root)
             remember_sharded(model, sharded)
-        before, now = (
-            _sizes(sharded.tensor_parallel, sharded.sequence_parallel),
-            _sizes(self.tensor_parallel, self.sequence_parallel),
-        )
-        if before != now:
+        if sharded.form != (now := self._form()):
+            differing = [(old, new) for old, new in zip(sharded.form, now, strict=True) if old != new]
+            before, after = (", ".join(one) for one in zip(*differing, strict=True))
             raise RuntimeError(
-                f"{type(model).__name__} is already sharded with {before}, and cannot be sharded again with {now}. "
-                "Build a new module, or keep them."
+                f"{type(model).__name__} is already sharded with {before}, and cannot be sharded again with {after}. "
+                "Build a new module (and load its weights from a checkpoint), or keep these settings."
             )
         self.tensor_parallel, self.sequence_parallel = sharded.tensor_parallel, sharded.sequence_parallel
         return sharded
+
+    def _form(self) -> tuple[str, ...]:
+        """Return the settings that a sharded module keeps, and that decide what it computes, in words."""
+        sizes = [f"tp_size={1 if self.tensor_parallel is None else self.tensor_parallel.size}"]
+        if self.sequence_parallel is not None:
+            sizes.append(f"{self.sequence_parallel.setting}={self.sequence_parallel.size}")
+        precision = self.settings.precision
+        return (
+            ", ".join(sizes),
+            f"a mesh of {' x '.join(map(str, self.mesh.shape))} processes",
+            f"param_dtype {precision.param_dtype or 'as stored'}",
+            f"reduce_dtype {precision.reduce_dtype or 'as stored'}",
+        )
 
     def _checkpoint(self, model: nn.Module, units: list[nn.Module], ignored: set[nn.Module]) -> list[nn.Module]:
         recomputed, offload = self.settings.recomputed, self.settings.activation_checkpointing_offload
@@ -350,13 +361,6 @@ class Engine(ABC, Generic[SettingsT]):
     @abstractmethod
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         """Return the module to hand to ``torch.distributed.checkpoint.state_dict``, whose names are the plain ones."""
-
-
-def _sizes(tensors: TensorParallel | None, sequences: SequenceParallel | None) -> str:
-    found = [f"tp_size={1 if tensors is None else tensors.size}"]
-    if sequences is not None:
-        found.append(f"{sequences.setting}={sequences.size}")
-    return ", ".join(found)
 
 
 def _memory_estimate(model: nn.Module) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -301,6 +302,20 @@ _WAITING = "_accelight_unreduced"
 _ADDS_WAITING = "_accelight_hook"
 
 
+@dataclass
+class _Waiting:
+    """A gradient that the ranks have not reduced yet."""
+
+    gradient: Tensor
+    """Of a whole flat parameter."""
+    parameters: set[int] = field(default_factory=set)
+    """Identities of the parameters in it that have one, or of the flat parameter."""
+
+
+def _parameters_of(flat_param: Any) -> Iterable[nn.Parameter]:
+    return flat_param._params or [flat_param]
+
+
 class FrozenGradients:
     """Keeps the gradients of parameters that are frozen for a while (toggled off), which torch 2.13 would lose.
 
@@ -366,8 +381,13 @@ def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool
             continue
         if gradient.shape == flat_param._local_shard.shape if handle.uses_sharded_strategy else reduced:
             continue
-        waiting = getattr(flat_param, _WAITING, None)
-        setattr(flat_param, _WAITING, gradient.data if waiting is None else waiting.add_(gradient.data))
+        waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
+        if waiting is None:
+            waiting = _Waiting(gradient.data)
+            setattr(flat_param, _WAITING, waiting)
+        else:
+            waiting.gradient.add_(gradient.data)
+        waiting.parameters |= {id(one) for one in _parameters_of(flat_param) if one.requires_grad}
         forget_gradient(handle)
         if hasattr(flat_param, "_saved_grad_shard"):
             flat_param.grad = flat_param._saved_grad_shard
@@ -392,25 +412,29 @@ def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Cal
         if parameter.grad is not None and is_last():
             on_reduce()
         if waiting is not None and parameter.grad is not None and is_last():
-            parameter.grad.data = parameter.grad.data.add(waiting)
+            parameter.grad.data = parameter.grad.data.add(waiting.gradient)
             delattr(parameter, _WAITING)
 
     hook_leaf(flat_param, _ADDS_WAITING, add, "register_post_accumulate_grad_hook")
 
 
-def has_unreduced(flat_param: Any) -> bool:
-    """Return whether a flat parameter has a gradient that the ranks have not reduced yet."""
-    return getattr(flat_param, _WAITING, None) is not None
+def is_unreduced(flat_param: Any, parameter: Tensor) -> bool:
+    """Return whether a parameter of a unit has a gradient that the ranks have not reduced yet."""
+    waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
+    return waiting is not None and id(parameter) in waiting.parameters
 
 
 def add_unreduced(handle: Any, index: int, gradient: torch.Tensor) -> None:
     """Add a full gradient of an original parameter to what its unit has not reduced yet."""
     flat_param = handle.flat_param
-    waiting = getattr(flat_param, _WAITING, None)
+    waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
     if waiting is None:
-        waiting = torch.zeros(flat_param._unpadded_unsharded_size, dtype=flat_param.dtype, device=handle.device)
+        empty = torch.zeros(flat_param._unpadded_unsharded_size, dtype=flat_param.dtype, device=handle.device)
+        waiting = _Waiting(empty)
         setattr(flat_param, _WAITING, waiting)
-    list(handle._get_unflat_views(waiting))[index].add_(gradient)
+    piece = list(handle._get_unflat_views(waiting.gradient))[index]
+    piece.add_(gradient.to(piece.device))  # that of offloaded shards is on the CPU
+    waiting.parameters.add(id(flat_param._params[index]))
 
 
 def reduce_left_over(root: nn.Module) -> None:
@@ -418,14 +442,14 @@ def reduce_left_over(root: nn.Module) -> None:
     for unit in units_of(root):
         handle = unit._handle
         flat_param: Any = handle.flat_param
-        waiting = getattr(flat_param, _WAITING, None)
+        waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
         if waiting is None:
             continue
         delattr(flat_param, _WAITING)
-        reduced = _reduce(unit, waiting.to(handle._reduce_dtype)).to(flat_param.dtype)
+        reduced = _reduce(unit, waiting.gradient.to(handle._reduce_dtype)).to(flat_param)
         if flat_param.grad is not None:
             reduced += flat_param.grad
-        flat_param.grad = reduced.to(flat_param.device)
+        flat_param.grad = reduced
         for index in range(len(flat_param._params or ())):
             assign_gradient(handle, index)
 
@@ -465,21 +489,19 @@ def discard_unreduced_grads(root: nn.Module, parameters: Iterable[nn.Parameter] 
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}
     for unit in units_of(root):
         flat_param: Any = unit._handle.flat_param
-        waiting = getattr(flat_param, _WAITING, None)
+        waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
         if waiting is None:
             continue
-        if chosen is None or id(flat_param) in chosen or _all_in(flat_param, chosen):
+        left = set() if chosen is None else waiting.parameters - chosen
+        if not left:
             delattr(flat_param, _WAITING)
-        elif flat_param._params is not None:
-            pieces = unit._handle._get_unflat_views(waiting)
-            for parameter, piece in zip(flat_param._params, pieces, strict=True):
-                if id(parameter) in chosen:
+        elif left != waiting.parameters:
+            for parameter, piece in zip(
+                flat_param._params, unit._handle._get_unflat_views(waiting.gradient), strict=True
+            ):
+                if id(parameter) not in left:
                     piece.zero_()
-
-
-def _all_in(flat_param: Any, chosen: set[int]) -> bool:
-    own = flat_param._params
-    return own is not None and all(id(parameter) in chosen for parameter in own if parameter.requires_grad)
+            waiting.parameters = left
 
 
 # ------------------------------------------------------------------------------------------------
@@ -547,8 +569,9 @@ def translate_error(error: BaseException, units: Mapping[nn.Module, Any]) -> Run
         )
     if "being modified inplace" in str(error) or "has been modified inplace" in str(error):
         return RuntimeError(
-            "A weight was changed in place inside a forward, where FSDP1 shows views of a flat parameter. Change it "
-            "through weight.data, in training_step(), or in a hook; or use fsdp_version=2."
+            "A tensor that a graph needs was changed in place. If it is a weight, changed inside a forward, where "
+            "FSDP1 shows views of a flat parameter: change it through weight.data, in training_step(), or in a hook; "
+            "or use fsdp_version=2."
         )
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

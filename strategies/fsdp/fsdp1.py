@@ -69,9 +69,9 @@ from .flat_params import (
     forget_views,
     gather_for_backward,
     guard_shards,
-    has_unreduced,
     hook_state,
     is_gathered,
+    is_unreduced,
     layouts_of,
     names_of,
     owners_of,
@@ -97,6 +97,7 @@ from .sharded_model import (
     model_state_dict,
     named_tensors,
     never_runs,
+    own_tensors,
     run_hooks,
     swap_for_empty,
 )
@@ -181,17 +182,17 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         def materialize(module: nn.Module) -> None:
             if given is not None:
                 given(module)
-            elif any(tensor.is_meta for tensor in _own_tensors(module)):
+            elif any(tensor.is_meta for tensor in own_tensors(module)):
                 with torch.no_grad():  # as torch does it
                     module.to_empty(device=self.device, recurse=False)
                     module.reset_parameters()  # type: ignore[operator]
-            send_from_rank_zero(_own_tensors(module), self.device)
+            send_from_rank_zero(own_tensors(module), self.device)
 
         return materialize
 
     def _allocate(self, module: nn.Module) -> None:
         """Give the meta tensors of ``module`` itself memory, with ties kept, unlike ``to_empty``."""
-        for tensor in _own_tensors(module):
+        for tensor in own_tensors(module):
             if tensor.is_meta:
                 swap_for_empty(tensor, self.device)
 
@@ -537,10 +538,6 @@ def _has_parameters_outside(module: nn.Module, units: set[nn.Module]) -> bool:
     return any(_has_parameters_outside(child, units) for child in module.children())
 
 
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
 def _is_reducing(engine: FSDP1Engine | None) -> bool:
     return engine is None or not engine._accumulating
 
@@ -680,9 +677,9 @@ class FlatAccess(NoAccess):
             shown.data.copy_(gathered(shard))
 
     def is_unreduced(self, tensor: Tensor) -> bool:
-        """Return whether the unit of a parameter has gradients that the ranks have not reduced yet."""
+        """Return whether a parameter has a gradient that the ranks have not reduced yet."""
         flat_param = self._flat.get(id(tensor))
-        return flat_param is not None and has_unreduced(flat_param)
+        return flat_param is not None and is_unreduced(flat_param, tensor)
 
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter of which this rank has a range now."""

@@ -157,9 +157,11 @@ class AccelFSDPPrecision(FSDPPrecision):
         result = closure_with_complete_gradients()
         if not has_gradients:
             return result
-        self.unscale(optimizer)
+        is_skipped = result is None and model.automatic_optimization  # there was no backward
+        if not is_skipped:
+            self.unscale(optimizer)
         self._after_closure(model, optimizer)
-        if result is None and model.automatic_optimization:  # backward was skipped
+        if is_skipped:
             return result
         with self._strategy.skipped_steps.watch(optimizer), _without_scaling_of_its_own(optimizer):
             result = self.scaler.step(optimizer, **kwargs)

@@ -103,6 +103,8 @@ class ShardedModel:
     """The tensor parallelism that has cut layers."""
     sequence_parallel: SequenceParallel | None
     """The sequence parallelism that cuts sequences."""
+    form: tuple[str, ...]
+    """The settings that it keeps, in words; see `Engine.prepare`."""
 
 
 def remember_sharded(module: nn.Module, sharded: ShardedModel) -> None:
@@ -216,6 +218,11 @@ def open_tensors(root: nn.Module, device: torch.device) -> tuple[list[NamedTenso
         return [after[named.names].local() for named in tensors]
 
     return tensors, targets
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module that are not of the modules inside."""
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

@@ -234,6 +234,8 @@ WAY_OUT = (
     "unit(x).sum() to its loss), or set find_unused_parameters=True, which makes one unit of the whole model."
 )
 _END = 0
+_MOST_KNOWN = 100_000
+"""Steps of known paths, of some hundred bytes each; models of random depth take a new path each time."""
 
 
 class CollectiveOrder:
@@ -247,6 +249,7 @@ class CollectiveOrder:
     def __init__(self, names: Sequence[str], timeout: timedelta) -> None:
         self._names, self._compared = names, CollectiveOrderChecker(WAY_OUT, timeout)
         self._known: dict[Hashable, dict[int, Any]] = {}
+        self._num_known = 0
         self.at: dict[int, Any] | None = None
         """This rank's position; None if it follows nothing, for example as the only rank."""
         self._around: list[dict[int, Any] | None] = []
@@ -258,6 +261,8 @@ class CollectiveOrder:
         if not self._alone:
             refuse_gathers_in_fork()
         self._around.append(self.at)
+        if self._num_known > _MOST_KNOWN:  # on all ranks at once, which have taken the same paths
+            self._known, self._num_known = {}, 0
         self.at = None if self._alone else self._known.setdefault(kind, {})
 
     def gather(self, unit: int) -> None:
@@ -295,6 +300,7 @@ class CollectiveOrder:
             return
         if step not in at or len(at) > 1:
             self._compared.compare(self._describe(step))
+        self._num_known += step not in at
         self.at = at.setdefault(step, {})
 
     def _describe(self, step: int) -> str:

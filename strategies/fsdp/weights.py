@@ -28,14 +28,16 @@ from ...state.rendezvous import num_ranks, raise_on_all_ranks, raise_together
 from ..common.broadcast import check_layout, check_values, send_from_rank_zero
 from ..parallelism.tensor import check_parallelized, is_cut
 from ..sharded_tensors.shards import local_part
-from ..upstream.lightning import _materialize_distributed_module
+from ..upstream.lightning import rank_zero_warn
 from ..upstream.patches import Patches
 from .engine import Engine
 from .sharded_model import (
     NamedTensor,
     ShardedModel,
+    materialize,
     named_tensors,
     open_tensors,
+    own_tensors,
     recall_sharded,
     swap_for_empty,
     unwrap_root,
@@ -131,18 +133,35 @@ def _send_parts(engine: Engine[Any], tensors: Iterable[Tensor], dims: Iterable[i
 
 
 def materialize_alike(engine: Engine[Any], root: nn.Module) -> None:
-    """Give what is on the meta device values after sharding; every rank calls it.
+    """Give what is on the meta device values after sharding, by ``reset_parameters()``; every rank calls it.
 
     What is not sharded gets rank 0's. A shard is one rank's alone, and the copies of hybrid sharding get the first
     one's.
 
     Args:
         engine: That has sharded ``root``.
-        root: With values, or on the meta device.
+        root: With values, or on the meta device, or with some modules there.
     """
-    is_made_here = any(named.tensor.is_meta for named in named_tensors(root))
-    _materialize_distributed_module(root, engine.device)
-    if not is_made_here or not engine.settings.sync_module_states:
+    made = [module for module in root.modules() if any(one.is_meta for one in own_tensors(module))]
+    if not made:
+        return
+    valued = [(one, one.detach().clone()) for module in made for one in own_tensors(module) if not one.is_meta]
+    materialize(root, engine.device)
+    without: set[str] = set()
+    for module in made:
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        else:
+            without.add(type(module).__name__)
+    with torch.no_grad():
+        for tensor, value in valued:
+            tensor.copy_(value)
+    if without:
+        rank_zero_warn(
+            f"{', '.join(sorted(without))}: parameters or buffers on the meta device have undefined values, since "
+            "these modules have no reset_parameters(). Define it, or create them with values."
+        )
+    if not engine.settings.sync_module_states:
         return
     tensors = [named.tensor for named in named_tensors(root)]
     send_from_rank_zero([tensor for tensor in tensors if not isinstance(tensor, DTensor)], engine.device)

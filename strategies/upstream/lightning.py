@@ -13,7 +13,6 @@ if TYPE_CHECKING or lightning_package() == "lightning":
     from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, _set_sampler_epoch, sized_len
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-    from lightning.fabric.utilities.init import _materialize_distributed_module
     from lightning.fabric.utilities.optimizer import _optimizers_to_device
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -78,7 +77,6 @@ else:
     from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, _set_sampler_epoch, sized_len
     from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-    from lightning_fabric.utilities.init import _materialize_distributed_module
     from lightning_fabric.utilities.optimizer import _optimizers_to_device
     from lightning_fabric.utilities.seed import pl_worker_init_function
     from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
@@ -200,7 +198,6 @@ __all__ = [
     "_reinstantiate_wrapped_cls",  # the same
     "_load_state",  # a module from hyperparameters and weights that lie in no file of Lightning's
     "_SubprocessScriptLauncher",  # it does not give processes their number on a node
-    "_materialize_distributed_module",  # modules on the meta device, as Lightning's own strategies do
     "_optimizers_to_device",  # the same
     "_request_dataloader",  # notes how users make their loaders, which it may make again
     "_set_sampler_epoch",  # an epoch that is begun in the middle shuffles as it did

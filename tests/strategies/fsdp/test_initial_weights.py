@@ -14,6 +14,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from accelight.state import PartialState
@@ -330,3 +331,40 @@ def test_first_weights_reach_what_fsdp1_offloads(source: str, tmp_path: Path) ->
     }
     losses = run_on_ranks(1, _losses_with_pinned_copies, options[source])[0]
     assert losses == pytest.approx(train_plain(Case(epochs=1), 1).losses, rel=1e-5)  # sums in another order
+
+
+class _Partly(LightningModule):
+    """A model with values, and a head and a bias on the meta device."""
+
+    def configure_model(self) -> None:
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        with torch.device("meta"):
+            self.head = nn.Linear(4, 1)
+            self.body[0].bias = nn.Parameter(torch.empty(4))
+        nn.init.constant_(self.body.get_parameter("0.weight"), 3.0)
+        for parameter in self.body[1].parameters():
+            nn.init.constant_(parameter, 3.0)
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.head(self.body(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _fit_partly(engine: dict[str, Any]) -> dict[str, Tensor]:
+    strategy, module = AccelFSDPStrategy(**engine), _Partly()
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), 4)
+    quiet_trainer(strategy, dist.get_world_size(), max_steps=1).fit(module, loader)
+    return {name: one.clone() for name, one in strategy.full_state_dict(module).items()}
+
+
+@pytest.mark.parametrize("engine", [{"fsdp_version": 1}, {"fsdp_version": 2}], ids=["fsdp1", "fsdp2"])
+def test_only_what_is_on_the_meta_device_gets_initial_values(engine: dict[str, Any]) -> None:
+    weights = run_on_ranks(2, _fit_partly, engine)
+    for name in ("body.1.weight", "body.1.bias", *(("body.0.weight",) if engine["fsdp_version"] == 2 else ())):
+        assert weights[0][name].eq(3.0).all(), name
+    for name, one in weights[0].items():
+        assert one.isfinite().all()
+        assert torch.equal(one, weights[1][name])
+        assert "head" not in name or one.abs().max() <= 0.5

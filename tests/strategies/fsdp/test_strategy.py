@@ -482,6 +482,50 @@ def test_a_module_is_not_sharded_by_both_versions() -> None:
     assert "already sharded with FSDP1" in run_on_ranks(1, _other_version_again)[0]
 
 
+def _again(version: int, options: dict[str, Any], precision: Any) -> str:
+    module = TinyModule(Case(), Outcome())
+    first = quiet_trainer(AccelFSDPStrategy(fsdp_version=version), 2, max_steps=1, precision="bf16-mixed")
+    first.fit(module, _loader())
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=version, **options), 2, precision=precision)
+    try:
+        trainer.validate(module, _loader(), verbose=False)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_module_keeps_its_precision_and_mesh(version: int) -> None:
+    assert run_on_ranks(2, _again, version, {}, "bf16-mixed") == ["", ""]
+    for options, precision, before, after in (
+        ({}, "32-true", "param_dtype torch.bfloat16, reduce_dtype torch.bfloat16", "param_dtype as stored"),
+        ({"device_mesh": (2, 1)}, "bf16-mixed", "a mesh of 2 processes", "a mesh of 2 x 1 processes"),
+    ):
+        message = run_on_ranks(2, _again, version, options, precision)[0]
+        assert f"is already sharded with {before}, and cannot be sharded again with {after}" in message
+
+
+def _skips(version: int, batches: list[int], skips: bool) -> tuple[float, list[Tensor]]:
+    class Skipping(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if skips and batch_idx not in batches else super().training_step(batch, batch_idx)
+
+    strategy, module, loader = AccelFSDPStrategy(fsdp_version=version), Skipping(Case(), Outcome()), _loader()
+    options: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.05, "use_distributed_sampler": False}
+    trainer = quiet_trainer(strategy, 1, max_epochs=1, **options)
+    chosen = [one for number, one in enumerate(loader) if skips or number in batches]
+    trainer.fit(module, DataLoader(chosen, batch_size=None))  # type: ignore[arg-type]
+    scaler: Any = strategy.precision_plugin.scaler
+    return scaler.get_scale(), [one.clone() for one in strategy.full_state_dict(module).values()]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_step_without_loss_leaves_the_gradient_scaler_alone(version: int) -> None:
+    [found], [expected] = (run_on_ranks(1, _skips, version, [1, 3], skips) for skips in (True, False))
+    assert found[0] == expected[0] > 1
+    assert all(map(torch.equal, found[1], expected[1]))
+
+
 def _nonfinite(version: int) -> str:
     class Exploding(TinyModule):
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
