@@ -337,6 +337,12 @@ class NoAccess:
         parameter.grad = gradient
 
 
+UNREDUCED = (
+    "while gradients accumulate: the ranks reduce them in the last micro-batch of an accumulation window, and p.grad "
+    "holds them only from then on. Use it in on_before_optimizer_step()."
+)
+
+
 class GlobalTensors(TorchFunctionMode):
     """The mode; enter it while users' code runs.
 
@@ -510,16 +516,19 @@ class GlobalTensors(TorchFunctionMode):
         return self._on_full(func, args, kwargs)
 
     def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
-        """Update views that users have kept to the present values; refuse those from before sharding."""
+        """Update views that users have to the present values; refuse those from before sharding."""
         self.old_memory.check(tensors_in(args, kwargs), self.hook, in_step=self._in_step)
         for tensor in tensors_in(args, kwargs) if name not in _OF_ATTRIBUTES else ():
             check_not_freed(tensor, self.hook)
-        for tensor in tensors_in(args, kwargs) if self._aliases.kept else ():
-            for one in list(self._aliases.kept.values()):
-                full = one.full()
+        if not (self._aliases.kept or self._open):
+            return
+        old = [(one.tensor, one.full()) for one in self._aliases.kept.values()]
+        old += [(one.tensor, one.full) for one in self._open.values() if one.num_changes != self.num_changes]
+        for tensor in tensors_in(args, kwargs) if old else ():
+            for owner, full in old:
                 if full is not None and has_storage(tensor) and share_memory(full, tensor):
                     self._check_same_line(name)
-                    self._opened(one.tensor)
+                    self._opened(owner)
 
     def _check_not_transformed(self, name: str, args: Any, kwargs: Any) -> None:
         """Refuse shards inside of `torch.func`'s transforms, which hand out wrappers of them below all modes.
@@ -806,11 +815,7 @@ class GlobalTensors(TorchFunctionMode):
 
     def _check_reduced(self, tensor: Tensor) -> None:
         if self._access.is_unreduced(tensor):
-            raise RuntimeError(
-                "p.grad was used in a hook while gradients accumulate: the ranks reduce them in the last "
-                "micro-batch of an accumulation window, and p.grad holds them only from then on. Use it in "
-                "on_before_optimizer_step()."
-            )
+            raise RuntimeError(f"p.grad was used in a hook {UNREDUCED}")
 
     def _as_gradient(self, tensor: Tensor, value: Tensor | None, shard: Any) -> Any:
         if value is None:

@@ -244,6 +244,10 @@ class OldMemory:
             for storage, parts in self._parts.items()
         )
 
+    def end_values(self) -> None:
+        """Take note that an optimizer has stepped: what is lost so far has older values than its parameters."""
+        self._num_steps += 1
+
     def present(self, tensor: Tensor) -> Tensor:
         """Return the parameter that has taken the place of an original one; any other tensor as it is."""
         original, present = self.replaced.get(id(tensor), (None, tensor))

@@ -49,7 +49,7 @@ from ..upstream.lightning import (
 )
 from ..upstream.patches import Patches, replace_for_good
 from ..upstream.torch_core import _get_current_function_mode, tree_map_only
-from .global_tensors import WRITES_TO_COPY, GlobalTensors, ShardAccess, hands_out_memory
+from .global_tensors import UNREDUCED, WRITES_TO_COPY, GlobalTensors, ShardAccess, hands_out_memory
 from .guards import (
     InThread,
     Watch,
@@ -553,6 +553,7 @@ class UserCode:
                 yield
         finally:
             note_changes()
+            self._in_steps.old_memory.end_values()
 
     def follow_calls(self, *, follows: bool) -> None:
         """Run calls of modules as the library's from now on, or no more.
@@ -877,7 +878,7 @@ def as_library(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_changes() -> None:
-    """Refresh full tensors that users' code holds of shards, which the library may have changed; all ranks call it."""
+    """Take note that the library may have changed shards, of which users' code may have views; all ranks call it."""
     for mode in () if _attached is None else _attached._modes:
         mode.num_changes += 1
 
@@ -1177,9 +1178,10 @@ def full_parameters(
 
     Raises:
         RuntimeError: Before the model is sharded.
+        ValueError: If parameters of two modules have one name; enter a context for each then.
     """
     found = list(_modules(strategy, modules))
-    names = {name: parameter for name, _, _, parameter in _places(found)}
+    names = _by_name(found)
     if not hasattr(strategy, "shard_access"):
         yield names
         return
@@ -1208,6 +1210,7 @@ def full_parameters(
                 owner._parameters[name] = parameter
             for shard, full in shards.values() if writeback else ():
                 local_part(shard).copy_(local_part(part_of(full.detach(), shard)))
+            note_changes()
 
 
 @contextmanager
@@ -1225,27 +1228,34 @@ def full_gradients(
         writeback: Whether the optimizer steps on the values that the gradients have at the end.
 
     Yields:
-        The gradients by their parameters' names in ``modules``; parameters without a gradient on any rank are left out.
+        The gradients by their parameters' names in ``modules``, tied ones under each name; parameters without a
+        gradient on any rank are left out.
 
     Raises:
-        RuntimeError: Before the model is sharded, or while gradients are not reduced yet (ZeRO).
+        RuntimeError: Before the model is sharded, or while gradients are not reduced yet.
+        ValueError: If parameters of two modules have one name; enter a context for each then.
     """
+    names = _by_name(_modules(strategy, modules))
+    if not hasattr(strategy, "shard_access"):
+        yield {name: one.grad for name, one in names.items() if one.grad is not None}
+        return
     _check_same_line(strategy, "calls full_gradients()")
-    places = list(_places(list(_modules(strategy, modules))))
-    access: ShardAccess | None = getattr(strategy, "shard_access", None)
+    access: ShardAccess = strategy.shard_access
     with library_code():
-        gradients: dict[str, Tensor] = {}
-        for name, _, _, parameter in places:
-            owns = access is not None and access.owns_gradient(parameter)
-            gradient = access.gradient_of(parameter) if owns and access is not None else parameter.grad
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for parameter in dict.fromkeys(names.values()):
+            if access.is_unreduced(parameter):
+                raise RuntimeError(f"full_gradients() was called {UNREDUCED}")
+            gradient = access.gradient_of(parameter) if access.owns_gradient(parameter) else parameter.grad
             if gradient is not None:
-                gradients[name] = gradient
-        full = {name: gathered(one) for name, one in gradients.items()}
-    yield full
+                gradients[parameter] = gradient
+        full = {parameter: gathered(one) for parameter, one in gradients.items()}
+    yield {name: full[parameter] for name, parameter in names.items() if parameter in full}
     with library_code(), torch.no_grad():
-        for name, gradient in gradients.items() if writeback else ():
+        for parameter, gradient in gradients.items() if writeback else ():
             if isinstance(gradient, Sharded):
-                local_part(gradient).copy_(local_part(part_of(full[name], gradient)))
+                local_part(gradient).copy_(local_part(part_of(full[parameter], gradient)))
+        note_changes()
 
 
 def full_state_dict(strategy: Any, module: nn.Module | None = None) -> dict[str, Any]:
@@ -1300,6 +1310,14 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str,
             for name, parameter in own.items():
                 if parameter is not None:
                     yield clean_name(f"{prefix}.{name}".lstrip(".")), owner, name, parameter
+
+
+def _by_name(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    names: dict[str, nn.Parameter] = {}
+    for name, _, _, parameter in _places(modules):
+        if names.setdefault(name, parameter) is not parameter:
+            raise ValueError(f"Two of the modules have a parameter named {name!r}: enter a context for each module.")
+    return names
 
 
 def _shard(access: ShardAccess, parameter: nn.Parameter) -> Sharded | None:

@@ -460,7 +460,7 @@ _FREED = Refused(r"torch\.autograd\.grad\(\) with respect to sharded", "`weight[
 _COPIED = Refused(r"FSDP frees its memory after the forward", "`weight[0] = 0.25` under `torch.no_grad()`")
 _IN_A_UNIT = Refused(r"Sharded weights \(DTensors\) met plain tensors", "the hook `on_validation_batch_start()`")
 _WRAPPED = Refused(r"inside of torch\.func|storage of TensorWrapper", "`full = weight[:]`, outside of the transform")
-_IN_FORWARD = Refused(r"A weight was changed in place inside a forward", "`weight.data[0] = 0.3`")
+_IN_FORWARD = Refused("changed inside a forward, where FSDP1 shows views", "`weight.data[0] = 0.3`")
 _ASSIGNS_VIEW = Refused(r"assigns a tensor to a parameter, as module\.weight \*= value", "`weight.data.mul_(value)`")
 _RECOMPUTED = Refused(r"A forward whose activations are recomputed", "what `training_step` hands in")
 _NOT_ADDED = Refused(r"neither used in a step nor zeroed", "`optimizer.zero_grad()`")

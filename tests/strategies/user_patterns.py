@@ -2363,6 +2363,54 @@ class AccumulatedByHand(ManualPattern):
                 optimizer.zero_grad()
 
 
+@pattern("a row of a weight that `training_step` keeps across an optimizer's step", core=True, zero3=LOST)
+class RowKeptAcrossStep(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.first_backward(batch)
+        row = self.model.head.weight.data[0]
+        optimizer.step()
+        self.see("row", row.sum())
+        row.mul_(0.5)
+
+
+@pattern(MANUAL, core=True)
+class GradientKeptAcrossClipping(ManualPattern):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.first_backward(batch)
+        gradient: Any = self.model.head.weight.grad
+        row = gradient[0]
+        self.clip_gradients(optimizer, 0.05, "norm")
+        self.see("sum", gradient.sum() + row.sum())
+        row.mul_(0.5)
+        optimizer.step()
+
+
+ONE_OPTIMIZER = Refused("returned 2 optimizers, but a DeepSpeed engine has only one", "FSDP")
+
+
+@pattern("two optimizers, each toggled, with accumulation", zero2=ONE_OPTIMIZER, zero3=ONE_OPTIMIZER)
+class AccumulatedInTurns(ManualPattern):
+    """As the networks of a GAN: each optimizer clears its gradients before the first backward."""
+
+    leaves_unused = True
+
+    def configure_optimizers(self) -> Any:
+        net = self.model
+        parts = [net.embed, net.blocks[0]], [net.blocks[1], net.head]
+        return [SGD([p for one in part for p in one.parameters()], lr=0.05, momentum=0.9) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        is_last = batch_idx % 2 == 1
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            with optimizer.toggle_model(sync_grad=is_last):
+                if not is_last:
+                    optimizer.zero_grad()
+                self.manual_backward(self.loss(batch) / 2)
+                if is_last:
+                    optimizer.step()
+
+
 # ------------------------------------------------------------------ frozen and changed parts
 FROZEN = "freezing and unfreezing between epochs; adapters (LoRA) merged in hooks"
 

@@ -61,7 +61,7 @@ _FOR_STATES = (
 _NOT_AFTER_FORWARDS = (".data = ", 'setattr(q, "data"')
 """Words of lines after which ``ddp`` computes some gradients with old values, as the guides say."""
 _ERRORS = (
-    *("ddp cannot train it", "modified by an inplace operation", "changed in place inside a forward"),
+    *("ddp cannot train it", "modified by an inplace operation", "changed inside a forward"),
     *("between a forward and its backward", "was used in a loss", "whose activations are recomputed"),
     *(
         "which held frozen parameters",
