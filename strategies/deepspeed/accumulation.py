@@ -13,7 +13,8 @@ So the engine never decides what a window is (``managed_gradient_accumulation`` 
 
 Ranks agree on the parameters that have a gradient on any of them: before each backward at stages 2 and 3, at the end of
 a window at stages 0 and 1. Where they differ, the gradients of this backward are held back and reduced after it, in one
-order, with zeros for those that are missing.
+order, with zeros for those that are missing. Ranks that use the same parameters in different orders are known only once
+their gradients are added up: a number for the order travels while the window ends, and the step compares it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...state.collectives import all_reduce_max_async
 from ...state.process_group import is_planned
 from ...state.rendezvous import CollectiveOrderChecker
 from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
@@ -101,6 +103,9 @@ class GradientAccumulator:
         """Parameters that have a gradient in this window, on any rank."""
         self._leaves: set[nn.Parameter] = set()
         self._order = 0
+        """A number for the order in which gradients were reduced in this window."""
+        self._orders: Callable[[], Sequence[int]] = tuple
+        """Returns the extremes of that number over the ranks."""
         self._is_held = self._is_complete = self._in_backward = False
         self._is_dirty = True
         self.has_begun = False
@@ -191,7 +196,7 @@ class GradientAccumulator:
         if not getattr(self._zero, "_coalesce_grad_reduction", False):
             if parameter not in self._leaves:  # DeepSpeed fills in zeros for those
                 self.used.add(parameter)
-            self._order = hash((self._order, self._places.get(parameter, -1)))
+            self._order = hash((self._order, self._places.get(parameter, -1))) % 2**31  # it travels as int32
         self._reduce(parameter, *args)
 
     def _check_in_backward(self) -> None:
@@ -273,13 +278,7 @@ class GradientAccumulator:
             )
 
     def _agree_before_backward(self, _: Tensor) -> None:
-        agreed = self._agree(will_get_gradients(self._parameters), self._order)
-        self._order = 0
-        if not agreed.same_order:
-            raise RuntimeError(
-                "Ranks used the same parameters in different orders in the previous backward, so DeepSpeed added up "
-                "gradients of different parameters. Use the layers in the same order on every rank, or use stage 1."
-            )
+        agreed = self._agree(will_get_gradients(self._parameters))
         pairs = list(zip(self._parameters, agreed.some, agreed.mixed, strict=True))
         self.used.update(each for each, some, _ in pairs if some and each in self._leaves)
         if self.stage == 2 and not any(agreed.some):
@@ -292,8 +291,8 @@ class GradientAccumulator:
         self._is_held = True
         self._zero._coalesce_grad_reduction = self.engine.inside_no_sync_ctxt = True
 
-    def _agree(self, have: Sequence[bool], order: int = 0) -> Agreed:
-        agreed = agree(have, self.device, order, self._items.message())
+    def _agree(self, have: Sequence[bool]) -> Agreed:
+        agreed = agree(have, self.device, self._items.message())
         self._items.receive(lambda: agreed.maxima)
         return agreed
 
@@ -314,7 +313,6 @@ class GradientAccumulator:
         self._add_missing_zeros()
         flush = self.engine._flush_coalesced_reduction_zero3 if self.stage == 3 else None
         (flush or self.engine._flush_coalesced_reduction_zero12)(self._zero)
-        self._order = 0
 
     def _add_missing_zeros(self) -> None:
         """Make the ranks have gradients of the same parameters."""
@@ -334,6 +332,7 @@ class GradientAccumulator:
         if self.hooks_before_step:
             self.follow_changed_weights()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
+            self._orders = all_reduce_max_async([self._order, -self._order])
             if self.used:
                 self._finalize()
         else:
@@ -435,6 +434,7 @@ class GradientAccumulator:
                 "before the first backward of the next."
             )
         self.complete()
+        self._check_orders()
         self._is_complete, self.has_stepped = False, bool(self.used)
         if not self.used:
             self._clip_norm = None
@@ -457,6 +457,13 @@ class GradientAccumulator:
             self.changes.accept()
         self.forget()
         self.is_stale = True
+
+    def _check_orders(self) -> None:
+        if sum(self._orders()):
+            raise RuntimeError(
+                "Ranks used the same parameters in different orders in this accumulation window, so DeepSpeed added up "
+                "gradients of different parameters. Use the layers in the same order on every rank, or use stage 1."
+            )
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of this window by their norm: DeepSpeed's optimizers do it as they step."""
@@ -512,7 +519,7 @@ class GradientAccumulator:
         self._is_dirty = self._is_complete = self.has_begun = False
         self._stop_coalescing()
         self.used = set()
-        self._order, self.factor = 0, 1.0
+        self._order, self._orders, self.factor = 0, tuple, 1.0
         for parameter in self._parameters:
             parameter.grad = None
         drop_gradients(self.engine)
@@ -669,9 +676,6 @@ def _drop_stage_3(zero: Any) -> None:
 # The parameters that get a gradient, on each rank: all must know them before they reduce gradients.
 
 
-_LARGEST = 2**40
-
-
 @dataclass(frozen=True)
 class Agreed:
     """Of each parameter, in the order given."""
@@ -680,30 +684,25 @@ class Agreed:
     """Whether some rank has a gradient."""
     mixed: list[bool]
     """Whether some have one and others have none."""
-    same_order: bool
-    """Whether every rank gave the same ``order``."""
     maxima: list[int]
     """Of ``more``."""
 
 
-def agree(have: Sequence[bool], device: torch.device, order: int = 0, more: Sequence[int] = ()) -> Agreed:
+def agree(have: Sequence[bool], device: torch.device, more: Sequence[int] = ()) -> Agreed:
     """Exchange with the other ranks, in one small reduction, which parameters have a gradient here.
 
     Args:
         have: For each parameter, in the same order on each rank.
         device: Where this rank computes; the CPU is used if the process group has a backend for it.
-        order: A number that has to be the same on every rank.
         more: Other numbers whose maxima over the ranks are wanted.
     """
     here = torch.tensor([[*have], [not each for each in have]], dtype=torch.int64)
-    check = order % _LARGEST
-    vector = torch.cat([here.flatten(), torch.tensor([check, -check, *more])]).to(_device(device))
+    vector = torch.cat([here.flatten(), torch.tensor([*more], dtype=torch.int64)]).to(_device(device))
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
     reduced: list[int] = vector.tolist()
-    (first, last, *maxima), reduced = reduced[2 * len(have) :], reduced[: 2 * len(have)]
-    some, lacking = reduced[: len(have)], reduced[len(have) :]
+    some, lacking, maxima = reduced[: len(have)], reduced[len(have) : 2 * len(have)], reduced[2 * len(have) :]
     mixed = [bool(one and other) for one, other in zip(some, lacking, strict=True)]
-    return Agreed([bool(each) for each in some], mixed, first == -last, maxima)
+    return Agreed([bool(each) for each in some], mixed, maxima)
 
 
 def _device(device: torch.device) -> torch.device:

@@ -633,6 +633,31 @@ def test_stage_3_tells_of_ranks_that_use_different_layers(kind: type[Module]) ->
     assert "net.head" in told[0]
 
 
+class CrossingOver(Module):
+    """Its ranks use two layers in different orders, in the last batch of a window of two."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__(rank)
+        self.pair = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+
+    def loss(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        first, second = self.pair[:: -1 if self.rank and batch_idx == 1 else 1]
+        return super().loss([first(second(batch[0])), batch[1]], batch_idx)
+
+
+def cross_over(stage: int, more: dict[str, Any]) -> int:
+    module = CrossingOver(PartialState().process_index)
+    trainer = quiet_trainer(deepspeed_strategy(stage, **more), NUM_RANKS, max_epochs=1, accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="used the same parameters in different orders"):
+        trainer.fit(module, Batches(module.rank))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(("stage", "more"), [(2, {}), (3, {"find_unused_parameters": True})])
+def test_layers_in_different_orders_are_refused_before_the_step(stage: int, more: dict[str, Any]) -> None:
+    assert run_on_ranks(NUM_RANKS, cross_over, stage, more) == [0] * NUM_RANKS
+
+
 # ---------------------------------------------------------------------- folders
 def save_over(folder: Path) -> list[str]:
     module = Module(PartialState().process_index)
