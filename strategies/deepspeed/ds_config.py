@@ -336,10 +336,16 @@ class DummyOptim:
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = params if isinstance(params, list) else list(params)
+        self.params = [
+            {**each, "params": _listed(each["params"])} if isinstance(each, dict) else each for each in params
+        ]
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
+
+
+def _listed(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
 
 
 class DummyScheduler:

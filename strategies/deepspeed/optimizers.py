@@ -136,7 +136,8 @@ class _StandIns:
     def _optimizer(self, dummy: DummyOptim) -> Optimizer:
         if id(dummy) not in self._made:
             parameters = dummy.params or [nn.Parameter(torch.zeros(()))]
-            stand_in = self._made[id(dummy)] = SGD([*parameters], lr=dummy.lr)
+            copies = [{**each} if isinstance(each, dict) else each for each in parameters]  # SGD adds its own options
+            stand_in = self._made[id(dummy)] = SGD(copies, lr=dummy.lr)
             self.optimizers[id(stand_in)] = dummy
         return self._made[id(dummy)]
 

@@ -453,6 +453,8 @@ def test_dummies_keep_what_they_are_given() -> None:
     optim = DummyOptim(iter([WEIGHT]), 0.5, 0.1, betas=(0.1, 0.2))
     assert (optim.params, optim.lr, optim.weight_decay, optim.kwargs) == ([WEIGHT], 0.5, 0.1, {"betas": (0.1, 0.2)})
     assert (DummyOptim([]).lr, DummyOptim([]).weight_decay) == (0.001, 0)
+    for given in (iter([WEIGHT]), WEIGHT):
+        assert DummyOptim([{"params": given, "lr": 0.1}]).params == [{"params": [WEIGHT], "lr": 0.1}]
     scheduler = DummyScheduler(optim, 10, 2, print, cycle=3)
     assert (scheduler.optimizer, scheduler.total_num_steps, scheduler.warmup_num_steps) == (optim, 10, 2)
     assert (scheduler.lr_scheduler_callable, scheduler.kwargs) == (print, {"cycle": 3})

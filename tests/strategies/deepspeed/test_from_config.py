@@ -63,6 +63,11 @@ class FromConfig(TinyModule):
         dummy = DummyOptim(self.parameters(), lr=0.01, weight_decay=0.1)
         if self.which == "dummies":
             return [dummy], [DummyScheduler(dummy, warmup_num_steps=WARMUP)]
+        if self.which == "groups":
+            rest = [each for name, each in self.named_parameters() if not name.startswith("model.embed")]
+            return DummyOptim(
+                [{"params": self.model.embed.parameters(), "lr": 0.02}, {"params": rest, "weight_decay": 0}], lr=0.01
+            )
         if self.which == "late schedule":
             return [dummy], [DummyScheduler(dummy, lr_scheduler_callable=halve_each_step)]
         return {"real optimizer": real, "dummy": dummy}[self.which]
@@ -109,6 +114,9 @@ def train_everything() -> dict[str, Any]:
     found["config alone"] = fit(
         DeepSpeedPlugin(hf_ds_config=alone), FromConfig(Outcome(), "nothing"), accumulate_grad_batches=1
     )
+    groups = FromConfig(Outcome(), "groups")
+    fit(DeepSpeedPlugin(hf_ds_config=alone), groups, max_epochs=0)
+    found["groups"] = [(each["lr"], each["weight_decay"]) for each in groups.trainer.optimizers[0].param_groups]
     found["late"] = fit(DeepSpeedPlugin(hf_ds_config=alone), FromConfig(Outcome(), "late schedule"))
 
     # A plugin serves one Trainer after another, in another precision each time.
@@ -186,6 +194,10 @@ def test_an_optimizer_that_only_the_config_knows(trained: Any) -> None:
         config = found["config alone"]["config"]
         assert config["gradient_accumulation_steps"] == ACCUMULATE  # honoured: the Trainer had none
         assert_weights(found["config alone"], train_plain([0.01] * STEPS))
+
+
+def test_groups_take_what_they_leave_open_from_the_config(trained: Any) -> None:
+    assert [found["groups"] for found in trained] == [[(0.02, 0.1), (0.01, 0)]] * WORLD
 
 
 def test_a_schedule_that_the_code_makes_once_there_is_an_optimizer(trained: Any) -> None:
