@@ -542,7 +542,9 @@ def load(
         quietly(),
         with_trained_parameters(engine),
         constants_aside(engine.module) as constants,
+        Patches("ZeRO files") as patches,
     ):
+        patches.put(engine, "load_universal_checkpoint", lambda: universally)
         if not universally:
             _follow_frozen(engine, path / tag, with_optimizer=with_optimizer)
         _, state = engine.load_checkpoint(

@@ -694,8 +694,6 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision, loaders)
         check_async_io(settings)
         settings = prefer_torch_adam(settings, self.root_device)
-        if self.load_universal:
-            settings = settings.changed({"checkpoint.load_universal": True})
         check_embeddings(module, settings)
         optimizer = chosen.real
         self._given_optimizer = optimizer if settings.zero_stage else None

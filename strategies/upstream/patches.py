@@ -145,9 +145,10 @@ TABLE: dict[str, Patch] = {
     ),
     "ZeRO files": Patch(
         "DeepSpeedEngine; torch",
-        "checkpoint_engine _copy_recovery_script load",
-        "a failure to write on one rank is raised on all; DeepSpeed's conversion takes extra states for weights",
-        "one save; one conversion",
+        "checkpoint_engine _copy_recovery_script load load_universal_checkpoint",
+        "a failure to write on one rank is raised on all; DeepSpeed's conversion takes extra states for weights; loads "
+        "without the optimizer are of the checkpoint itself, not of its universal form",
+        "one save; one conversion; one load",
     ),
 }
 
