@@ -522,13 +522,14 @@ def load(
     """
     path, tag, with_optimizer = stored.path, stored.tag, stored.with_optimizer
     universally = with_optimizer and load_universal
+    convert = partial(universal.convert, path, tag, weights_only=stored.weights_only)
     if universally and not universal.is_converted(path):
         what = f"converting {path} to a universal checkpoint"
         if stored.copy is None:
-            run_on_rank_zero(lambda: universal.convert(path, tag), what)
+            run_on_rank_zero(convert, what)
         else:
             with raise_on_all_ranks(what):
-                stored.copy.once(".converted", lambda _: universal.convert(path, tag))
+                stored.copy.once(".converted", lambda _: convert())
     if engine.zero_optimization_partition_weights() and not with_optimizer:
         with reading_safely(stored.weights_only):
             extra = filter_extra_states(_read_model_file(path / tag)["module"])
@@ -741,7 +742,8 @@ def _load_frozen_pieces(frozen: dict[str, nn.Parameter], folder: Path) -> None:
 
 
 def _load_tensors(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    """Return a file's content; for the flag see `_read_model_file`."""
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False, mmap=True)
     return state
 
 

@@ -36,19 +36,22 @@ def is_converted(checkpoint: Path) -> bool:
     return (checkpoint / LATEST).is_file()
 
 
-def convert(checkpoint: Path, tag: str) -> None:
+def convert(checkpoint: Path, tag: str, *, weights_only: bool = True) -> None:
     """Write the universal form of a checkpoint into it, in a process of its own.
 
     Args:
         checkpoint: The folder.
         tag: The one in it with DeepSpeed's files.
+        weights_only: False reads anything, whatever it may execute.
 
     Raises:
         ValueError: If its optimizer is none that DeepSpeed converts.
         RuntimeError: If the conversion fails; the message has its output.
     """
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(checkpoint), tag]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *([] if weights_only else ["--trust"])], capture_output=True, text=True, check=False
+    )
     if done.returncode == _REFUSED:
         raise ValueError(done.stderr.strip().splitlines()[-1])
     if done.returncode:
@@ -76,7 +79,7 @@ def _without_extra_states() -> Iterator[None]:
         yield
 
 
-def _convert_here(checkpoint: Path, tag: str) -> None:
+def _convert_here(checkpoint: Path, tag: str, *, weights_only: bool) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     unfinished = checkpoint / f".{FOLDER}.unfinished"
@@ -91,7 +94,7 @@ def _convert_here(checkpoint: Path, tag: str) -> None:
         inject_missing_state=True,
     )
     try:
-        with reading_safely(), _without_extra_states():
+        with reading_safely(weights_only), _without_extra_states():
             ds_to_universal.main(arguments)
     except KeyError as error:  # of stages 1 to 3 alike
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -111,9 +114,14 @@ def _convert_here(checkpoint: Path, tag: str) -> None:
 
 def main() -> None:
     """Convert the checkpoint that the command line names."""
+    parser = argparse.ArgumentParser(description="Write the universal form of a DeepSpeed checkpoint into it.")
+    parser.add_argument("checkpoint", type=Path, help="the folder")
+    parser.add_argument("tag", nargs="?", default=TAG, help="the one in it with DeepSpeed's files")
+    parser.add_argument("--trust", action="store_true", help="read any object, which may run code")
+    given = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        _convert_here(Path(sys.argv[1]), (sys.argv[2:] or [TAG])[0])
+        _convert_here(given.checkpoint, given.tag, weights_only=not given.trust)
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(_REFUSED)
