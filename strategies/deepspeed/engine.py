@@ -115,11 +115,12 @@ def gradients_scaled(engine: Any, factor: float) -> Iterator[None]:
     if factor == 1.0 or scaler is None:  # plain gradients are multiplied already
         yield
         return
-    scaler.cur_scale /= factor
+    before = scaler.cur_scale
+    scaled = scaler.cur_scale = before / factor
     try:
         yield
-    finally:  # a dynamic scale may have moved in between, by a factor of its own
-        scaler.cur_scale *= factor
+    finally:  # a dynamic scale may have moved in between, by a factor of its own; a product would round the others
+        scaler.cur_scale = before if scaler.cur_scale == scaled else scaler.cur_scale * factor
 
 
 def step(engine: Any, window: GradientAccumulator, **kwargs: Any) -> torch.Tensor | None:

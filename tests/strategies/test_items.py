@@ -206,6 +206,24 @@ ONE_EACH: Split = [
 ]
 
 
+class ReadingGradients(ByItems):
+    """Reads gradients in its last step alone: in the others, the optimizer multiplies them by the window's factor."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == NUM_STEPS - 1:
+            assert all(each.grad is not None for each in self.parameters())
+
+
+def train_reading(engine: str) -> None:
+    num_items = 93  # 1 / (1 / 93) * (1 / 93) is not 1
+    train(engine, [[[[row % 60 for row in range(num_items)]]]] * NUM_STEPS, module=ReadingGradients())
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_gradients_are_read_after_steps_that_have_multiplied_them(engine: str) -> None:
+    run_on_ranks(1, train_reading, engine)
+
+
 class ByItemsOrNot(ByItems):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx)["loss"]
