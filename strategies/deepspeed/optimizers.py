@@ -274,18 +274,20 @@ def for_offload(optimizer: Optimizer, settings: DeepSpeedSettings) -> tuple[Opti
 
 
 def _cpu_adam(optimizer: Optimizer) -> Optimizer:
+    groups = optimizer.param_groups
+    is_decoupled, *others = {bool(group["decoupled_weight_decay"]) for group in groups}
+    if others or any(group["amsgrad"] or group["maximize"] for group in groups):
+        raise ValueError(
+            "DeepSpeed's Adam on the CPU supports neither amsgrad, maximize, nor groups that differ in "
+            "decoupled_weight_decay. Remove them, stop offloading, or set 'zero_force_ds_cpu_optimizer': false in the "
+            "DeepSpeed config to keep torch's."
+        )
+    for group in groups:
+        group.setdefault("bias_correction", True)
     compiled_cpu_adam()
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    groups = optimizer.param_groups
-    for group in groups:
-        if group.get("amsgrad") or group.get("maximize"):
-            raise ValueError(
-                "DeepSpeed's Adam on the CPU supports neither amsgrad nor maximize. Remove them, stop offloading, "
-                "or set 'zero_force_ds_cpu_optimizer': false in the DeepSpeed config to keep torch's."
-            )
-        group.setdefault("bias_correction", True)
-    made = DeepSpeedCPUAdam([*groups[0]["params"]], adamw_mode=isinstance(optimizer, AdamW))
+    made = DeepSpeedCPUAdam([*groups[0]["params"]], adamw_mode=is_decoupled)
     made.param_groups = groups
     optimizer._opt_called = True  # type: ignore[attr-defined] # else its schedule warns that it never steps
     return made

@@ -101,6 +101,8 @@ def rank_loader(world_size: int, batch_size: int = BATCH_SIZE) -> DataLoader[tup
 def build_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "fused_adamw":
         return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    if name == "decoupled_adam":  # steps as AdamW
+        return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.5, decoupled_weight_decay=True)
     if name == "sgd":  # shows a wrong gradient scale, which Adam hides
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=0.01)

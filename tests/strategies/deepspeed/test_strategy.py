@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelight.state import GradientState, PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, DeepSpeedPlugin
+from accelight.strategies.deepspeed.ds_config import DeepSpeedSettings, HfDeepSpeedConfig
+from accelight.strategies.deepspeed.optimizers import for_offload
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, train_deepspeed, trainer_for, whole_weights
 from tests.strategies.oracle import (
@@ -213,11 +215,20 @@ def train_offloaded_adam(case: Case) -> list[Outcome]:
 
 
 @pytest.mark.exhaustive
-def test_offloaded_adam_is_deepspeeds_own() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "decoupled_adam"])
+def test_offloaded_adam_is_deepspeeds_own(optimizer: str) -> None:
     """The long limit is for compiling it, once on a machine."""
-    case = Case(accumulate=3, clip_norm=0.1, optimizer="adamw")
+    case = Case(accumulate=3, clip_norm=0.1, optimizer=optimizer)
     for outcome in run_on_ranks(2, train_offloaded_adam, case, timeout_s=280)[0]:
         assert_same(outcome, train_plain(case, 2))
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": True}])
+def test_options_that_deepspeeds_adam_lacks_are_refused(options: dict[str, Any]) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], **each} for each in ({}, options)]
+    settings = DeepSpeedSettings.of(HfDeepSpeedConfig(ds_config(2, offload_optimizer={"device": "cpu"})))
+    with pytest.raises(ValueError, match=r"neither amsgrad, maximize, nor groups.* Remove them, stop offloading"):
+        for_offload(torch.optim.Adam(groups), settings)
 
 
 # ---------------------------------------------------------------------- names, arguments
