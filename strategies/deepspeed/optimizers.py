@@ -154,11 +154,11 @@ class _StandIns:
         return stand_in
 
 
-def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
-    """Check that an optimizer trains parameters of the module, which alone DeepSpeed follows.
+def check_parameters(optimizer: Optimizer, module: nn.Module, stage: int) -> None:
+    """Check that an optimizer trains parameters of the module, which alone DeepSpeed follows, in each group.
 
     Raises:
-        ValueError: If it has another; it says where.
+        ValueError: If it has another, or a group has none; it says where.
     """
     own = set(module.parameters())
     groups = enumerate(optimizer.param_groups)
@@ -170,6 +170,13 @@ def check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
             f"(the first: group {group}, place {place}), but DeepSpeed trains only the module's parameters. Register "
             "their module as a submodule, or build the optimizer over self.parameters() in configure_optimizers()."
         )
+    for group, each in enumerate(optimizer.param_groups):
+        if not any(one.requires_grad or stage not in (1, 2) for one in each["params"]):
+            is_frozen = bool(each["params"])
+            raise ValueError(
+                f"{type(optimizer).__name__}: group {group} has no parameters{' that train' if is_frozen else ''}, and "
+                f"DeepSpeed cannot keep it. Omit it{', or freeze them in on_train_start()' if is_frozen else ''}."
+            )
 
 
 def check_real(module: nn.Module) -> None:

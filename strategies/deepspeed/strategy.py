@@ -698,7 +698,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         optimizer = chosen.real
         self._given_optimizer = optimizer if settings.zero_stage else None
         if optimizer is not None:
-            check_parameters(optimizer, module)
+            check_parameters(optimizer, module, settings.zero_stage)
             optimizer, settings = for_offload(optimizer, settings)
         elif settings.offloads_optimizer and settings.defines_adam:
             compiled_cpu_adam()

@@ -567,6 +567,22 @@ class OfAnotherModule(Module):
         return torch.optim.SGD([*self.parameters(), *nn.Linear(2, 2).parameters()], lr=0.1)
 
 
+class EmptyGroup(Module):
+    """As where rules sort parameters into groups, and this model has none for one of them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.1}, {"params": self.parameters()}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class FrozenGroup(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.net.branch.requires_grad_(False)
+        others = [*self.net.embed.parameters(), *self.net.head.parameters()]
+        groups: list[dict[str, Any]] = [{"params": others}, {"params": self.net.branch.parameters()}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
 class Branching(Module):
     def __init__(self, rank: int | None) -> None:
         super().__init__(rank)
@@ -603,11 +619,19 @@ def attempt(kind: type[Module], stage: int) -> str:
         (DividingByNorms, "ValueError: NormedSGD cannot train with ZeRO stage"),
         (Sparse, "ValueError: DeepSpeed cannot train this Sparse:\nrows: Embedding(sparse=True) has sparse gradients"),
         (OfAnotherModule, "ValueError: SGD has 2 parameters that do not belong to OfAnotherModule"),
+        (EmptyGroup, "ValueError: SGD: group 0 has no parameters"),
         (ClippingValues, "ValueError: DeepSpeed clips gradients by their norm only"),
     ],
 )
 def test_backwards_that_zero_cannot_train_are_refused(kind: type[Module], expected: str, stage: int) -> None:
     for found in run_on_ranks(NUM_RANKS, attempt, kind, stage):
+        assert found.startswith(expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_of_frozen_parameters(stage: int) -> None:
+    expected = "ValueError: SGD: group 1 has no parameters" if stage in (1, 2) else "trained"
+    for found in run_on_ranks(NUM_RANKS, attempt, FrozenGroup, stage):
         assert found.startswith(expected)
 
 
