@@ -27,7 +27,8 @@ from ..upstream.lightning import rank_zero_info
 from ..upstream.patches import Patches
 from .accumulation import GradientAccumulator, plain_norm, window_of
 from .ds_config import DeepSpeedSettings, HfDeepSpeedConfig, untested_line
-from .library import check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
+from .library import check_async_io, check_build_locks, deepspeed_library, ninja_on_path, ops_of_optimizer
+from .optimizers import check_embeddings
 from .zero_optimizer import (
     MasterWeights,
     State,
@@ -57,8 +58,13 @@ def start_engine(
         lr_scheduler: A callable that makes a schedule; None takes the config's, if it has one.
 
     Raises:
-        RuntimeError: On every rank, if the ranks have built different models.
+        ValueError: If DeepSpeed cannot train the model's embeddings.
+        RuntimeError: On every rank, if the ranks have built different models; or if NVMe cannot be used here.
     """
+    check_async_io(settings)
+    parameters = list(parameters)
+    if optimizer is not None or parameters:
+        check_embeddings(module, settings)
     check_layout(dict(itertools.chain(module.named_parameters(), module.named_buffers())))
     send_from_rank_zero(module.buffers(), device)  # DeepSpeed broadcasts the parameters alone
     # The engine compares the rank of its device with 0, where Lightning has None for the CPU.
@@ -75,7 +81,7 @@ def start_engine(
             config=settings.config,
             model=module,
             optimizer=optimizer,
-            model_parameters=list(parameters),
+            model_parameters=parameters,
             lr_scheduler=lr_scheduler,
             dist_init_required=False,
         )

@@ -82,6 +82,7 @@ from .ds_config import (
     HfDeepSpeedConfig,
     TrainingFacts,
     accumulation_steps,
+    check_optimizer_and_scheduler,
     hidden_size_of,
     is_auto_value,
     resolve,
@@ -89,7 +90,6 @@ from .ds_config import (
 from .engine import end_engines_on, engine_of, free_with_last_reference, release_parameters, summarise_run
 from .library import (
     allow_scalars,
-    check_async_io,
     check_build_locks,
     choose_accelerator,
     deepspeed_library,
@@ -101,7 +101,6 @@ from .library import (
 from .optimizers import (
     Chosen,
     check_elementwise,
-    check_embeddings,
     check_parameters,
     check_real,
     choose,
@@ -692,9 +691,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._while_fitting.callback(early.remove)
         loaders = _FitLoaders(trainer, early)
         settings = settings_for_training(self.deepspeed_plugin, trainer, module, chosen, precision, loaders)
-        check_async_io(settings)
         settings = prefer_torch_adam(settings, self.root_device)
-        check_embeddings(module, settings)
         optimizer = chosen.real
         self._given_optimizer = optimizer if settings.zero_stage else None
         if optimizer is not None:
@@ -754,7 +751,6 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             return
         precision = self.precision_plugin.accelerate_name
         settings = settings_for_evaluation(self.deepspeed_plugin, module, precision)
-        check_async_io(settings)
         self._use(settings)
         end_engines_on(module, stage=settings.zero_stage)
         self.model = engines.start_engine(module, settings, self.root_device)
@@ -780,15 +776,20 @@ class AccelDeepSpeedStrategy(TrainerHooks):
             DeepSpeed's engine; call it as the model.
 
         Raises:
-            ValueError: If there is no plugin of that name.
+            ValueError: If there is no plugin of that name, or DeepSpeed cannot train or hold the model.
             RuntimeError: Before the ranks are connected.
         """
         if not torch.distributed.is_initialized():
             raise RuntimeError("prepare_model() needs the process group: call it in setup() or configure_model().")
         chosen = AcceleratorState().get_deepspeed_plugin(plugin) if isinstance(plugin, str) else plugin
+        stage, precision = int(chosen.zero_stage or 0), self.precision_plugin.accelerate_name
+        check_real(model)
+        if optimizer is not None:
+            check_optimizer_and_scheduler(HfDeepSpeedConfig(chosen.deepspeed_config), optimizer, None)
+            check_elementwise(optimizer, stage)
+            check_parameters(optimizer, model, stage)
         chosen.set_moe_leaf_modules(model)
-        end_engines_on(model, stage=int(chosen.zero_stage or 0))
-        precision = self.precision_plugin.accelerate_name
+        end_engines_on(model, stage=stage)
         if optimizer is None:
             model.requires_grad_(False).eval()
             return engines.start_engine(model, settings_for_evaluation(chosen, model, precision), self.root_device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
@@ -273,6 +273,51 @@ def test_several_models_have_engines_of_their_own() -> None:
     assert losses[-1] < losses[0] / 2
     assert all(partitioned)
     assert steps == 21
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def of_another_model(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(nn.Linear(2, 2))
+
+
+class Preparing(TinyModule):
+    def __init__(self, model: nn.Module, make: Any) -> None:
+        super().__init__(Case(), Outcome())
+        self.prepared = model, make
+
+    def setup(self, stage: str) -> None:
+        model, make = self.prepared
+        self.trainer.strategy.prepare_model(model, "other", make and make(model))  # type: ignore[attr-defined]
+
+
+def refuse_to_prepare(model: nn.Module, make: Any, config: dict[str, Any], message: str) -> None:
+    plugins = {"own": DeepSpeedPlugin(zero_stage=1), "other": DeepSpeedPlugin(hf_ds_config={**ds_config(1), **config})}
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(AccelDeepSpeedStrategy(plugins), 1).fit(Preparing(model, make), rank_loader(1))
+    reset_state()
+
+
+def refuse_all_to_prepare() -> None:
+    in_config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for model, make, config, message in (
+        (nn.Linear(2, 2, dtype=torch.complex64), None, {}, "makes torch.complex64 parameters real"),
+        (nn.Linear(2, 2), adafactor, {}, "Adafactor cannot train with ZeRO stage 1"),
+        (nn.Linear(2, 2), of_another_model, {}, "2 parameters that do not belong to Linear"),
+        (nn.Linear(2, 2), sgd, in_config, "Both the DeepSpeed config and"),
+        (nn.Embedding(2, 2, sparse=True), sgd, {}, "has sparse gradients"),
+    ):
+        refuse_to_prepare(model, make, config, message)
+
+
+def test_engines_by_hand_refuse_what_the_trainers_refuses() -> None:
+    run_on_ranks(1, refuse_all_to_prepare)
 
 
 class BuiltLater(TinyModule):
