@@ -548,8 +548,8 @@ def gradient_norm(window: GradientAccumulator) -> torch.Tensor:
 
 def plain_norm(engine: Any) -> torch.Tensor:
     """Return the norm of unpartitioned gradients: stage 0 computes none in fp32, and a scaled one in fp16."""
-    config, scaler = getattr(engine.optimizer, "loss_scale_config", None), engine.torch_autocast_z0_gradscaler
-    scale = scaler.get_scale() if scaler is not None else 1.0 if config is None else config.cur_scale
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    scale = 1.0 if config is None else config.cur_scale
     return nn.utils.get_total_norm([gradient.float() for gradient in plain_gradients(engine)]) / scale
 
 

@@ -867,7 +867,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         ("torch_autocast",),
         "tested",
-        "changes numbers: forward and backward run in its dtype; `Trainer(precision=...)` stays '32-true'",
+        "changes numbers: forward and backward run in its dtype, bfloat16; `Trainer(precision=...)` stays '32-true'",
     ),
     Feature(
         ("activation_checkpointing",),
@@ -1029,6 +1029,12 @@ def check_features(config: HfDeepSpeedConfig) -> None:
             lines.append(f"- {key}={value!r}: {feature.note}.")
         else:
             config.del_config_sub_tree(key)
+    dtype = str(config.get_value("torch_autocast.dtype")).removeprefix("torch.")
+    if config.is_true("torch_autocast.enabled") and dtype in ("float16", "fp16", "half"):
+        lines.append(
+            f"- torch_autocast.dtype={dtype!r}: DeepSpeed shows neither its loss scale nor the steps that it "
+            "skips; use Trainer(precision='16-mixed')."
+        )
     if lines:
         raise ValueError("\n".join(["The DeepSpeed config asks for what a Trainer cannot train with:", *lines]))
 

@@ -65,7 +65,6 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "module_forward_pre_hook": (_ENGINE, "a hook to remove when another engine takes the module over"),
     "module_forward_post_hook": (_ENGINE, "a hook to remove when another engine takes the module over"),
     "param_names": (_ENGINE, "the parameters' names, for errors and checkpoints"),
-    "torch_autocast_z0_gradscaler": (_ENGINE, "the scale of stage 0 under torch's autocast, for the norm"),
     # Optimizers of ZeRO stages 1 and 2
     "_coalesce_grad_reduction": (_STAGE_1_2, "lets a backward hold its gradients back"),
     "_lazy_init_hp_params_optimizer_state": (_STAGE_1_2, "links optimizer state that a step on pieces has made"),

@@ -518,12 +518,11 @@ class PerParameterStep:
 
     def _check_possible(self) -> None:
         zero = self._zero
-        if getattr(zero, "torch_autocast_gradscaler", None) or getattr(zero, "swap_optimizer", False):
+        if getattr(zero, "swap_optimizer", False):
             unused = [self._names[p] for group in parameter_groups(zero) for p in group if p not in self.used]
             raise RuntimeError(
-                f"{', '.join(unused)} had no gradient in this window. With torch_autocast in fp16 or an optimizer on "
-                "NVMe, DeepSpeed would step on them anyway. Remove those settings, use every parameter in "
-                "every window, or freeze these before fit()."
+                f"{', '.join(unused)} had no gradient in this window. With an optimizer on NVMe, DeepSpeed would step "
+                "on them anyway. Offload to 'cpu', use every parameter in every window, or freeze these before fit()."
             )
 
     def _tensor_of(self, piece: Piece, flat: Tensor, own: dict[nn.Parameter, State]) -> nn.Parameter:
@@ -625,8 +624,7 @@ def step_on_all_values(zero: Any) -> None:
     DeepSpeed leaves such steps out, which is right for half precision and its loss scale. In fp32 weights are to become
     NaN, for detectors of NaN to see.
     """
-    scalers = ("torch_autocast_gradscaler", "torch_autocast_z0_gradscaler")
-    if zero.dtype != torch.float32 or any(getattr(zero, name, None) is not None for name in scalers):
+    if zero.dtype != torch.float32:
         return
 
     def keep_scale(has_overflow: bool = False) -> None:

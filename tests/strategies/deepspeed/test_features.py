@@ -235,6 +235,16 @@ def test_a_stage_that_overlaps_and_one_that_does_not() -> None:
         check_features(HfDeepSpeedConfig(ds_config(1, overlap_comm=True)))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", "fp16", "half"])
+def test_autocast_in_float16_is_refused(dtype: str) -> None:
+    for stage in range(4):
+        config = {**ds_config(stage), "torch_autocast": {"enabled": True, "dtype": dtype}}
+        with pytest.raises(ValueError, match=r"torch_autocast.dtype='\w+': .*precision='16-mixed'"):
+            check_features(HfDeepSpeedConfig(config))
+        config["torch_autocast"]["enabled"] = False
+        check_features(HfDeepSpeedConfig(config))
+
+
 def test_untested_keys_are_named_in_one_line() -> None:
     config = {
         **ds_config(3, zenflow={"topk_ratio": 0.1}, zero_quantized_weights=False, load_from_fp32_weights=True),
