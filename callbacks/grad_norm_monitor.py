@@ -29,6 +29,7 @@ from ..strategies.common.grads import (
     parameters_of,
     reduce_powers,
 )
+from ..strategies.deepspeed.strategy import AccelDeepSpeedStrategy
 from ..strategies.fsdp.sharded_model import unwrap_root
 from ..strategies.fsdp.strategy import AccelFSDPStrategy
 from ..strategies.upstream.lightning import (
@@ -225,13 +226,16 @@ def total_norm(trainer: Trainer, optimizer: Optimizer, norm_type: float = 2.0) -
 def _deepspeed_gradients(trainer: Trainer) -> Iterator[NamedGradient]:
     from deepspeed.utils import safe_get_full_grad
 
-    engine = _engine(trainer)
+    engine, strategy = _engine(trainer), trainer.strategy
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise NotImplementedError(
             "GradNormMonitor(groups=...) under DeepSpeed with fp16 needs ZeRO: the gradients of stage 0 are scaled. "
             "Use stage 1 to 3, or bf16, or omit groups."
         )
-    scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    if isinstance(strategy, AccelDeepSpeedStrategy):
+        scale = strategy.gradient_scale
+    else:
+        scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     for name, parameter in trainer.lightning_module.named_parameters():
         if parameter.requires_grad and (gradient := safe_get_full_grad(parameter)) is not None:
             yield NamedGradient(name, gradient if scale == 1.0 else gradient.float() / scale)

@@ -278,6 +278,11 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
         self.last_grad_norm = gradient_norm(self._present_window)
         return self.last_grad_norm
 
+    @property
+    def gradient_scale(self) -> float:
+        """By what the step is still to divide the gradients: the loss scale, and the factor of the window."""
+        return self._present_window.loss_scale / self._present_window.factor
+
     def take_step(self, **kwargs: Any) -> None:
         """Make the engine clip, step and zero the gradients."""
         engine = self.deepspeed_engine

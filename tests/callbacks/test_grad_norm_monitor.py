@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from accelight.callbacks import GradNormMonitor
-from accelight.state import PartialState, reset_state
+from accelight.state import GradientAccumulationPlugin, PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import fp16_on_cpu
@@ -181,20 +181,32 @@ def monitor_hybrid(case: Case, options: dict[str, Any]) -> list[dict[str, float]
     return monitored(AccelFSDPStrategy(**options), case, GradNormMonitor(GROUPS))
 
 
-def monitor_deepspeed(stage: int) -> tuple[Any, Any]:
+class ByItems(TinyModule):
+    """Its gradients are divided by the number of items as the window ends."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_items": len(batch[0])}
+
+
+def monitor_deepspeed(stage: int) -> tuple[Any, Any, Any]:
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 64}}
     whole = monitored(AccelDeepSpeedStrategy(hf_ds_config=config), CASES["clip_norm"], GradNormMonitor())
     reset_state()
     grouped = monitored(AccelDeepSpeedStrategy(hf_ds_config=config), CASES["accumulate"], GradNormMonitor(GROUPS))
     reset_state()
-    return whole, grouped
+    items = GradientAccumulationPlugin(average_over="items")
+    strategy = AccelDeepSpeedStrategy(hf_ds_config=config, gradient_accumulation=items)
+    by_items = monitored(strategy, Case(epochs=1), GradNormMonitor(GROUPS), ByItems(Case(), Outcome()))
+    reset_state()
+    return whole, grouped, by_items
 
 
 @pytest.mark.core("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deepspeed_logs_the_norm_of_a_plain_loop(stage: int) -> None:
-    for whole, grouped in run_on_ranks(2, monitor_deepspeed, stage, timeout_s=200):
+    for whole, grouped, by_items in run_on_ranks(2, monitor_deepspeed, stage, timeout_s=200):
         assert_same_norms(whole, plain_norms(CASES["clip_norm"], 2))
+        assert_same_norms(by_items, plain_norms(Case(epochs=1), 2))
         assert_same_norms(grouped, plain_norms(CASES["accumulate"], 2))
         assert set(grouped[0]) == {"grad_norm", "grad_norm/embed", "grad_norm/blocks", "grad_norm/biases"}
 
