@@ -872,12 +872,16 @@ WAY_OUT = (
 )
 
 
-def hold_parameters(engine: Any) -> None:
-    """Make stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ."""
+def hold_parameters(engine: Any) -> list[Any]:
+    """Make stage 3 keep all parameters gathered from each forward to the next step, so that ranks may differ.
+
+    Returns:
+        Handles of its hooks.
+    """
     # Its trace of layers must be the same on every rank.
     replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
     gather(engine)
-    engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
+    return [engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)]
 
 
 def gather(engine: Any) -> None:
@@ -892,11 +896,17 @@ def gather(engine: Any) -> None:
         parameter.is_external_param = True  # no layer releases it; the step does
 
 
-def hold_parameters_in_forward(engine: Any) -> None:
-    """Make an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ."""
+def hold_parameters_in_forward(engine: Any) -> list[Any]:
+    """Make an engine for evaluation keep all parameters gathered during each forward, so that ranks may differ.
+
+    Returns:
+        Handles of its hooks.
+    """
     replace_for_good("ZeRO-3 gathering", _coordinator(engine), reset_step=lambda: None)
-    engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True)
-    engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True)
+    return [
+        engine.module.register_forward_pre_hook(lambda *_: gather(engine), prepend=True),
+        engine.module.register_forward_hook(lambda *_: _release(engine), always_call=True),
+    ]
 
 
 def _release(engine: Any) -> None:

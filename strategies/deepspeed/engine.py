@@ -274,6 +274,8 @@ class OptimizerStateTransfer:
 
 
 _ENGINES: weakref.WeakKeyDictionary[Any, DeepSpeedSettings] = weakref.WeakKeyDictionary()
+_HOOKS: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Handles of our own hooks on an engine's module."""
 _OF_LAYERS = ("pre_bwd_fn", "post_bwd_fn")  # functions of one engine, which the next would take over
 _OF_PARAMETERS = {
     *("all_gather", "all_gather_coalesced", "partition", "reduce_gradients_at_owner", "partition_gradients", "item"),
@@ -296,6 +298,11 @@ class Kept:
 def remember(engine: Any, settings: DeepSpeedSettings) -> None:
     """Note that an engine is on its module, made with these settings."""
     _ENGINES[engine] = settings
+
+
+def keep_hooks(engine: Any, handles: Iterable[Any]) -> None:
+    """Take hooks on an engine's module, which end with the engine."""
+    _HOOKS.setdefault(engine, []).extend(handles)
 
 
 def engine_of(module: nn.Module) -> tuple[Any, DeepSpeedSettings] | None:
@@ -337,8 +344,8 @@ def end_engine(engine: Any) -> None:
         window.forget()
     release_parameters(engine)
     engine.destroy()
-    detach_output_hooks(engine)
-    detach_input_casts(engine)
+    for handle in _HOOKS.pop(engine, []):
+        handle.remove()
     for name in ("module_forward_pre_hook", "module_forward_post_hook"):
         if hasattr(engine, name):
             getattr(engine, name).remove()
@@ -423,26 +430,18 @@ def unpartition(module: nn.Module) -> None:
 # FSDP's units do it. Inside of a forward nothing is: models compute in fp32 in some places on purpose.
 
 
-_INPUT_HOOKS: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
 def cast_inputs(engine: Any) -> None:
-    """Cast what an engine's module is given, if it computes in half precision; `detach_input_casts` ends that."""
+    """Cast what an engine's module is given, if it computes in half precision."""
     if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
     caster, root = _Caster(), engine.module
-    _INPUT_HOOKS[engine] = [
+    handles = [
         *(one.register_forward_hook(caster.leave, always_call=True) for one in (engine, root)),
         engine.register_forward_pre_hook(caster.enter),
         root.register_forward_pre_hook(caster.cast_and_enter, with_kwargs=True),
         *(child.register_forward_pre_hook(caster.cast, with_kwargs=True) for child in root.children()),
     ]
-
-
-def detach_input_casts(engine: Any) -> None:
-    """Take the hooks off the engine's module."""
-    for handle in _INPUT_HOOKS.pop(engine, []):
-        handle.remove()
+    keep_hooks(engine, handles)
 
 
 class _Caster:
@@ -479,9 +478,6 @@ class _Caster:
 # object what became of them, and returns the object.
 
 
-_OUTPUT_HOOKS: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-
-
 class OpaqueOutputs:
     """Lets stage 3 see into what the layers of a module return.
 
@@ -496,13 +492,7 @@ class OpaqueOutputs:
     def attach(self, engine: Any) -> None:
         """Put the hooks that come after DeepSpeed's; they go with the engine."""
         closing = [layer.register_forward_hook(passage.close) for layer, passage in self._passages.items()]
-        _OUTPUT_HOOKS[engine] = [*self._handles, *closing]
-
-
-def detach_output_hooks(engine: Any) -> None:
-    """Take the hooks off the engine's module."""
-    for handle in _OUTPUT_HOOKS.pop(engine, []):
-        handle.remove()
+        keep_hooks(engine, [*self._handles, *closing])
 
 
 class _Passage:

@@ -87,7 +87,14 @@ from .ds_config import (
     is_auto_value,
     resolve,
 )
-from .engine import end_engines_on, engine_of, free_with_last_reference, release_parameters, summarise_run
+from .engine import (
+    end_engines_on,
+    engine_of,
+    free_with_last_reference,
+    keep_hooks,
+    release_parameters,
+    summarise_run,
+)
 from .library import (
     allow_scalars,
     check_build_locks,
@@ -721,7 +728,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self._follow_buffers(module)
         holds_parameters = settings.zero_stage == 3 and self.find_unused_parameters
         if holds_parameters:
-            hold_parameters(engine)
+            keep_hooks(engine, hold_parameters(engine))
         elif settings.zero_stage == 3:
             CollectiveOrder(engine, self._timeout or default_pg_timeout)
         self._window = GradientAccumulator(
@@ -761,7 +768,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         self.model = engines.start_engine(module, settings, self.root_device)
         self._access.attach(self.model)
         if settings.zero_stage == 3 and self.find_unused_parameters:
-            hold_parameters_in_forward(self.model)
+            keep_hooks(self.model, hold_parameters_in_forward(self.model))
 
     def prepare_model(
         self, model: nn.Module, plugin: str | DeepSpeedPlugin, optimizer: torch.optim.Optimizer | None = None

@@ -437,6 +437,30 @@ def test_engines_end_whoever_made_them(stage: int, tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
 
 
+def hold_parameters_in_some() -> list[int]:
+    """Return the number of hooks on the module: after a fit, and after others of which some hold parameters."""
+
+    def fit(module: Module, stage: int, **more: Any) -> int:
+        trainer = quiet_trainer(deepspeed_strategy(stage, **more), NUM_RANKS, max_epochs=1)
+        trainer.fit(module, Batches(module.rank))
+        return len(module._forward_pre_hooks) + len(module._forward_hooks)
+
+    rank = PartialState().process_index
+    plain, module, holding = Module(rank), Module(rank), {"find_unused_parameters": True}
+    expected = fit(plain, 3)
+    quiet_trainer(deepspeed_strategy(3, **holding), NUM_RANKS).validate(module, Batches(rank), verbose=False)
+    fit(module, 3, **holding)
+    num_hooks = fit(module, 3)
+    fit(module, 3, **holding)
+    fit(module, 2)
+    return [expected, num_hooks]
+
+
+def test_no_engine_leaves_hooks_that_hold_parameters() -> None:
+    for expected, found in run_on_ranks(NUM_RANKS, hold_parameters_in_some):
+        assert found == expected
+
+
 class Collecting(Module):
     """Python may look for garbage at any time: also when its last Trainer has gone and another engine is being made."""
 
