@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from ..state.utils import named_arguments
+from ..strategies.common.dataloader_state import is_at_end
 from ..strategies.loading import newest_checkpoint
 from ..strategies.upstream.lightning import (
     Callback,
@@ -618,7 +619,7 @@ def skip_used_batches(trainer: Trainer) -> None:
     """
     loop: Any = trainer.fit_loop
     num_used = loop.epoch_loop.batch_progress.current.processed
-    if not 0 < num_used < trainer.num_training_batches:  # at an epoch's end Lightning begins the next one
+    if is_at_end(loop) or not 0 < num_used < trainer.num_training_batches:
         return
     loaders = loop._combined_loader.flattened
     if all(isinstance(loader, Stateful) or _deals_samples(loader) for loader in loaders):

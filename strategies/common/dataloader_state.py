@@ -131,7 +131,7 @@ class DataLoaderStates:
         """Check that loaders may begin anew, if another number of processes has saved where they were."""
         saved, self._num_others, now = self._num_others, 0, self._num_parts()
         # Elsewhere Lightning compares counts of batches.
-        within = not (loop.restarted_on_epoch_end or loop.resumed_on_epoch_end)
+        within = loop.restarting and not loop.restarted_on_epoch_end
         if not saved or (not within and _begin_anew(loop)):
             return
         instead = "from a checkpoint of on_train_epoch_end" if within else "use a loader over a map-style dataset"
@@ -147,7 +147,7 @@ def _seek(loop: Any, states: list[Any]) -> None:
 
     torchdata's samplers draw an epoch's order when the loader is iterated over, and not with its first batch.
     """
-    at_end, loaders = _is_at_end(loop), loop._combined_loader.flattened
+    at_end, loaders = is_at_end(loop), loop._combined_loader.flattened
     epochs = loop.epoch_progress.current
     for loader in loaders:
         _set_sampler_epoch(loader, epochs.ready if at_end else epochs.processed)
@@ -172,7 +172,8 @@ def set_epoch(loader: object, trainer: Trainer) -> None:
     """
     loop: Any = trainer.fit_loop
     epochs = loop.epoch_progress.current
-    _set_sampler_epoch(loader, epochs.started if _is_at_end(loop) else epochs.processed)
+    at_end = loop.epoch_loop.batch_progress.is_last_batch
+    _set_sampler_epoch(loader, epochs.started if at_end else epochs.processed)
 
 
 def _redraw_order(loop: Any) -> None:
@@ -191,9 +192,12 @@ def _redraw_order(loop: Any) -> None:
         iter(loop._data_fetcher)
 
 
-def _is_at_end(loop: Any) -> bool:
-    """Return whether the checkpoint is of an epoch's end, or of the next one's begin."""
-    return bool(loop.epoch_loop.batch_progress.is_last_batch)
+def is_at_end(loop: Any) -> bool:
+    """Return whether the checkpoint is of an epoch's end, or of the next one's begin.
+
+    An epoch may end before its last batch; Lightning does not continue it then.
+    """
+    return not loop.restarting or bool(loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def _begin_anew(loop: Any) -> bool:

@@ -512,3 +512,35 @@ def test_any_checkpoint_within_an_epoch_resumes_with_the_next_batch(saved_step: 
     trainer = quiet_trainer("auto", 1, max_epochs=2, callbacks=[TriggerEarlyStopping()])
     trainer.fit(resumed, ckpt_path=tmp_path / f"step={saved_step}.ckpt")
     assert resumed.batches == undisturbed.batches[saved_step:]
+
+
+class Numbers(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(7.0)[:, None, None].expand(-1, 1, 32))
+
+
+class SkipsTheRest(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        rest = -1 if trainer.global_step == 3 else None
+        trainer.lightning_module.on_train_batch_start = lambda *_: rest  # type: ignore[method-assign]
+
+
+def stop_early() -> TriggerEarlyStopping:
+    return TriggerEarlyStopping(lambda trainer, *_: trainer.global_step == 3, lag=False)
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("ending", [[], [stop_early], [SkipsTheRest]], ids=["last_batch", "stopped", "skipped"])
+def test_a_checkpoint_of_an_epochs_end_resumes_with_a_whole_epoch(
+    ending: list[Any], has_length: bool, tmp_path: Path
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="saved", save_on_train_epoch_end=True)
+    data = None if has_length else DataLoader(Numbers(), None)
+    ended, resumed = Recorder(), Recorder()
+    callbacks = [saving, *(build() for build in ending)]
+    quiet_trainer("auto", 1, max_epochs=1, callbacks=callbacks, enable_checkpointing=True).fit(ended, data)
+    trainer = quiet_trainer("auto", 1, max_epochs=2, callbacks=[TriggerEarlyStopping()])
+    trainer.fit(resumed, data, ckpt_path=tmp_path / "saved.ckpt")
+    assert len(ended.batches) == 3 if ending else 7
+    assert resumed.batches == list(range(7))
+    assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -104,10 +104,28 @@ def strategy_for(name: str) -> Any:
     return strategy_named(name)
 
 
-def seen(strategy: str, kind: str, path: str, save_at: int | None, hook: str = "on_train_batch_end") -> list[float]:
+class StopAt(Callback):
+    """Ends training, and its epoch, after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.global_step == self.step
+
+
+def seen(
+    strategy: str,
+    kind: str,
+    path: str,
+    save_at: int | None,
+    hook: str = "on_train_batch_end",
+    stop_at: int | None = None,
+) -> list[float]:
     torch.manual_seed(3 + dist.get_rank())
     module = SetUpEarly() if kind == "workers_early" else Seeing()
-    callbacks = [] if save_at is None else [SaveAt(path, save_at, hook)]
+    callbacks: list[Callback] = [] if save_at is None else [SaveAt(path, save_at, hook)]
+    callbacks += [] if stop_at is None else [StopAt(stop_at)]
     world_size = dist.get_world_size()
     trainer = quiet_trainer(strategy_for(strategy), world_size, max_epochs=3, callbacks=callbacks)
     trainer.fit(module, loader_named(kind), torch.utils.data.DataLoader(Numbers()), ckpt_path=None if save_at else path)

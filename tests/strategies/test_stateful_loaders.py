@@ -49,6 +49,15 @@ def test_each_process_goes_on_at_its_own_place(strategy: str, kind: str, moment:
         assert sorted(whole[0][:12] + whole[1][:12]) == list(range(NUM_SAMPLES))
 
 
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("kind", ["plain", "shuffled"])
+def test_an_epoch_that_ended_early_is_not_continued(kind: str, hook: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    whole = run_on_ranks(2, seen, "fsdp2", kind, path, 6)
+    run_on_ranks(2, seen, "fsdp2", kind, path, 4, hook, 4)
+    assert run_on_ranks(2, seen, "fsdp2", kind, path, None) == [samples[12:] for samples in whole]
+
+
 @pytest.mark.core("fsdp2-workers-epoch_end", "fsdp2-workers_early-epoch_end")
 @pytest.mark.parametrize("moment", ["6", "validated", "epoch_end"])
 @pytest.mark.parametrize("kind", ["workers", "workers_early"])
@@ -82,9 +91,10 @@ def test_another_number_of_processes_is_refused_within_an_epoch(strategy: str, t
     )
 
 
-def test_another_number_of_processes_begins_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_another_number_of_processes_begins_an_epoch(hook: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved.ckpt")
-    run_on_ranks(2, seen, "fsdp2", "plain", path, 6, "on_train_epoch_end")
+    run_on_ranks(2, seen, "fsdp2", "plain", path, 6, hook, 6)
     [found] = run_on_ranks(1, seen, "fsdp2", "plain", path, None)
     assert [sorted(found[:24]), sorted(found[24:])] == [list(range(NUM_SAMPLES))] * 2
 
