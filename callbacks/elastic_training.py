@@ -6,10 +6,12 @@ checkpoint a run resumes from are below the callback.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ class ElasticTraining(Callback):
     - The order of samples comes from ``seed`` and the epoch. A loader with ``shuffle=True`` is shuffled, one with
       ``drop_last=True`` leaves an incomplete last global batch out; else its samples are divided as equally as
       possible, and each counts the same. A process without a sample computes one that does not count.
-    - The loss that ``training_step`` returns must be a mean over the samples of its batch.
+    - The loss that ``training_step`` returns must be a mean over the samples of its batch, or with
+      ``average_over="items"`` over its items.
     - ``limit_train_batches`` and ``val_check_interval`` as whole numbers, and the ``frequency`` of schedules with
       ``interval="step"``, count optimizer steps, which are the same on any number of processes.
     - A checkpoint may be of any moment. A run that resumes from it repeats an open accumulation window.
@@ -117,7 +120,7 @@ class ElasticTraining(Callback):
         self._close()
         if stage != "fit":
             return
-        _check_accumulation(trainer, pl_module)
+        _check_accumulation(trainer, pl_module, 1)
         layout = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
         group_size = trainer.world_size // layout["num_replicas"]
         self.division = Division.of(self.global_batch_size, layout["num_replicas"], self.max_batch_size, group_size)
@@ -129,7 +132,10 @@ class ElasticTraining(Callback):
         if isinstance(trainer.val_check_interval, int):
             self._patches.put(trainer, "val_check_interval", trainer.val_check_interval * steps)
         self._patches.put(trainer._data_connector, "_prepare_dataloader", self._dealing(trainer))
-        self._patches.put(trainer.strategy, "training_step", self._weighing(trainer))
+        if getattr(trainer.strategy, "averages_over_items", False):  # which weigh as many as they are by themselves
+            self._patches.put(pl_module, "training_step", self._counting(trainer, pl_module))
+        else:
+            self._patches.put(trainer.strategy, "training_step", self._weighing(trainer))
         self.resumed_from = None if self.resume_from is None else newest_checkpoint(self.resume_from)
         if self.resumed_from is not None:
             self._patches.put(trainer._checkpoint_connector, "resume_start", self._resuming(trainer))
@@ -190,7 +196,7 @@ class ElasticTraining(Callback):
 
         def weighing_step(*args: Any, **kwargs: Any) -> Any:
             output = training_step(*args, **kwargs)
-            weight = 1.0 if self._batches is None else self._batches.weight(trainer.fit_loop.epoch_loop.batch_idx)
+            weight = self._weight(trainer)
             loss = output.get("loss") if isinstance(output, dict) else output
             if weight != 1.0 and isinstance(loss, Tensor) and loss.requires_grad:
                 # The loss itself stays what is logged.
@@ -198,6 +204,20 @@ class ElasticTraining(Callback):
             return output
 
         return weighing_step
+
+    def _counting(self, trainer: Trainer, pl_module: LightningModule) -> Callable[..., Any]:
+        training_step = pl_module.training_step
+
+        @wraps(inspect.unwrap(training_step))  # Lightning unwraps once, and looks whether it takes batch_idx
+        def counting_step(*args: Any, **kwargs: Any) -> Any:
+            output: Any = training_step(*args, **kwargs)
+            counts = self._weight(trainer) or not isinstance(output, Mapping)  # else that is an error of the strategy's
+            return output if counts else {**output, "num_items": 0}
+
+        return counting_step
+
+    def _weight(self, trainer: Trainer) -> float:
+        return 1.0 if self._batches is None else self._batches.weight(trainer.fit_loop.epoch_loop.batch_idx)
 
     # ------------------------------------------------------------------ checkpoints
     @override
@@ -251,6 +271,7 @@ class ElasticTraining(Callback):
     # ------------------------------------------------------------------ training
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _check_accumulation(trainer, pl_module, self._steps)  # again: the strategy has set it up
         loop: Any = trainer.fit_loop
         batches = self._batches
         if batches is None or len(loop._combined_loader.flattened) != 1:
@@ -307,19 +328,20 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be an int >= 1, got {value!r}.")
 
 
-def _check_accumulation(trainer: Trainer, pl_module: LightningModule) -> None:
+def _check_accumulation(trainer: Trainer, pl_module: LightningModule, expected: int) -> None:
     if not pl_module.automatic_optimization:
         raise ValueError(
             "ElasticTraining needs automatic optimization: in manual optimization only training_step knows which "
             "micro-batches form a step."
         )
-    if trainer.accumulate_grad_batches != 1 or any(
+    if trainer.accumulate_grad_batches != expected or any(
         isinstance(callback, GradientAccumulationScheduler)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
     ):
         raise ValueError(
             "ElasticTraining sets accumulate_grad_batches from global_batch_size and max_batch_size. Remove "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler."
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} (of the Trainer, the strategy, the DeepSpeed "
+            "config or ACCELERATE_GRADIENT_ACCUMULATION_STEPS) and GradientAccumulationScheduler."
         )
 
 

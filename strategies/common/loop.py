@@ -192,6 +192,11 @@ class LoopFollowing(ParallelStrategy):
         return output
 
     @property
+    def averages_over_items(self) -> bool:
+        """Whether gradients are averaged over items, not over micro-batches."""
+        return self._tracker.items.is_on
+
+    @property
     def _is_automatic(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from accelight.callbacks import ElasticTraining
+from accelight.state import GradientAccumulationPlugin
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig
 from tests.strategies.oracle import Block, build_model, build_optimizer, quiet_trainer, strategy_named
 
@@ -46,19 +47,21 @@ class Samples(Dataset[tuple[Tensor, Tensor, int]]):
 class Module(LightningModule):
     """Keeps the samples of each optimizer step that counts, of this process."""
 
-    def __init__(self, optimizer: str = "sgd", frequency: int = 1) -> None:
+    def __init__(self, optimizer: str = "sgd", frequency: int = 1, counts_items: bool = False) -> None:
         super().__init__()
+        self.counts_items = counts_items
         self.model, self.optimizer, self.frequency = build_model(), optimizer, frequency
         self.used: dict[int, list[int]] = {}
         self.rates: dict[int, float] = {}
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Any:
         callback = next(one for one in self.trainer.callbacks if isinstance(one, ElasticTraining))  # type: ignore[attr-defined]
         assert callback._batches is not None
         if callback._batches.weight(batch_idx):
             self.used.setdefault(self.global_step, []).extend(batch[2].tolist())
         self.rates[self.global_step] = self.trainer.optimizers[0].param_groups[0]["lr"]
-        return functional.mse_loss(self.model(batch[0]), batch[1])
+        loss = functional.mse_loss(self.model(batch[0]), batch[1])
+        return {"loss": loss, "num_items": len(batch[0])} if self.counts_items else loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> None:
         functional.mse_loss(self.model(batch[0]), batch[1])
@@ -96,6 +99,10 @@ GROUPS = {"tp2": 2}
 """Engines whose processes share one copy of the model, and how many do."""
 
 
+BY_ITEMS = {"fsdp2_items"}
+"""Engines that average over samples by their numbers."""
+
+
 def strategy(name: str) -> Any:
     if name in GROUPS:
         sizes = ParallelismConfig(tp_size=GROUPS[name])
@@ -103,6 +110,9 @@ def strategy(name: str) -> Any:
         return AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={Block}, parallelism_config=sizes, tp_plan=cut)
     if name == "auto" or name == "ddp":
         return name
+    if name in BY_ITEMS:
+        by_items = GradientAccumulationPlugin(average_over="items")
+        return AccelFSDPStrategy(fsdp_version=2, auto_wrap_policy={Block}, gradient_accumulation=by_items)
     if name.startswith("zero"):
         config = {"zero_optimization": {"stage": int(name[-1])}}
         return AccelDeepSpeedStrategy(hf_ds_config=config, load_universal=True)
@@ -137,7 +147,7 @@ def train(
         enable_checkpointing=bool(saving),
         **{"max_epochs": NUM_EPOCHS, "use_distributed_sampler": True, **settings},
     )
-    module = Module(optimizer_for(engine), frequency)
+    module = Module(optimizer_for(engine), frequency, engine in BY_ITEMS)
     trainer.fit(module, loader() if data is None else data, validation, ckpt_path=ckpt_path)
     return Run(
         merged(module.used, GROUPS.get(engine, 1)),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 
 from accelight.callbacks import ElasticTraining, TriggerEarlyStopping
 from accelight.callbacks.elastic_training import Division, EpochOrder, GlobalBatches, count_anew
+from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.callbacks.elastic import (
     GLOBAL_BATCH_SIZE,
     MAX_BATCH_SIZE,
@@ -199,6 +200,16 @@ def _drop_last() -> Any:
     return train("ddp", data=loader(drop_last=True))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_samples_that_are_counted_as_items_count_once(size: int) -> None:
+    for found in run_on_ranks(size, _train_by_items):
+        assert_goes_on(found, train_plain("fsdp2", num_samples=31))
+
+
+def _train_by_items() -> Any:
+    return train("fsdp2_items", data=DataLoader(Samples(31), shuffle=True))
+
+
 # ---------------------------------------------------------------------- dealing
 @pytest.mark.parametrize("num_samples", [5, 24, 26, 35])
 def test_every_step_has_the_same_samples_on_any_number_of_processes(num_samples: int) -> None:
@@ -246,7 +257,8 @@ def test_used_steps_are_skipped_in_their_epoch_alone() -> None:
 def _fit(data: Any = None, module: Any = None, elastic: dict[str, Any] | None = None, **settings: Any) -> None:
     given = {"global_batch_size": GLOBAL_BATCH_SIZE, "max_batch_size": MAX_BATCH_SIZE, **(elastic or {})}
     callbacks = [ElasticTraining(**given), *settings.pop("callbacks", [])]
-    trainer = quiet_trainer("auto", 1, max_epochs=1, callbacks=callbacks, **settings)
+    strategy = settings.pop("strategy", "auto")
+    trainer = quiet_trainer(strategy, 1, max_epochs=1, callbacks=callbacks, **settings)
     trainer.fit(module or Module(), loader() if data is None else data)
 
 
@@ -307,6 +319,25 @@ def test_what_cannot_be_right_is_refused(arguments: dict[str, Any], message: str
 def test_wrong_arguments_of_elastic_training_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ElasticTraining(**arguments)
+
+
+def accumulated(source: str) -> None:
+    settings: dict[str, Any] = {}
+    if source == "variable":
+        os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "4"
+    if source in ("variable", "strategy"):
+        steps = 4 if source == "strategy" else None
+        settings["strategy"] = AccelFSDPStrategy(fsdp_version=2, gradient_accumulation=steps)
+    else:
+        config = {"gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}
+        settings["strategy"] = AccelDeepSpeedStrategy(hf_ds_config=config)
+    with pytest.raises(ValueError, match=r"sets accumulate_grad_batches.* Remove accumulate_grad_batches=4"):
+        _fit(elastic={"max_batch_size": None}, **settings)
+
+
+@pytest.mark.parametrize("source", ["strategy", "variable", "config"])
+def test_accumulation_from_elsewhere_is_refused(source: str) -> None:
+    run_on_ranks(1, accumulated, source)
 
 
 def test_a_number_of_processes_that_does_not_fit() -> None:
