@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from inspect import signature
 from itertools import islice
+from numbers import Number
 from types import MethodType
 from typing import Any, Literal, TypeVar, cast
 
@@ -35,7 +36,8 @@ from ..strategies.upstream.lightning import (
     DistributedSamplerWrapper,
     LightningModule,
     Trainer,
-    _update_dataloader,
+    _get_dataloader_init_args_and_kwargs,
+    _reinstantiate_wrapped_cls,
     check_trainer,
     extract_batch_size,
     is_param_in_hook_signature,
@@ -160,7 +162,7 @@ class ExactEvaluation(Callback):
     def _without_repetitions(self, trainer: Trainer, loader: Any) -> Any:
         sampler = real_samples_of(loader, trainer.world_size // self._group_size)
         if sampler is not None:
-            return _update_dataloader(loader, sampler) if sampler is not loader.sampler else loader
+            return _with_all_of(sampler, loader) if sampler is not loader.sampler else loader
         if not self.assume_disjoint:
             raise ValueError(
                 f"ExactEvaluation cannot determine how {_described(loader)} distributes samples over "
@@ -305,7 +307,7 @@ class ExactEvaluation(Callback):
             if isinstance(value, Metric):
                 if trainer.world_size > 1:
                     self._check_metric(pl_module, value, arguments["name"])
-            elif isinstance(value, (int, float, Tensor)) and not arguments["rank_zero_only"]:
+            elif isinstance(value, (Number, Tensor)) and not arguments["rank_zero_only"]:
                 if self._in_batch:
                     arguments = self._exact_arguments(trainer, pl_module, dict(arguments))
                 elif trainer.world_size > 1:
@@ -355,7 +357,7 @@ class ExactEvaluation(Callback):
         return extract_batch_size(results.batch) if self._num_samples is None else self._num_samples
 
     @staticmethod
-    def _same_everywhere(name: str, value: float | Tensor) -> Tensor:
+    def _same_everywhere(name: str, value: Any) -> Tensor:
         """Return process 0's value of a number logged outside of steps.
 
         Raises:
@@ -669,6 +671,12 @@ class RealSamples(DistributedSampler[Any]):
         """Tell the sampler that deals."""
         self.epoch = epoch
         self.dealt.set_epoch(epoch)
+
+
+def _with_all_of(sampler: RealSamples, loader: Any) -> Any:
+    """Return the loader with another sampler; ``drop_last`` could only drop a batch that lacks a repetition."""
+    args, kwargs = _get_dataloader_init_args_and_kwargs(loader, sampler)
+    return _reinstantiate_wrapped_cls(loader, *args, **{**kwargs, "drop_last": False})
 
 
 def real_samples_of(loader: Any, num_replicas: int) -> RealSamples | None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -208,6 +209,28 @@ def test_without_the_callback_metrics_are_those_of_the_groups() -> None:
         assert found == expected[rank // 2]
 
 
+def evaluate_dropping(strategy: str) -> int:
+    import accelight.strategies  # noqa: F401 (the names)
+
+    class Count(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def validation_step(self, batch: list[Tensor]) -> None:
+            self.layer(batch[0])
+            self.log("count", float(len(batch[0])), reduce_fx="sum")
+
+    trainer = quiet_trainer(strategy, 2, callbacks=[ExactEvaluation()])
+    loader = DataLoader(samples(15), 4, drop_last=True)
+    return int(trainer.validate(Count(), loader, verbose=False)[0]["count"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accel_fsdp2"])
+def test_a_loader_that_would_drop_only_a_repetition_drops_nothing(strategy: str) -> None:
+    assert run_on_ranks(2, evaluate_dropping, strategy) == [15, 15]
+
+
 def test_one_process_evaluates_as_without_the_callback() -> None:
     for length in LENGTHS:
         assert evaluate(length, 4, "auto", 1) == expected(length, 4)
@@ -363,6 +386,8 @@ class Faulty(LightningModule):
         self.log("same", 3)
         if self.fault == "epoch_end":
             self.log("x", float(self.global_rank), sync_dist=True)
+        if self.fault == "numpy":
+            self.log("x", np.float32(self.global_rank))  # type: ignore[arg-type]
 
 
 class Averaged(Metric):
@@ -408,6 +433,7 @@ _FAULTS = {
     "averaged": r"self.log\('x'\): Averaged averages \['value'\] over processes",
     "names": "do not communicate the same data",
     "epoch_end": r"self.log\('x'\) got \[0.0, 1.0\] on the processes, outside a step",
+    "numpy": r"self.log\('x'\) got \[0.0, 1.0\] on the processes, outside a step",
 }
 
 
