@@ -31,6 +31,7 @@ from ..strategies.upstream.lightning import (
     check_trainer,
     rank_zero_warn,
 )
+from .single_file import ties_of
 
 Average = Callable[[list[Tensor], list[Tensor], Any], None]
 """As torch's ``multi_avg_fn``: changes the averages, given the weights and how often these were averaged before."""
@@ -243,11 +244,14 @@ class ShardedEMA(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the averages where the strategy does not: where each process has all of them."""
         if self._averages is not None and not hasattr(trainer.strategy, "averages"):
+            weights = checkpoint["state_dict"]
+            ties = ties_of({name: value for name, value in weights.items() if isinstance(value, Tensor)})
             with self._averages.aside():
-                weights = {name: _copied(value) for name, value in checkpoint["state_dict"].items()}
+                copies = {name: _copied(value) for name, value in weights.items() if name not in ties}
                 averages = {name: local_part(value).clone() for name, value in self._averages.tensors.items()}
-            checkpoint["state_dict"] = weights
-            checkpoint[AVERAGED_WEIGHTS] = {**weights, **averages}
+            averages = {**copies, **averages}
+            checkpoint["state_dict"] = {name: copies[ties.get(name, name)] for name in weights}
+            checkpoint[AVERAGED_WEIGHTS] = {**averages, **{name: averages[kept] for name, kept in ties.items()}}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

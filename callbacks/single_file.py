@@ -33,7 +33,7 @@ def unpack(file: Path, folder: Path) -> None:
     weights = checkpoint.get(_KEY) if isinstance(checkpoint, dict) else None
     if not weights:
         raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is not a Lightning checkpoint.")
-    ties = _ties(weights)
+    ties = ties_of(weights)
     parts = {key: checkpoint[key] for key in (_KEY, AVERAGED_WEIGHTS) if key in checkpoint}
     kept = {key: {name: one for name, one in part.items() if name not in ties} for key, part in parts.items()}
     save(kept, storage_writer=FileSystemWriter(folder), no_dist=True)
@@ -41,13 +41,13 @@ def unpack(file: Path, folder: Path) -> None:
     write_manifest(folder, model_prefix=_KEY, ties=ties, module_attribute=heads.pop() if len(heads) == 1 else "")
 
 
-def _ties(weights: dict[str, Any]) -> dict[str, str]:
+def ties_of(weights: dict[str, Any]) -> dict[str, str]:
     """Return alias to kept name of tensors that are one and the same memory."""
     kept: dict[tuple[Any, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in weights.items():
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and kept.setdefault(place, name) != name:
+        if tensor.data_ptr() and kept.setdefault(place, name) != name:
             ties[name] = kept[place]
     return ties
 

@@ -390,6 +390,27 @@ def fit_and_merge(folder: str, form: str, background: bool) -> dict[str, Tensor]
     return module.averages
 
 
+class Tied(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3))
+        self.model[1].weight = self.model[0].weight
+
+
+def test_tied_weights_are_averaged_and_stay_tied(tmp_path: Path) -> None:
+    path, module = tmp_path / "saved.ckpt", Tied()
+    trainer = quiet_trainer("auto", 1, max_epochs=1, callbacks=[ShardedEMA(decay=0.5)])
+    trainer.fit(module, loader(1))
+    trainer.save_checkpoint(path)
+    stored = torch.load(path, weights_only=True)
+    averages, trained = stored["averaged_weights"], stored["state_dict"]
+    for weights in (averages, trained):
+        assert weights.keys() == module.state_dict().keys()
+        assert weights["model.1.weight"].data_ptr() == weights["model.0.weight"].data_ptr()
+    assert torch.equal(trained["model.0.weight"], module.model[0].weight)
+    assert not torch.equal(averages["model.0.weight"], trained["model.0.weight"])
+
+
 class Follow(Callback):
     """Saves the weights after each step."""
 
