@@ -11,6 +11,7 @@ import torch
 from .gradient_state import active_entry
 from .process_group import backends_by_device
 from .process_record import communication_group, shared
+from .utils import like_mapping
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -295,8 +296,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], data: Any) -> Any:
     if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, Mapping):
-        mapped = {key: map_tensors(function, value) for key, value in data.items()}
-        return mapped if type(data) is dict else type(data)(mapped)  # type: ignore[call-arg]
+        return like_mapping(data, {key: map_tensors(function, value) for key, value in data.items()})
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(function, value) for value in data))
     if isinstance(data, (list, tuple)):

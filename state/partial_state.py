@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -17,6 +16,7 @@ from . import triggers
 from .process_group import default_accelerator, live_group, require_group
 from .process_record import DistributedType, ProcessFacts, set_device, shared
 from .rendezvous import one_first, refuse_while_waited_for
+from .utils import like_mapping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -465,7 +465,7 @@ def _take(inputs: Any, start: int, stop: int, num_pad: int) -> Any:
     """Return ``inputs[start:stop]`` with its last element repeated ``num_pad`` times, in the kind that it has."""
     if isinstance(inputs, Mapping):
         taken = {key: _take(value, start, stop, num_pad) for key, value in inputs.items()}
-        return _like_mapping(inputs, taken)
+        return like_mapping(inputs, taken)
     indices = [*range(start, stop), *[len(inputs) - 1] * num_pad]
     if isinstance(inputs, torch.Tensor):
         share = inputs[start:stop]
@@ -488,12 +488,3 @@ def _take_from_sequence(inputs: Sequence[Any], start: int, stop: int, indices: l
         except TypeError:  # a deque has no slices
             pass
     return [inputs[index] for index in indices]
-
-
-def _like_mapping(original: Mapping[Any, Any], taken: dict[Any, Any]) -> Any:
-    """Return ``taken`` in a copy of the original's kind (an ordered or attribute dict), else as a plain dict."""
-    if type(original) is dict or not isinstance(original, MutableMapping):
-        return taken
-    clone = copy.copy(original)
-    clone.update(taken)
-    return clone

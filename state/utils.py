@@ -1,10 +1,11 @@
-"""Checks of keyword arguments, with the argument that was meant, and the spellings of true and false."""
+"""Checks of keyword arguments, with the argument that was meant, mappings, and the spellings of true and false."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,6 +33,16 @@ def named_arguments(cls: type[T]) -> type[T]:
     changed: Any = cls
     changed.__init__ = check_and_initialize
     return cls
+
+
+def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return other ``values`` of the same keys in a copy of the original's kind, or a dict if that cannot change."""
+    if type(original) is dict or not isinstance(original, MutableMapping):
+        return values
+    clone = copy.copy(original)
+    for key, value in values.items():
+        clone[key] = value
+    return clone
 
 
 # ------------------------------------------------------------------------------------------------

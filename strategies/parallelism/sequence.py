@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ...state.process_group import is_planned
+from ...state.utils import like_mapping
 from ..common.grads import WHOLE, hook_leaf
 from ..upstream.torch_core import all_gather_single, reduce_scatter_single, tree_leaves
 from .config import matching, no_match
@@ -693,8 +694,7 @@ def _mapped(values: Any, change: Callable[[str, Tensor], Tensor], name: str = ""
     if isinstance(values, Tensor):
         return change(name, values)
     if isinstance(values, Mapping):
-        changed = {key: _mapped(one, change, str(key)) for key, one in values.items()}
-        return changed if type(values) is dict else type(values)(**changed)
+        return like_mapping(values, {key: _mapped(one, change, str(key)) for key, one in values.items()})
     if isinstance(values, (tuple, list)):
         items = [_mapped(one, change, name) for one in values]
         return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections import OrderedDict, UserDict, defaultdict
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,6 +53,18 @@ def broadcast_from_last(rank: int) -> Any:
     return {**returned, "learned": learned.detach()}
 
 
+def mappings(number: int) -> list[Any]:
+    one = torch.tensor([number])
+    return [defaultdict(list, x=one), Counted({"x": one}), UserDict(x=one), MappingProxyType({"x": one})]
+
+
+class Counted(OrderedDict[str, Any]):
+    """Like outputs of transformers, its values change one by one only."""
+
+    def update(self, *_: Any) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
 def gather_everything() -> dict[str, Any]:
     rank = PartialState().process_index
     nested = {"a": [torch.tensor([[rank]]), (torch.tensor(rank),)], "b": Pair(torch.tensor([True]), torch.ones(1, 0))}
@@ -65,6 +78,7 @@ def gather_everything() -> dict[str, Any]:
             for dtype in (torch.int16, torch.uint8, torch.bool, torch.bfloat16, torch.complex64, torch.float64)
         ],
         "transposed": gather(torch.arange(6).view(2, 3).T + rank),
+        "mappings": [gather(one) for one in mappings(rank)],
         "many": gather([torch.arange(n % 3 + rank) for n in range(40)]),
         "objects": gather_object([f"from {rank}", {"rank": rank}]),
         "no objects": gather_object([]),
@@ -99,6 +113,8 @@ def test_collectives(world_size: int) -> None:
         assert nested["a"][0].tolist() == [[r] for r in ranks]
         assert nested["a"][1][0].tolist() == ranks
         assert type(nested["b"]) is Pair
+        assert [one["x"].tolist() for one in found["mappings"]] == [ranks] * 4
+        assert [type(one) for one in found["mappings"]] == [defaultdict, Counted, UserDict, dict]
         assert nested["b"].x.tolist() == [True] * n
         assert nested["b"].y.shape == (n, 0)
         assert found["uneven"].tolist() == [x for r in ranks for x in range(r * 10, r * 11)]
