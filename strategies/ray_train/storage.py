@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import shutil
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -133,14 +133,20 @@ def _download(checkpoint: Any, context: Any) -> Path:
     """Copy a checkpoint to each node once, under one path on all of them: the strategies read that of process 0."""
     what = f"Downloading {checkpoint.path}"
 
-    def place() -> Path:
-        return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{uuid.uuid4().hex}")
+    def place() -> Path:  # the same again for workers that take the place of some that died with their copies
+        run = hashlib.sha256(checkpoint.path.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{run}")
 
     folder = run_on_rank_zero(place, what)
     with raise_on_all_ranks(what):
         if context.get_local_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                checkpoint.to_directory(str(folder))
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             _downloaded.add(folder)
-            checkpoint.to_directory(str(folder))
     return folder
 
 

@@ -6,6 +6,9 @@ import copy
 import importlib.util
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 import accelight.strategies
 from accelight.callbacks import RayReportCheckpoint
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, reported_checkpoint
+from accelight.strategies.ray_train import storage
 from tests.strategies.oracle import quiet_trainer
 
 needs_ray = pytest.mark.skipif(
@@ -121,6 +125,31 @@ def test_outside_of_a_worker_they_say_so(kind: str) -> None:
     expected = f"RayAccel{kind}Strategy works only inside a Ray Train worker.*Elsewhere, use Accel{kind}Strategy"
     with pytest.raises(RuntimeError, match=expected):
         quiet_trainer(strategy, 1)
+
+
+class _Stored:
+    """A checkpoint of Ray's in a bucket."""
+
+    path = "bucket/run/checkpoint_epoch=0-step=10"
+    is_whole = True
+
+    def to_directory(self, folder: str) -> None:
+        Path(folder).mkdir()
+        if not self.is_whole:
+            raise OSError("no connection")
+
+
+def test_downloads_of_workers_that_died_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(storage, "_downloaded", set())
+    worker, stored = SimpleNamespace(get_local_rank=lambda: 0), _Stored()
+    [folder] = {storage._download(stored, worker) for _ in range(2)}
+    assert [folder] == [*tmp_path.iterdir()]
+    storage.remove_downloaded()
+    stored.is_whole = False
+    with pytest.raises(RuntimeError, match="no connection"):
+        storage._download(stored, worker)
+    assert [*tmp_path.iterdir()] == []
 
 
 @needs_ray
