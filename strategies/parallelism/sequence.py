@@ -629,6 +629,8 @@ class _CausalRegion(Region):
                     f"{self.name}: {name} works on whole sequences, which no rank has with "
                     f"{self.parallel.setting} > 1. Leave it out; to generate, load the merged weights without it."
                 )
+        # First: `_first` finds them, and not the mask or the positions, which are before embeddings in the signature.
+        given = {**{name: given[name] for name in ("input_ids", "inputs_embeds") if name in given}, **given}
         tokens = _first((), given)
         (batch, length), device = tokens.shape[:2], tokens.device
         config: Any = self.module.config

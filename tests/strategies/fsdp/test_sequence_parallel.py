@@ -98,7 +98,9 @@ class Module(LightningModule):
 class Llama(Module):
     """Of transformers: labels are given whole."""
 
-    def __init__(self, length: int = 8, padded: str = "", packed: bool = False, tied: bool = True) -> None:
+    def __init__(
+        self, length: int = 8, padded: str = "", packed: bool = False, tied: bool = True, embedded: bool = False
+    ) -> None:
         LightningModule.__init__(self)
         torch.manual_seed(4)
         self.net: Any = LlamaForCausalLM(
@@ -108,6 +110,7 @@ class Llama(Module):
             )
         )  # fmt: skip
         self.padded, self.packed, self.norms = padded, packed, []
+        self.embed = nn.Embedding(12, 16) if embedded else None
 
     def loss(self, tokens: Tensor) -> Tensor:
         inputs, length = tokens[:, :-1], tokens.shape[1] - 1
@@ -121,7 +124,8 @@ class Llama(Module):
         if self.packed:
             given["position_ids"] = torch.cat([torch.arange(3), torch.arange(length - 3)])[None].repeat(len(tokens), 1)
             given["use_cache"] = False  # else transformers sees one sequence
-        return self.net(input_ids=inputs, **given).loss
+        given |= {"input_ids": inputs} if self.embed is None else {"inputs_embeds": self.embed(inputs)}
+        return self.net(**given).loss
 
 
 class Lora(Llama):
@@ -157,6 +161,7 @@ KINDS: dict[str, Any] = {
     "llama, lora": lambda: Lora(),
     "llama, left": lambda: Llama(padded="left"),
     "llama, right": lambda: Llama(padded="right"),
+    "llama, left, embedded": lambda: Llama(padded="left", embedded=True),
     "llama, packed": lambda: Llama(packed=True),
 }
 
@@ -232,7 +237,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.core("clipped", "left, sp2", "packed, cp2")
+@pytest.mark.core("clipped", "left, sp2", "embedded, sp2", "packed, cp2")
 @pytest.mark.parametrize("name", CELLS)
 def test_it_trains_as_one_process(name: str) -> None:
     num_ranks, arguments = CELLS[name]
