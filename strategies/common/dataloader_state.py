@@ -14,7 +14,8 @@ import logging
 import os
 import random
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -285,6 +286,22 @@ def dataset_indices(loader: object, batch_idx: int, epoch: int) -> list[int] | N
         return None
     size = loader.batch_sampler.batch_size
     return list(itertools.islice(sampler, batch_idx * size, (batch_idx + 1) * size))
+
+
+def tensors_in(batch: object) -> Iterator[torch.Tensor]:
+    """Yield a batch's tensors, wherever they are: in mappings (those of Hugging Face, too), sequences, dataclasses."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+        return
+    parts: Iterable[object] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = (getattr(batch, one.name) for one in fields(batch))
+    for part in parts:
+        yield from tensors_in(part)
 
 
 # ------------------------------------------------------------------------------------------------

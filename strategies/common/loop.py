@@ -377,6 +377,11 @@ class LoopTracker:
         self._evaluated = dataloader_idx, batch
         self._set_end(batch, loop.batch_progress.is_last_batch or batch == limit)
 
+    @property
+    def is_first_of_evaluation(self) -> bool:
+        """Whether the evaluation's batch is the first of its loader."""
+        return self._evaluated[1] == 1
+
     def _set_end(self, batch: int, is_last: bool) -> None:
         """Say whether the loop uses no other batch than this; a limit may end it before the loader's padding."""
         loader = self._loaders[-1]

@@ -56,7 +56,13 @@ from ..common.launch import check_offload, pickle_by_init_args, warn_ignored_pro
 from ..common.loop import DeferredWeightLoad, LoopFollowing, LoopTracker
 from ..common.modules import PRUNING, adapters_of, check_callbacks, gather_metrics_once, keep_packing, with_constants
 from ..common.signals import Termination
-from ..parallelism.config import ParallelismConfig, SameBatches, as_parallelism, build_named_mesh
+from ..parallelism.config import (
+    ParallelismConfig,
+    SameBatches,
+    as_parallelism,
+    build_named_mesh,
+    launched_parallelism,
+)
 from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import WITHOUT_WEIGHTS, TensorParallel
 from ..saving.async_save import describe_async_mode, make_async_saver
@@ -222,7 +228,7 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         return self._evaluate("predict", super().predict_step, *args, **kwargs)
 
     def _evaluate(self, stage: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._same_batches is not None and args[1:2] == (0,):  # the first batch of a loader
+        if self._same_batches is not None and self._tracker.is_first_of_evaluation:
             self._same_batches.check_batch(args[0])
         return self._running.evaluate(stage, partial(step, *args, **kwargs))
 
@@ -575,7 +581,7 @@ class AccelFSDPStrategy(TrainerHooks):
         device_mesh: ``(replicate, shard)`` sizes, or a mesh of these two dimensions, for hybrid sharding (HSDP).
         parallelism_config: Sizes of all dimensions, in the place of ``device_mesh``; also Accelerate's own config. With
             ``tp_size``, FSDP2 shards what tensor parallelism leaves to each process; with ``sp_size`` or ``cp_size``
-            processes share sequences.
+            processes share sequences. Default: that of ``accelerate launch``, if it has one.
         tp_plan: How tensor parallelism cuts layers: patterns over names of modules to ``"colwise"``, ``"rowwise"`` and
             so on, or to torch's ``ParallelStyle``. Default: the plan of a transformers model.
         sequence_modules: Patterns over names of modules inside of which ``sp_size`` or ``cp_size`` cuts sequences.
@@ -891,7 +897,7 @@ def _checked(
     sequence_modules: Any,
     plugin: FullyShardedDataParallelPlugin,
 ) -> ParallelismConfig | None:
-    config = None if parallelism is None else as_parallelism(parallelism)
+    config = launched_parallelism() if parallelism is None else as_parallelism(parallelism)
     for name, given, sizes in (
         ("tp_plan", tp_plan, ("tp_size",)), ("sequence_modules", sequence_modules, ("sp_size", "cp_size"))
     ):  # fmt: skip

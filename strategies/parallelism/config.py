@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...state.process_group import require_group, timeout_of
-from ..common.dataloader_state import random_state, set_random_state
-from ..upstream.torch_core import tree_leaves
+from ...state.utils import flag_from_env
+from ..common.dataloader_state import random_state, set_random_state, tensors_in
 
-_PREFIX = "PARALLELISM_CONFIG_"
+_PREFIX, _IS_GIVEN = "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 @dataclass
@@ -32,7 +32,8 @@ class ParallelismConfig:
             Default 1.
         sp_size: The same by heads (Ulysses). Default 1.
 
-    Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given.
+    Each is taken from ``PARALLELISM_CONFIG_DP_SHARD_SIZE`` and so on where it is not given. The strategy
+    without a config takes all from there if ``accelerate launch`` has one (``ACCELERATE_USE_PARALLELISM_CONFIG``).
 
     Raises:
         ValueError: If a size is not allowed.
@@ -118,6 +119,11 @@ class ParallelismConfig:
         return replace(self, dp_shard_size=shard)
 
 
+def launched_parallelism() -> ParallelismConfig | None:
+    """Return the config of ``accelerate launch``, where it has one."""
+    return ParallelismConfig() if flag_from_env(os.environ, _IS_GIVEN) else None
+
+
 def as_parallelism(given: Any) -> ParallelismConfig:
     """Return the config that ``given`` is: ours, Accelerate's ``ParallelismConfig``, or ``TorchTensorParallelPlugin``.
 
@@ -167,7 +173,7 @@ def build_named_mesh(sizes: Mapping[str, int], device_type: str, order: Sequence
     """
     group = require_group("device_mesh")
     order = tuple(order) or tuple(range(group.size()))
-    known, key = _KNOWN.setdefault(group, {}), (*sizes.items(), order)
+    known, key = _KNOWN.setdefault(group, {}), (*sizes.items(), device_type, order)
     if key not in known:
         ranks = torch.tensor(order).view(*sizes.values())
         groups = []
@@ -207,8 +213,7 @@ class SameBatches:
         Raises:
             RuntimeError: On every rank of a group that has not.
         """
-        tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor)]
-        own = [(tuple(one.shape), float(one.detach().double().sum().nan_to_num())) for one in tensors]
+        own = [(tuple(one.shape), float(one.detach().double().sum().nan_to_num())) for one in tensors_in(batch)]
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, own, group=self._group)
         if any(one != everyone[0] for one in everyone):

@@ -33,6 +33,14 @@ def test_hybrid_groups_of_one_process_group_after_another() -> None:
     assert found == [[each] * 2 for each in expected]
 
 
+def _kinds() -> list[str]:
+    return [build_mesh((1, 2), 2, kind).device_type for kind in ("cpu", "cuda")]
+
+
+def test_each_kind_of_device_has_a_mesh_of_its_own() -> None:
+    assert run_on_ranks(2, _kinds) == [["cpu", "cuda"]] * 2
+
+
 def _mesh_beside_a_gpu() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)  # all that torch asks for

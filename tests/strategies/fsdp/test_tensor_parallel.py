@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -232,19 +233,35 @@ def test_workers_of_loaders_are_seeded_by_groups() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def other_batches(call: str) -> str:
+class _TakesDicts(Module):
+    """Its batches are like those of Hugging Face's tokenizers; it does not ask for their index."""
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        return super().training_step([batch["x"], batch["y"]], 0)
+
+    def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+        super().validation_step([batch["x"], batch["y"]], 0)
+
+
+def _dict_of(rows: list[Any]) -> UserDict[str, Tensor]:
+    return UserDict(zip("xy", default_collate(rows), strict=True))
+
+
+def other_batches(call: str, dicts: bool) -> str:
     trainer = quiet_trainer(_strategy(2), 2, max_epochs=1, use_distributed_sampler=False)
     rows = Rows()
     rows.x += dist.get_rank()
+    module, collate = (_TakesDicts(), _dict_of) if dicts else (Module(), None)
     with pytest.raises(RuntimeError) as error:
-        getattr(trainer, call)(Module(), DataLoader(rows, batch_size=BATCH))
+        getattr(trainer, call)(module, DataLoader(rows, batch_size=BATCH, collate_fn=collate))
     return f"{error.value}"
 
 
-@pytest.mark.core("fit")
+@pytest.mark.core("fit-False", "validate-True")
+@pytest.mark.parametrize("dicts", [False, True])
 @pytest.mark.parametrize("call", ["fit", "validate"])
-def test_other_batches_in_a_group_are_an_error(call: str) -> None:
-    for message in run_on_ranks(2, other_batches, call):
+def test_other_batches_in_a_group_are_an_error(call: str, dicts: bool) -> None:
+    for message in run_on_ranks(2, other_batches, call, dicts):
         assert "The processes 0, 1 share one copy of the model (sp_size=1, tp_size=2), and got different" in message
 
 
@@ -298,6 +315,13 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_parallelism(theirs) == ParallelismConfig(1, 2, 2, 1, 1)
     assert as_parallelism(TorchTensorParallelPlugin(tp_size=4)).tp_size == 4
     AccelFSDPStrategy(fsdp_version=2, parallelism_config=TorchTensorParallelPlugin(tp_size=2))
+    launched = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    with monkeypatch.context() as launcher:
+        for name, value in launched.items():
+            launcher.setenv(name, value)
+        assert AccelFSDPStrategy(fsdp_version=2).non_data_parallel_size == 2
+        with pytest.raises(ValueError, match="tp_size=2 needs fsdp_version=2"):
+            AccelFSDPStrategy(fsdp_version=1)
     with pytest.raises(TypeError, match="must be a ParallelismConfig, got dict"):
         AccelFSDPStrategy(fsdp_version=2, parallelism_config={"tp_size": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dp_shard_size must be at least 1, got 0"):
