@@ -387,7 +387,7 @@ class Faulty(LightningModule):
         if self.fault == "epoch_end":
             self.log("x", float(self.global_rank), sync_dist=True)
         if self.fault == "numpy":
-            self.log("x", np.float32(self.global_rank))  # type: ignore[arg-type]
+            self.log("x", np.float32(self.global_rank))
 
 
 class Averaged(Metric):

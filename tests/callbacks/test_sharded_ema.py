@@ -391,6 +391,8 @@ def fit_and_merge(folder: str, form: str, background: bool) -> dict[str, Tensor]
 
 
 class Tied(Silent):
+    model: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3))
