@@ -80,6 +80,10 @@ def add_plan(add_parser: Callable[..., argparse.ArgumentParser], summary: str = 
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.module is None) == (arguments.hf_config is None):
         raise ValueError("Pass either MODULE:CLASS or --hf-config.")
+    if arguments.hf_config is not None and arguments.module_args:
+        raise ValueError("--module-args are of MODULE:CLASS. Change the config itself for --hf-config.")
+    if (arguments.batch_size or arguments.seq_len) and (arguments.hf_config is None or arguments.batch):
+        raise ValueError("--batch-size and --seq-len are the batch of --hf-config: use either them or --batch.")
     plan_config = PlanConfig(
         module=arguments.module,
         module_args=arguments.module_args,

@@ -11,8 +11,8 @@ import torch
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 
+from ..common.dataloader_state import tensors_in
 from ..upstream.lightning import LightningModule
-from ..upstream.torch_fake import tree_leaves
 
 _TRANSFORMERS = RequirementCache("transformers>=4.46")
 
@@ -110,6 +110,11 @@ def batch_of(specs: Sequence[str]) -> Any:
     return tensors[0] if len(tensors) == 1 else tensors
 
 
+def is_tensor(spec: str) -> bool:
+    """Return whether a specification, which may not be readable, is of a tensor, and not ``module:function``."""
+    return _SPEC.fullmatch(spec) is not None or spec.rpartition(":")[2] in _DTYPES
+
+
 def _parsed(spec: str) -> tuple[str | None, torch.Tensor]:
     match = _SPEC.fullmatch(spec)
     if match is None or match["dtype"] not in _DTYPES:
@@ -127,7 +132,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ValueError: If there is no tensor.
     """
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            return leaf.shape[0]
+    for tensor in tensors_in(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
     raise ValueError(f"The batch holds no tensor with a length: {type(batch).__name__}. Pass a batch as in training.")

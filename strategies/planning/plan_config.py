@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -15,7 +16,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2": {"fsdp_version": 2},
     **{f"zero{stage}": {"zero_stage": stage} for stage in range(4)},
 }
-_RESHARD = {1: "sharding_strategy", 2: "reshard_after_forward"}
+_FULL_SHARD: dict[str, dict[str, Any]] = {
+    "fsdp1": {"sharding_strategy": "FULL_SHARD"},
+    "fsdp2": {"reshard_after_forward": True},
+}
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,17 @@ class PlanConfig:
         """Return the same with everything sharded; None if it is."""
         if not self.is_fsdp:
             return None if self.strategy == "zero3" else replace(self, strategy="zero3")
-        name = _RESHARD[int(self.strategy[-1])]
-        said = str(self.strategy_args.get(name, True)).upper()
-        if said in ("TRUE", "1", "FULL_SHARD", "HYBRID_SHARD", "SHARDINGSTRATEGY.FULL_SHARD"):
+        from torch.distributed.fsdp import ShardingStrategy
+
+        from ..fsdp.plugin import FullyShardedDataParallelPlugin
+
+        names = ("sharding_strategy", "reshard_after_forward")  # either of them, under both versions
+        given = {name: self.strategy_args[name] for name in names if name in self.strategy_args}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(self.strategy[-1]), **given)
+        if plugin.reshard_after_forward in (True, ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD):
             return None
-        rest = {key: value for key, value in self.strategy_args.items() if key != name}
-        return replace(self, strategy_args=rest)
+        rest = {name: value for name, value in self.strategy_args.items() if name not in names}
+        return replace(self, strategy_args={**rest, **_FULL_SHARD[self.strategy]})
 
     def recomputed(self) -> PlanConfig | None:
         """Return the same with activation checkpointing; None if it is, or is the module's own business."""
@@ -146,11 +155,11 @@ class PlanConfig:
         Raises:
             ValueError: If nothing says what it is.
         """
-        from .example_model import batch_of, causal_lm_batch
+        from .example_model import batch_of, causal_lm_batch, is_tensor
 
         if self.batch:
             alone = self.batch[0] if len(self.batch) == 1 else ""
-            return named(alone)() if ":" in alone and not alone.split(":")[-2][-1].isdigit() else batch_of(self.batch)
+            return named(alone)() if ":" in alone and not is_tensor(alone) else batch_of(self.batch)
         if self.hf_config is not None:
             if not (self.batch_size and self.sequence_length):
                 raise ValueError("--hf-config needs --batch-size and --seq-len (per process), or --batch.")
@@ -176,17 +185,29 @@ def named(name: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     if not where:
         raise ValueError(f"{name!r} is not a valid name: use package.module:Class or path/file.py:Class.")
-    module: Any
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        if spec is None or spec.loader is None or not Path(where).is_file():
-            raise ValueError(f"The file {where!r} does not exist.")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path[:0] = [""] if "" not in sys.path else []
-        module = importlib.import_module(where)
+    module = _module_of(Path(where).resolve()) if where.endswith(".py") else _imported(where)
     if not hasattr(module, attribute):
         raise ValueError(f"{where} has no {attribute!r}.")
     return getattr(module, attribute)
+
+
+def _imported(name: str) -> Any:
+    _add_to_path("")
+    return importlib.import_module(name)
+
+
+@functools.cache  # what a file defines is made once
+def _module_of(file: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ValueError(f"The file {str(file)!r} does not exist.")
+    _add_to_path(str(file.parent))  # as for a script: it imports its neighbours
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _add_to_path(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

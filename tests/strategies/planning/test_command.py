@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import ShardingStrategy
 
 from accelight.command import main
 from accelight.strategies.planning.example_model import batch_of, batch_size_of
@@ -75,7 +77,12 @@ def test_layers_that_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "match"),
     [
         ([], "Pass either MODULE:CLASS or --hf-config"),
+        ([*SMALL, "--batch-size", "4"], "use either them or --batch"),
+        (["--hf-config", "x", "--batch", "4x4:int64", "--seq-len", "4"], "use either them or --batch"),
+        (["--hf-config", "x", "--module-args", '{"depth": 1}'], "--module-args are of MODULE:CLASS"),
         ([MODEL], "No batch is defined"),
+        ([MODEL, "--batch", ":text_batch"], "':text_batch' is not a valid name"),
+        ([MODEL, "--batch", "ids:8x:int64"], "is not a tensor of a batch"),
         ([MODEL, "--batch", "4x4:int65"], "is not a tensor of a batch"),
         ([MODEL, "--batch", "a:4x4:int64", "--batch", "4x4:int64"], "or none"),
         (["nothing", "--batch", "4:int64"], "is not a valid name"),
@@ -115,6 +122,7 @@ def test_batches() -> None:
     assert batch_of(["2x3:bfloat16"]).dtype == torch.bfloat16
     assert [one.dtype for one in batch_of(["2:float32", "2:int8"])] == [torch.float32, torch.int8]
     assert batch_size_of({"a": 1, "b": [torch.zeros(()), torch.zeros(5, 2)]}) == 5
+    assert batch_size_of(UserDict(input_ids=torch.zeros(6, 2))) == 6  # as Hugging Face's tokenizers return
     with pytest.raises(ValueError, match="no tensor with a length"):
         batch_size_of({"a": 1})
 
@@ -147,6 +155,29 @@ def test_variants_are_tried_from_the_least_intrusive_on() -> None:
     assert table(variants, 50).count(" no") == 3
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, {}),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, {}),
+        ({}, {"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}),
+    ],
+)
+def test_full_sharding_is_tried_whatever_has_asked_for_less(
+    version: int, arguments: dict[str, Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version == 2 and "reshard_after_forward" in arguments:
+        arguments = {"reshard_after_forward": False}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    full = PlanConfig(module="x", strategy=f"fsdp{version}", strategy_args=arguments).fully_sharded()
+    assert full is not None
+    assert full.fully_sharded() is None
+    plugin = full.make_strategy().fsdp_plugin
+    assert plugin.reshard_after_forward in (True, ShardingStrategy.FULL_SHARD)
+
+
 def test_changes_that_there_are_not() -> None:
     zero: Any = PlanConfig(module="x", strategy="zero2")
     assert zero.fully_sharded() == PlanConfig(module="x", strategy="zero3")
@@ -159,5 +190,8 @@ def test_changes_that_there_are_not() -> None:
 
 
 def test_a_class_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("class Model:\n    number = 3\n", encoding="utf-8")
-    assert named(f"{tmp_path}/mine.py:Model").number == 3  # type: ignore[attr-defined]
+    (tmp_path / "its_neighbour2.py").write_text("def batch():\n    return 3\n", encoding="utf-8")
+    (tmp_path / "mine.py").write_text("import its_neighbour2\nclass Model:\n    pass\n", encoding="utf-8")
+    model: Any = named(f"{tmp_path}/mine.py:Model")
+    assert model is named(f"{tmp_path}/mine.py:Model")  # the file ran once
+    assert PlanConfig(batch=("its_neighbour2:batch",)).make_batch(model) == 3
