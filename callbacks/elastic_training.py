@@ -1,7 +1,7 @@
 """`ElasticTraining`: the same training on any number of processes, also when that number changes at a restart.
 
-The sampler that deals batches to ranks, the loader built around it, the Trainer's counters after a restart, and the
-checkpoint a run resumes from are below the callback.
+Below the callback are the batches that every process gets, the checks of their loader, the Trainer's counters after a
+restart, and `skip_used_batches`, by which other callbacks resume within an epoch.
 """
 
 from __future__ import annotations

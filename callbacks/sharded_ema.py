@@ -66,7 +66,8 @@ class ShardedEMA(Callback):
             ``multi_avg_fn``, which changes its first list in place, element by element: ``(averages, weights,
             num_averaged)``. The lists hold this process's shards.
         every_n_steps: Optimizer steps from one update to the next.
-        start_step: The optimizer step after which the average begins, as a copy of the weights. Default: the first.
+        start_step: The optimizer step after which the average begins, as a copy of the weights. Default: the first
+            multiple of ``every_n_steps``.
         use_buffers: Whether persistent floating-point buffers (BatchNorm's statistics) are averaged, too.
         device: Where the averages are kept, such as ``"cpu"``; default: where the weights are.
 

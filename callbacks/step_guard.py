@@ -268,7 +268,7 @@ class StepGuard(Callback):
             self._norms.add(norm)
 
     def _threshold(self, norm: float) -> float:
-        """Return the largest norm that is not skipped, or less than that where ``norm`` is lower still."""
+        """Return the largest norm that is not skipped, or a lower bound of it that ``norm`` does not exceed."""
         limit = math.inf if self.max_norm is None else float(self.max_norm)
         if self.spike_factor is None or len(self._norms) < self.window:
             return limit

@@ -1,7 +1,8 @@
 """Ranks wait for each other, send rank 0 messages, raise each other's errors, and find out which of them is missing.
 
-All of it goes through the store, except `raise_together` and `run_on_rank_zero`, which use collectives where they are
-given no `StoreMessages`: a collective fails at once when a process ends, and a wait on the store does not.
+All of it goes through the store, except `run_on_rank_zero`, and `raise_together` and `raise_on_all_ranks` without
+`StoreMessages`. These use collectives: a collective fails at once when a process ends, and a wait on the store does
+not.
 """
 
 from __future__ import annotations
