@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.dataloader_state import is_at_end
 from ..strategies.loading import newest_checkpoint
 from ..strategies.upstream.lightning import (
@@ -96,9 +96,9 @@ class ElasticTraining(Callback):
         resume_from: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
-        _check_count("global_batch_size", global_batch_size)
+        check_count("global_batch_size", global_batch_size)
         if max_batch_size is not None:
-            _check_count("max_batch_size", max_batch_size)
+            check_count("max_batch_size", max_batch_size)
         self.global_batch_size = global_batch_size
         self.max_batch_size = max_batch_size
         self.resume_from = resume_from
@@ -321,11 +321,6 @@ class ElasticTraining(Callback):
         if self._batches is not None:
             epoch, step = self._batches.sampler.epoch, trainer.global_step
             self._first_step = {epoch: self._first_step.get(epoch, step)}
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an int >= 1, got {value!r}.")
 
 
 def _check_accumulation(trainer: Trainer, pl_module: LightningModule, expected: int) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..checkpoint.names import clean_name
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.grads import (
     dtype_of_powers,
     global_norm,
@@ -77,8 +77,7 @@ class GradNormMonitor(Callback):
         norm_type: float = 2.0,
         log_name: str = "grad_norm",
     ) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be an int >= 1, got {every_n_steps!r}.")
+        check_count("every_n_steps", every_n_steps)
         if not norm_type > 0:
             raise ValueError(f"norm_type must be > 0, got {norm_type!r}. Use 2.0, or inf for the largest value.")
         self.groups = dict(groups or {})

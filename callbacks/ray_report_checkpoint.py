@@ -11,7 +11,7 @@ from typing import Any
 from typing_extensions import override
 
 from ..state.rendezvous import run_on_rank_zero
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.checkpoint_files import in_own_folders
 from ..strategies.ray_train.storage import CHECKPOINT_NAME, RunStorage, remove_downloaded
 from ..strategies.upstream.lightning import Checkpoint, LightningModule, Trainer, check_trainer
@@ -64,9 +64,8 @@ class RayReportCheckpoint(Checkpoint):
     """
 
     def __init__(self, every_n_epochs: int = 1, every_n_train_steps: int = 0) -> None:
-        for name, value in {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an int >= 0, got {value!r}.")
+        check_count("every_n_epochs", every_n_epochs, 0)
+        check_count("every_n_train_steps", every_n_train_steps, 0)
         if not (every_n_epochs or every_n_train_steps):
             raise ValueError(
                 "every_n_epochs and every_n_train_steps are both 0: nothing would be saved. Set one of them."

@@ -34,7 +34,7 @@ from typing_extensions import override
 from ..checkpoint.names import clean_name
 from ..state.process_group import require_group
 from ..state.rendezvous import StoreMessages, name_processes, shared_number, store_messages
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.broadcast import plain_parts, version_of
 from ..strategies.sharded_tensors.shards import FlatShard, local_part
 from ..strategies.sharded_tensors.user_code import library_code
@@ -120,8 +120,7 @@ class ReplicaCheck(Callback):
     def __init__(
         self, every_n_steps: int = 500, on_difference: Literal["raise", "warn"] = "raise", recompute: bool = False
     ) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be an int >= 1, got {every_n_steps!r}.")
+        check_count("every_n_steps", every_n_steps)
         if on_difference not in ("raise", "warn"):
             raise ValueError(f"on_difference must be 'raise' or 'warn', got {on_difference!r}.")
         if not isinstance(recompute, bool):

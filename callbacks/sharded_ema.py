@@ -18,20 +18,18 @@ from typing_extensions import override
 
 from ..checkpoint.formats.base import AVERAGED_WEIGHTS
 from ..checkpoint.names import clean_name
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.sharded_tensors.shards import FlatShard, Sharded, gathered, local_part, part_of
 from ..strategies.upstream.lightning import (
     Callback,
-    DDPStrategy,
-    DeepSpeedStrategy,
     LightningModule,
-    SingleDeviceStrategy,
     Trainer,
     TrainerFn,
     check_trainer,
     rank_zero_warn,
 )
 from .single_file import ties_of
+from .step_guard import is_known_strategy
 
 Average = Callable[[list[Tensor], list[Tensor], Any], None]
 """As torch's ``multi_avg_fn``: changes the averages, given the weights and how often these were averaged before."""
@@ -95,10 +93,8 @@ class ShardedEMA(Callback):
             raise ValueError(
                 f"decay must be between 0 and 1, got {decay!r}. 0.999 averages about the last 1000 updates."
             )
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be an int >= 1, got {every_n_steps!r}.")
-        if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-            raise ValueError(f"start_step must be an int >= 0, got {start_step!r}.")
+        check_count("every_n_steps", every_n_steps)
+        check_count("start_step", start_step, 0)
         self.decay = 0.999 if decay is None and averaging == "exponential" else decay
         self.averaging, self.use_buffers = averaging, use_buffers
         self.every_n_steps, self.start_step = every_n_steps, start_step
@@ -276,14 +272,11 @@ class ShardedEMA(Callback):
 
 
 def _check_strategy(strategy: Any) -> None:
-    if hasattr(strategy, "averages") or isinstance(strategy, SingleDeviceStrategy):
-        return
-    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):
-        return
-    raise ValueError(
-        f"ShardedEMA cannot average the weights of {type(strategy).__name__}. Use AccelFSDPStrategy or "
-        "AccelDeepSpeedStrategy, 'ddp', or a single device."
-    )
+    if not is_known_strategy(strategy):
+        raise ValueError(
+            f"ShardedEMA cannot average the weights of {type(strategy).__name__}. Use AccelFSDPStrategy or "
+            "AccelDeepSpeedStrategy, 'ddp', or a single device."
+        )
 
 
 def _copied(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from ..state.rendezvous import run_on_rank_zero
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.checkpoint_files import local_path, save_torch
 from ..strategies.common.dataloader_state import dataset_indices
 from ..strategies.common.grads import SkippedSteps
@@ -167,10 +167,9 @@ class StepGuard(Callback):
         for name, value in (("max_norm", max_norm), ("spike_factor", spike_factor)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be > 0 or None, got {value!r}.")
-        counts = {"max_consecutive_skips": max_consecutive_skips, "leave_out_before": leave_out_before}
-        for name, number, least in (("window", window, 2), *((name, count, 0) for name, count in counts.items())):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(f"{name} must be an int >= {least}, got {number!r}.")
+        check_count("window", window, 2)
+        check_count("max_consecutive_skips", max_consecutive_skips, 0)
+        check_count("leave_out_before", leave_out_before, 0)
         self.max_norm, self.spike_factor, self.window = max_norm, spike_factor, window
         self.max_consecutive_skips = max_consecutive_skips
         self.save_batches_to = _local(save_batches_to, "save_batches_to")

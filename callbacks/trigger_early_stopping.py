@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ..state import PartialState, check_triggers, gather_object, set_trigger, triggered_by
 from ..state.triggers import DEFAULT
-from ..state.utils import named_arguments
+from ..state.utils import check_count, named_arguments
 from ..strategies.common.signals import terminated
 from ..strategies.upstream.lightning import (
     Callback,
@@ -107,8 +107,7 @@ class TriggerEarlyStopping(Callback):
             raise TypeError(
                 f"condition must be a function of (trainer, pl_module, outputs, batch, batch_idx), got {condition!r}."
             )
-        if isinstance(check_every_n_steps, bool) or not isinstance(check_every_n_steps, int) or check_every_n_steps < 1:
-            raise ValueError(f"check_every_n_steps must be an int >= 1, got {check_every_n_steps!r}.")
+        check_count("check_every_n_steps", check_every_n_steps)
         self.condition = condition
         self.check_every_n_steps = check_every_n_steps
         self.stop_on_nonfinite_loss = stop_on_nonfinite_loss

@@ -76,7 +76,6 @@ class _Entry:
         return layout_of(self.dataloader(), *_process_counts())
 
 
-@dataclass
 class _Shared:
     """The state that all ``GradientState`` instances share."""
 

@@ -1,4 +1,4 @@
-"""Checks of keyword arguments, with the argument that was meant, mappings, and the spellings of true and false."""
+"""Checks of arguments, with the argument that was meant, mappings, and the spellings of true and false."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def named_arguments(cls: type[T]) -> type[T]:
     changed: Any = cls
     changed.__init__ = check_and_initialize
     return cls
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Check that an argument is a whole number of at least ``least``.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int >= {least}, got {value!r}.")
 
 
 def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -568,7 +568,6 @@ class Variant:
 
     change: str
     """The difference from the request; empty for the request itself."""
-    plan_config: PlanConfig
     plan: MemoryPlan | None
     refused: str = ""
     """Why there is no plan."""
@@ -592,14 +591,14 @@ def try_variants(plan_config: PlanConfig, memory_bytes: int, plan: Callable[[Pla
     Raises:
         PlanningError: If what is asked for cannot be planned.
     """
-    found = [Variant("", plan_config, plan(plan_config))]
+    found = [Variant("", plan(plan_config))]
     if found[0].fits(memory_bytes):
         return found
     for change, changed in _changes(plan_config):
         try:
-            found.append(Variant(change, changed, plan(changed)))
+            found.append(Variant(change, plan(changed)))
         except (PlanningError, ValueError) as error:
-            found.append(Variant(change, changed, None, str(error)))
+            found.append(Variant(change, None, str(error)))
     return found
 
 

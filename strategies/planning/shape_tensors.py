@@ -59,9 +59,6 @@ _OF_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", 
 class PlanningError(RuntimeError):
     """Something cannot be planned: the message says why, and what to do."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
 
 class ShapeTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs everything inside without kernels.

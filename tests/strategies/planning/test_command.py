@@ -184,7 +184,7 @@ def test_changes_that_there_are_not() -> None:
     assert zero.recomputed() is None
     assert zero.in_micro_batches(2) is None
     assert PlanConfig(strategy="zero3").fully_sharded() is None
-    refused = [Variant("", zero, _plan_of_bytes(9)), Variant("b", zero, None, "why")]
+    refused = [Variant("", _plan_of_bytes(9)), Variant("b", None, "why")]
     assert "cannot be planned: why" in table(refused, 5)
     assert advice(refused, 5).startswith("None of the tried variants fits 5 B: the smallest needs 9 B.")
 
