@@ -292,6 +292,15 @@ class ZeroAccess:
         """Return False: `gradient_of` refuses what is not reduced."""
         return False
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether DeepSpeed's step is to clip or multiply gradients."""
+        return self._window is not None and self._window.is_to_multiply
+
+    def apply_deferred(self) -> None:
+        """Do it now."""
+        self._complete_window()
+
     def linked(self, full: Tensor, tensor: Tensor) -> Tensor:
         """Refuse a loss over partitioned parameters.
 

@@ -240,6 +240,15 @@ class ShardAccess(Protocol):
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""
         ...
 
+    @property
+    def has_deferred(self) -> bool:
+        """Whether gradients are to be clipped or multiplied, which is left to the optimizer's step."""
+        ...
+
+    def apply_deferred(self) -> None:
+        """Do it now: users' code looks at gradients. Every rank calls it."""
+        ...
+
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return whether the gradient of ``tensor`` is elsewhere than torch has it, or in another form."""
         ...
@@ -315,6 +324,14 @@ class NoAccess:
     def is_unreduced(self, tensor: Tensor) -> bool:
         """Return False."""
         return False
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether anything is left to the optimizer's step: nothing."""
+        return False
+
+    def apply_deferred(self) -> None:
+        """Do nothing."""
 
     def owns_gradient(self, tensor: Tensor) -> bool:
         """Return False."""
@@ -460,6 +477,8 @@ class GlobalTensors(TorchFunctionMode):
         if getattr(owner, "__name__", name) not in _NOT_OF_VALUES:
             if peek_interpreter_stack() is not None:
                 self._check_not_transformed(name, args, kwargs)
+            if self._access.has_deferred and any(map(self._is_of_gradient, tensors_in(args, kwargs))):
+                self._access.apply_deferred()
             self._check_kept(name, args, kwargs)
         if not any(map(self.is_sharded, tensors_in(args, kwargs))):
             return self._on_plain(func, args, kwargs)
@@ -514,6 +533,18 @@ class GlobalTensors(TorchFunctionMode):
             return _reduced(func, args[0], kwargs)
         self._check_same_line(name)
         return self._on_full(func, args, kwargs)
+
+    def _is_of_gradient(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a gradient that users have kept, or a view of one."""
+        original = self._aliases.original(tensor)
+        fulls = [(one.tensor, one.full) for one in self._open.values()]
+        fulls += [(one.tensor, full) for one in self._aliases.kept.values() if (full := one.full()) is not None]
+        for gradient in self._aliases.gradients.values():
+            if original is gradient or any(
+                owner is gradient and has_storage(tensor) and share_memory(full, tensor) for owner, full in fulls
+            ):
+                return True
+        return False
 
     def _check_kept(self, name: str, args: Any, kwargs: Any) -> None:
         """Update views that users have to the present values; refuse those from before sharding."""
