@@ -24,7 +24,6 @@ from ..strategies.common.grads import (
     dtype_of_powers,
     global_norm,
     gradients_of,
-    local_tensor,
     norm_powers,
     parameters_of,
     reduce_powers,
@@ -32,6 +31,7 @@ from ..strategies.common.grads import (
 from ..strategies.deepspeed.strategy import AccelDeepSpeedStrategy
 from ..strategies.fsdp.sharded_model import unwrap_root
 from ..strategies.fsdp.strategy import AccelFSDPStrategy
+from ..strategies.sharded_tensors.shards import local_part
 from ..strategies.upstream.lightning import (
     Callback,
     DeepSpeedStrategy,
@@ -274,7 +274,7 @@ def named_gradients(root: nn.Module, parameters: Collection[Tensor]) -> Iterator
     plain = root.module if isinstance(root, DistributedDataParallel) else unwrap_root(root)
     for name, parameter in plain.named_parameters():
         if id(parameter) in chosen and id(parameter) not in flattened and parameter.grad is not None:
-            yield NamedGradient(clean_name(name), local_tensor(parameter.grad), _groups_of(parameter.grad))
+            yield NamedGradient(clean_name(name), local_part(parameter.grad), _groups_of(parameter.grad))
 
 
 def _of_handle(prefix: str, handle: Any, chosen: set[int], flattened: set[int]) -> Iterator[NamedGradient]:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from ..checkpoint.files import CheckpointError
+from ..checkpoint.files import CheckpointError, listed
 from ..checkpoint.formats.base import conversion_target
 from ..checkpoint.formats.dcp_metadata import METADATA_NAME
 from ..checkpoint.merge import run_on_main
@@ -693,7 +693,6 @@ def describe(job: MergeJob) -> str:
 # Checks before training that ``from_pretrained`` will build the model whose weights are written.
 
 
-_MOST_NAMES = 4
 _INSTEAD = (
     "For adapters of PEFT, MergeShardedCheckpoint(adapter=True) writes what PeftModel.from_pretrained loads, and "
     "merge_adapter=True the base with the adapter merged into it; "
@@ -740,8 +739,8 @@ def check_loadable(files: PretrainedFiles, module: nn.Module, trained: nn.Module
     if missing or unknown:
         raise ValueError(
             f"from_pretrained could not load {what} as it is trained: built from its configuration, it has no "
-            f"{_listed(unknown) or 'further parameters'}, and "
-            f"{f'would initialize {_listed(missing)} from scratch' if missing else 'all others'}. Were layers "
+            f"{listed(unknown, 4) or 'further parameters'}, and "
+            f"{f'would initialize {listed(missing, 4)} from scratch' if missing else 'all others'}. Were layers "
             f"replaced or added (adapters such as LoRA), or removed? {_INSTEAD}."
         )
 
@@ -757,7 +756,7 @@ def check_complete(files: PretrainedFiles, module: nn.Module) -> None:
     frozen = [name for name, one in named if name.startswith(prefix) and not one.requires_grad]
     if frozen:
         raise ValueError(
-            f"save_trainable_only=True leaves {_listed(frozen)} out of checkpoints, and so of the merged "
+            f"save_trainable_only=True leaves {listed(frozen, 4)} out of checkpoints, and so of the merged "
             "weights: from_pretrained would initialize them from scratch. Remove save_trainable_only; or "
             f"{_INSTEAD}, with strict=False."
         )
@@ -801,11 +800,6 @@ def _flat_names(model: nn.Module) -> Iterator[str]:
         prefix, _, _ = name.rpartition(".")
         for inside in getattr(parameter, "_fqns", ()):
             yield clean_name(f"{prefix}.{inside}" if prefix else inside)
-
-
-def _listed(names: list[str]) -> str:
-    rest = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from .files import listed
 from .formats.base import AVERAGED_WEIGHTS
 from .manifest import GENERATION, MANIFEST_NAME
 from .writing.plan import RESULT_NAMES
@@ -332,7 +333,6 @@ def _exchange(first: Path, second: Path) -> bool:
 # exchanged, so that there is no moment at which they could be lost.
 
 
-_NUM_NAMES = 3
 _DCP = (re.compile(r"\.metadata(\.tmp)?"), re.compile(r".*\.distcp"), re.compile(r"meta\.pt"))
 _LOCAL = (re.compile(r"rank_\d+_of_\d+\.pt"), re.compile(r"meta\.pt"))
 _OURS = re.compile(re.escape(MANIFEST_NAME))
@@ -372,11 +372,11 @@ def check_replaceable(path: Path, *, by_file: bool = False) -> None:
         if (names or by_file) and not is_checkpoint(path):
             raise IsADirectoryError(
                 f"{path} is a folder but not a checkpoint: it is not overwritten. It holds "
-                f"{_listed(names) or 'nothing'}. Choose another name, such as {path / 'last.ckpt'}."
+                f"{listed(sorted(names), 3) or 'nothing'}. Choose another name, such as {path / 'last.ckpt'}."
             )
         if by_file and (foreign := files_of_others(path)):
             raise IsADirectoryError(
-                f"{path} is a folder with a checkpoint and {_listed(foreign)}: it is not overwritten by a file. "
+                f"{path} is a folder with a checkpoint and {listed(foreign, 3)}: it is not overwritten by a file. "
                 "Choose another name, or move these files away."
             )
     elif path.is_file() and not by_file and not _is_saved_file(path):
@@ -467,8 +467,3 @@ def _link(source: str, target: str) -> str:
     except OSError:  # a file system without links
         shutil.copy2(source, target, follow_symlinks=False)
     return target
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(sorted(names)[:_NUM_NAMES])
-    return shown + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")

@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +72,12 @@ def brief(value: object) -> str:
         text = f"{', '.join(shown)}{', ...' if len(value) > 8 else ''}"
         return f"[{text}]" if type(value) is list else f"({text})"
     return "dict" if isinstance(value, dict) else type(value).__name__
+
+
+def listed(names: Sequence[str], most: int = 10, separator: str = ", ") -> str:
+    """Return names for an error, the first ``most`` of very many."""
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 # ------------------------------------------------------------------------------------------------

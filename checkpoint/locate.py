@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .files import CheckpointError, brief
+from .files import CheckpointError, brief, listed
 from .formats.base import AVERAGED_WEIGHTS, CheckpointInfo, Format, is_optimizer_key
 from .formats.dcp import DCPAveragesFormat, DCPFormat, DCPSafetensorsFormat
 from .formats.torch_save import read_torch_file
@@ -120,14 +120,12 @@ def _why_none(folder: Path) -> str:
     signs = ", nor ".join(sign for one in FORMATS for sign in one.signs)
     hint = next((hint for name in _MERGED_NAMES if (hint := _hint_at_merged(folder, name))), "")
     names = sorted(path.name for path in folder.iterdir())
-    shown = ", ".join(names[:_NUM_LISTED]) + (f" and {len(names) - _NUM_LISTED} more" if names[_NUM_LISTED:] else "")
-    hint = hint or f" It holds {shown or 'nothing'}."
+    hint = hint or f" It holds {listed(names, 5) or 'nothing'}."
     return f"No checkpoint in {folder}: neither {signs}.{hint}"
 
 
 _MERGED_NAMES = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 """The second is what DeepSpeed's ``save_16bit_model`` writes, too; the third is Accelerate's FULL_STATE_DICT."""
-_NUM_LISTED = 5
 
 
 def _hint_at_merged(folder: Path, name: str) -> str:

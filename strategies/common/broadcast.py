@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ...checkpoint.files import listed
 from ...state.collectives import sending_device
 from ...state.process_group import is_planned, require_group
 from ...state.rendezvous import num_ranks
@@ -28,7 +29,6 @@ _BUCKET_BYTES = 2**18
 """Tensors smaller than this are sent together, which takes a copy; larger ones are sent from where they are."""
 _PIECE_BYTES = 32 * 2**20
 """Part of a tensor that passes through another device at once."""
-_MAX_LISTED = 10
 
 
 def check_layout(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -67,8 +67,8 @@ def check_layout(tensors: Mapping[str, Tensor]) -> list[str]:
             problems[""] = f"{first[0]!r} on process 0 is in the position of {first[1]!r} on process {rank}"
     if problems:
         raise RuntimeError(
-            f"The processes have built different models: {_listed(list(problems.values()))}. Build the same model on "
-            "every process: its structure must not depend on the rank or on random numbers."
+            f"The processes have built different models: {listed([*problems.values()], separator='; ')}. Build the "
+            "same model on every process: its structure must not depend on the rank or on random numbers."
         )
     return [name for name, (_, is_meta) in layouts[0].items() if not is_meta and any(one[name][1] for one in layouts)]
 
@@ -109,7 +109,7 @@ def check_values(tensors: Mapping[str, Tensor]) -> None:
     )
     if different:
         raise RuntimeError(
-            f"The processes start with different values of {_listed([repr(name) for name in different])}, and "
+            f"The processes start with different values of {listed([repr(name) for name in different])}, and "
             "sync_module_states=False keeps them: a sharded parameter would mix the values of several processes. "
             "Omit sync_module_states, so that all processes start with the values of process 0, or create the same "
             "values everywhere (call seed_everything() before building the model)."
@@ -125,11 +125,6 @@ def _described(tensor: Tensor) -> str:
         return f"uninitialized {tensor.dtype}"
     shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that DeepSpeed has partitioned
     return f"{tuple(shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _listed(problems: Sequence[str]) -> str:
-    more = len(problems) - _MAX_LISTED
-    return "; ".join(problems[:_MAX_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -280,8 +275,8 @@ def check_base(stored: Mapping[str, Sequence[Any]], shards: Shards, device: torc
     if problems:
         raise RuntimeError(
             f"{path} has only what trained (save_trainable_only=True), and the frozen weights of this model are not "
-            f"those that it was trained with: {_listed(problems)}. Build the module with the same pretrained weights, "
-            "or name them in pretrained_weights."
+            f"those that it was trained with: {listed(problems, separator='; ')}. Build the module with the same "
+            "pretrained weights, or name them in pretrained_weights."
         )
 
 

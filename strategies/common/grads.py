@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from ..sharded_tensors.shards import local_part
 from ..sharded_tensors.user_code import write_back_views
 from ..upstream.lightning import LightningModule, LRSchedulerConfig
 from ..upstream.patches import Patches
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
 
 WHOLE = "_accelight_whole"
 """Attribute of a parameter that holds the handle of a hook which sums the gradients of parts of sequences."""
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor (sharing memory), any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -88,7 +84,7 @@ def global_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> to
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             dims = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
-        parts[mesh if dims else None, dims].append(local_tensor(gradient))
+        parts[mesh if dims else None, dims].append(local_part(gradient))
     devices = {sharding: tensors[0].device for sharding, tensors in parts.items()}
     return norm_of_parts(parts, norm_type, devices)
 
@@ -202,7 +198,7 @@ def refuse_second_derivatives(unit: str | None) -> None:
 
 def scale_gradients(gradients: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply every gradient by ``factor``, in place."""
-    tensors = [local_tensor(gradient) for gradient in gradients]
+    tensors = [local_part(gradient) for gradient in gradients]
     if not tensors:
         return
     if isinstance(factor, torch.Tensor):
@@ -299,7 +295,7 @@ class TotalNorms:
         self._check("clip_grads_with_norm_", parameters)
         gradients = gradients_of(parameters)
         if len({isinstance(gradient, DTensor) for gradient in gradients}) == 2:  # of ignored modules, too
-            clip_to_norm(gradients, local_tensor(total_norm), max_norm)
+            clip_to_norm(gradients, local_part(total_norm), max_norm)
         else:
             torchs(parameters, max_norm, total_norm, foreach)
 

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ...state.rendezvous import is_cause, text_of
+from ..sharded_tensors.shards import local_part
 from ..upstream.lightning import Callback, PassThroughProfiler, Profiler, Trainer
 from ..upstream.patches import Patches
-from .grads import gradients_of, local_tensor, parameters_of
+from .grads import gradients_of, parameters_of
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "hooks", "validation", "save", "setup", "between hooks")
 """The groups of actions, in the order of tables."""
@@ -393,7 +394,7 @@ def _at_rest(trainer: Trainer) -> str:
     def count(part: str, *tensors: object) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                storage = local_tensor(getattr(tensor, "ds_tensor", tensor)).untyped_storage()
+                storage = local_part(getattr(tensor, "ds_tensor", tensor)).untyped_storage()
                 if storage.data_ptr() not in counted:
                     counted.add(storage.data_ptr())
                     found[part] += storage.nbytes()

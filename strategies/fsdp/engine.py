@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,10 +61,6 @@ from .units import (
     without_attention_of_encoders,
     without_split_ties,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 SettingsT = TypeVar("SettingsT", bound=EngineSettings)
 
@@ -539,9 +535,7 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
 # a copy that comes late may overwrite what was found out about overflows (github.com/pytorch/pytorch/issues/176429).
 
 
-class CPUOffloadGradScaler(torch.amp.GradScaler):
-    """torch's, dividing by a scale that has arrived."""
-
+class _WaitingForScale(torch.amp.GradScaler):
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
@@ -550,14 +544,12 @@ class CPUOffloadGradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
 
 
-class CPUOffloadShardedGradScaler(ShardedGradScaler):
-    """FSDP1's, dividing by a scale that has arrived."""
+class CPUOffloadGradScaler(_WaitingForScale):
+    """torch's, dividing by a scale that has arrived."""
 
-    @override
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *more: Any
-    ) -> Any:
-        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
+
+class CPUOffloadShardedGradScaler(_WaitingForScale, ShardedGradScaler):
+    """FSDP1's, dividing by a scale that has arrived."""
 
 
 class GroupGradScaler(CPUOffloadGradScaler):

@@ -52,13 +52,6 @@ def names_of(root: nn.Module, units: Iterable[Any]) -> list[str]:
     return [names[unit] for unit in units]
 
 
-def roots_of(root: nn.Module) -> list[FullyShardedDataParallel]:
-    """Return the outermost units: the root itself, or the parts that stand in its place."""
-    if isinstance(root, FullyShardedDataParallel):
-        return [root]
-    return [unit for child in root.children() for unit in roots_of(child)]
-
-
 def owners_of(root: nn.Module) -> set[nn.Module]:
     """Return the modules whose parameters are in a flat one, as ties too, and the units around modules."""
     found: set[nn.Module] = set(_all_units(root))

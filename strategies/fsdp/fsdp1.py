@@ -78,7 +78,6 @@ from .flat_params import (
     reduce_left_over,
     reset_to_idle,
     reshard,
-    roots_of,
     stash,
     translate_error,
     units_by_module,
@@ -98,6 +97,7 @@ from .sharded_model import (
     named_tensors,
     never_runs,
     own_tensors,
+    roots_of,
     run_hooks,
     swap_for_empty,
 )
@@ -201,7 +201,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
     def named_tensors(
         self, sharded: ShardedModel
     ) -> Iterator[tuple[list[NamedTensor], Callable[[], list[torch.Tensor]]]]:
-        for root in roots_of(sharded.root):
+        for root in roots_of(sharded.root, FullyShardedDataParallel):
             _lazy_init(root, root)  # with CPU offload torch copies what there is into pinned memory then
         reshard(sharded.root)
         module = self.state_dict_module(sharded.root)
@@ -253,7 +253,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 
     @override
     def lazy_init(self, root: nn.Module) -> None:
-        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+        # Else the first unit that is called would take itself for the root.
+        for unit in roots_of(root, FullyShardedDataParallel):
             _lazy_init(unit, unit)
         self._units = units_by_module(root)
         units = units_of(root)
@@ -393,7 +394,7 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         self._accumulating = True
         try:
             with ExitStack() as stack:
-                for fsdp_root in roots_of(root):
+                for fsdp_root in roots_of(root, FullyShardedDataParallel):
                     stack.enter_context(fsdp_root.no_sync())
                 yield
         finally:
@@ -465,9 +466,9 @@ class FSDP1Engine(Engine[FSDP1Settings]):
 def _sharded_parameters(root: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients are this rank's part alone, as optimizers may hold them."""
     sharded: set[nn.Parameter] = set()
-    for unit in FullyShardedDataParallel.fsdp_modules(root):
-        handle = unit._handle
-        if handle is not None and handle.uses_sharded_strategy:
+    for unit in units_of(root):
+        handle: Any = unit._handle
+        if handle.uses_sharded_strategy:
             sharded.update(cast("Iterable[nn.Parameter]", handle.flat_param._params or [handle.flat_param]))
     return sharded
 

@@ -63,6 +63,7 @@ from .sharded_model import (
     hooks_of,
     open_tensors,
     recall_sharded,
+    roots_of,
     run_hooks_on,
     unwrap_root,
 )
@@ -167,7 +168,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def lazy_init(self, root: nn.Module) -> None:
-        for unit in roots_of(root):  # else the first unit that is called would take itself for the root
+        for unit in roots_of(root, FSDPModule):  # else the first unit that is called would take itself for the root
             unit._get_fsdp_state()._lazy_init()
         self._units = Units(root)
         for group in self._units.groups:
@@ -218,7 +219,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
     @override
     def reset_to_idle(self, root: nn.Module) -> None:
-        for unit in roots_of(root):
+        for unit in roots_of(root, FSDPModule):
             reset_iter_state(unit)
         self.path.forget()
 
@@ -258,13 +259,13 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     @contextmanager
     def no_sync(self, root: nn.Module) -> Iterator[None]:
-        for unit in roots_of(root):
+        for unit in roots_of(root, FSDPModule):
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(self.settings.reshard_during_accumulation)
         try:
             yield
         finally:
-            for unit in roots_of(root):
+            for unit in roots_of(root, FSDPModule):
                 unit.set_requires_gradient_sync(True)
                 unit.set_reshard_after_backward(True)
 
@@ -354,7 +355,7 @@ class Units:
         """Those whose sharded form refuses gradients of autograd's, as users have hooked it."""
         self._root = root
         self.root_groups: list[Any] = [
-            group for unit in roots_of(root) for group in groups_of_state(unit._get_fsdp_state())
+            group for unit in roots_of(root, FSDPModule) for group in groups_of_state(unit._get_fsdp_state())
         ]
         """Groups of the outermost units."""
 
@@ -485,13 +486,6 @@ class UnitAccess(NoAccess):
         return leaf is not None and (
             leaf.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None
         )
-
-
-def roots_of(root: nn.Module) -> list[FSDPModule]:
-    """Return the outermost units: the root itself, or the parts that stand in its place."""
-    if isinstance(root, FSDPModule):
-        return [root]
-    return [unit for child in root.children() for unit in roots_of(child)]
 
 
 def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:

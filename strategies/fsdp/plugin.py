@@ -444,7 +444,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
         """
         plugin = copy.copy(self)
         plugin._resolve({})
-        common = plugin._engine_settings(precision or PrecisionSettings(), dp_replicate)
+        common = plugin._engine_settings(precision or PrecisionSettings())
         if plugin._version == 2:
             return FSDP2Settings(**common, reshard_after_forward=cast("bool | int", plugin.reshard_after_forward))
         default_init = plugin.param_init_fn is materialize  # the engine knows the device better
@@ -457,7 +457,7 @@ class FullyShardedDataParallelPlugin(PluginFields):
             param_init_fn=None if default_init else plugin.param_init_fn,
         )
 
-    def _engine_settings(self, precision: PrecisionSettings, dp_replicate: int) -> dict[str, Any]:
+    def _engine_settings(self, precision: PrecisionSettings) -> dict[str, Any]:
         offload: Any = self.cpu_offload
         kind = cast("StateDictType", self.state_dict_type)
         return {
@@ -475,7 +475,6 @@ class FullyShardedDataParallelPlugin(PluginFields):
             "state_dict_type": cast("StateDictName", kind.name.lower()),
             "full_weights": full_state(self.state_dict_config),
             "full_optimizer": full_state(self.optim_state_dict_config),
-            "dp_replicate": dp_replicate,
         }
 
     def _wrap_settings(self) -> WrapSettings:

@@ -13,7 +13,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..common.grads import SkippedSteps, gradients_of, local_tensor, parameters_of, scale_gradients
+from ..common.grads import SkippedSteps, gradients_of, parameters_of, scale_gradients
+from ..sharded_tensors.shards import local_part
 from ..sharded_tensors.user_code import callers_code
 from ..upstream.lightning import (
     FSDPPrecision,
@@ -212,7 +213,7 @@ class AccelFSDPPrecision(FSDPPrecision):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         self._strategy.prepare_to_clip(optimizer)
         for gradient in gradients_of(self.main_params(optimizer)):
-            local_tensor(gradient).clamp_(-clip_val, clip_val)
+            local_part(gradient).clamp_(-clip_val, clip_val)
 
 
 def check_scaler(plugin: object) -> None:

@@ -111,7 +111,7 @@ class EngineSettings:
     compile_options: Mapping[str, Any] | None = None
     """Keyword arguments of `torch.compile` for each unit. None does not compile."""
     cpu_ram_efficient_loading: bool = False
-    """Only rank 0 holds real weights before sharding."""
+    """Whether rank 0's weights replace the other ranks', which may have none."""
     sync_module_states: bool = True
     """Whether every rank begins with rank 0's parameters and buffers; else differences between ranks are an error."""
     forward_prefetch: bool = False
@@ -122,8 +122,6 @@ class EngineSettings:
     """For the full form: where the weights are."""
     full_optimizer: FullState = field(default_factory=FullState)
     """For the full form: where the optimizer's state is."""
-    dp_replicate: int = 1
-    """Model copies (HSDP). 1 shards over every rank."""
     reshard_during_accumulation: bool = True
     """Whether the inner micro-batches of a window free what they gathered. False gathers each parameter once for each
     optimizer step, and holds the unsharded parameters and gradients meanwhile."""
@@ -133,28 +131,6 @@ class EngineSettings:
 
     whole_tensor_optimizers: bool | None = None
     """Whether optimizers that look further than an element step on whole tensors. None: torch's Muon alone does."""
-
-    @property
-    def weights_from_rank_zero(self) -> bool:
-        """Whether rank 0's weights replace the other ranks', which may have none."""
-        return self.cpu_ram_efficient_loading
-
-    def __post_init__(self) -> None:
-        if self.dp_replicate < 1:
-            raise ValueError(f"dp_replicate must be >= 1, got {self.dp_replicate}. Use 1 for no replication.")
-
-    def mesh_shape(self, world_size: int) -> tuple[int, int]:
-        """Return (dp_replicate, dp_shard) for ``world_size`` ranks.
-
-        Raises:
-            ValueError: If ``dp_replicate`` does not divide ``world_size``.
-        """
-        if world_size % self.dp_replicate:
-            raise ValueError(
-                f"dp_replicate={self.dp_replicate} does not divide world_size={world_size}. "
-                f"Start a multiple of {self.dp_replicate} processes, or lower dp_replicate."
-            )
-        return self.dp_replicate, world_size // self.dp_replicate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +149,6 @@ class FSDP1Settings(EngineSettings):
     """The function that materializes a module on the meta device."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.compile_options is not None and not self.use_orig_params:
             raise ValueError(
                 "compile with fsdp_version=1 needs use_orig_params=True: torch cannot compile with flat parameters. "
@@ -190,7 +165,6 @@ class FSDP2Settings(EngineSettings):
     parameter over so many processes meanwhile, and backward gathers among these alone."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.reshard_after_forward, bool) and not self.reshard_during_accumulation:
             raise ValueError(
                 f"reshard_after_forward={self.reshard_after_forward} reshards over fewer processes, and "

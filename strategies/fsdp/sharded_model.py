@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -218,6 +218,16 @@ def open_tensors(root: nn.Module, device: torch.device) -> tuple[list[NamedTenso
         return [after[named.names].local() for named in tensors]
 
     return tensors, targets
+
+
+Unit = TypeVar("Unit")
+
+
+def roots_of(root: nn.Module, kind: type[Unit]) -> list[Unit]:
+    """Return the outermost units of a kind: the root itself, or the parts that stand in its place."""
+    if isinstance(root, kind):
+        return [root]
+    return [unit for child in root.children() for unit in roots_of(child, kind)]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -732,7 +732,7 @@ class AccelFSDPStrategy(TrainerHooks):
             parallelism_config=self._parallelism,
         )
         if self.lightning_module is not None:  # its `device_mesh`, for configure_model()
-            cuts = tensor_parallel is not None and not settings.weights_from_rank_zero
+            cuts = tensor_parallel is not None and not settings.cpu_ram_efficient_loading
             whole = tensor_parallel.whole_mesh if tensor_parallel is not None and cuts else mesh
             self.lightning_module._device_mesh = whole
 
@@ -781,7 +781,7 @@ class AccelFSDPStrategy(TrainerHooks):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        broadcast_from_rank_zero = self.fsdp_plugin.settings().weights_from_rank_zero
+        broadcast_from_rank_zero = self.fsdp_plugin.settings().cpu_ram_efficient_loading
         without_values = self._pretrained_weights is not None or (broadcast_from_rank_zero and not self.is_global_zero)
         with super().tensor_init_context(empty_init), parameters_on_meta() if without_values else nullcontext():
             yield

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.utils.checkpoint import CheckpointError
 
+from ...checkpoint.files import listed
 from ...checkpoint.names import WRAPPER_NAMES, clean_name
 from ..common.modules import IN_REAL_NUMBERS, sparse_embeddings
 from ..upstream.lightning import rank_zero_warn
@@ -516,9 +517,6 @@ def _packed(model: nn.Module, unsharded: Collection[nn.Module], precision: Preci
 # Weights under a precision before sharding: fp32 masters of trained parameters, and no others.
 
 
-_NUM_NAMES = 3
-
-
 def make_masters(model: nn.Module, without: Collection[nn.Module] = ()) -> None:
     """Convert trainable floating-point parameters to fp32, also where the model was loaded in half precision.
 
@@ -639,5 +637,4 @@ def _upcast(parameter: nn.Parameter) -> None:
 def _named(model: nn.Module, parameters: Collection[nn.Parameter]) -> str:
     chosen = set(parameters)
     names = [clean_name(name) for name, parameter in model.named_parameters() if parameter in chosen]
-    more = f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else ""
-    return ", ".join(names[:_NUM_NAMES]) + more
+    return listed(names, 3)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...checkpoint.files import listed
 from ...checkpoint.formats.base import FileTensor, read_weight_map
 from ...checkpoint.formats.safetensors import read_safetensors
 from ...checkpoint.object_path import PART_BYTES, ObjectPath
@@ -55,7 +56,7 @@ def prepare_with_weights(
 
     Args:
         engine: How to shard, and whether rank 0's values replace the other ranks'.
-        model: With values on every rank, on rank 0 (``weights_from_rank_zero``), or nowhere (``pretrained_weights``).
+        model: With values on all ranks, on rank 0 (``cpu_ram_efficient_loading``), or nowhere (``pretrained_weights``).
         process: Anything with ``device`` and ``is_main_process``.
         pretrained_weights: Safetensors file or folder, with the model's names or those inside the one attribute that
             holds all of its parameters.
@@ -67,9 +68,9 @@ def prepare_with_weights(
     if recall_sharded(model, engine.version) is not None:
         return engine.prepare(model)
     if engine.num_ranks == num_ranks():
-        from_rank_zero = pretrained_weights is None and engine.settings.weights_from_rank_zero
+        from_rank_zero = pretrained_weights is None and engine.settings.cpu_ram_efficient_loading
         check_parallelized(model, engine.tensor_parallel, from_rank_zero=from_rank_zero)
-    if pretrained_weights is None and not engine.settings.weights_from_rank_zero and not _begin_alike(engine, model):
+    if pretrained_weights is None and not engine.settings.cpu_ram_efficient_loading and not _begin_alike(engine, model):
         return engine.prepare(model)
     _check_metrics(model)
     taken = take_weights(model, keep=process.is_main_process or pretrained_weights is not None)
@@ -193,7 +194,6 @@ def _check_metrics(model: nn.Module) -> None:
 
 _WHAT = "Loading a full state dict into the sharded model"
 _NUM_IN_BATCH = 4
-_MAX_LISTED = 20
 
 
 class Process(Protocol):
@@ -389,12 +389,6 @@ def _find_buffers(sources: dict[str, Tensor], buffers: Mapping[str, Tensor], rep
         else:
             sources[need.names[0]] = buffer
     return list(problems)
-
-
-def listed(names: list[str]) -> str:
-    """Return ``names`` for an error, the first of very many."""
-    more = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _source_of(need: _Need, sources: Mapping[str, Tensor]) -> Tensor:

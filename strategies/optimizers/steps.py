@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ..common.grads import local_tensor
-from ..sharded_tensors.shards import FlatShard, dtensor_of
+from ..sharded_tensors.shards import FlatShard, dtensor_of, local_part
 from ..upstream.patches import Patches
 from ..upstream.torch_core import all_gather_single
 
@@ -282,11 +281,11 @@ class WholeTensorStep(Step):
 
         for one in stepped:
             parameter, gradient = one.parameter, one.parameter.grad
-            shard = local_tensor(parameter)
+            shard = local_part(parameter)
             values = gather(one, one.cut, shard)
-            slope = gather(one, one.cut, torch.zeros_like(shard) if gradient is None else local_tensor(gradient))
+            slope = gather(one, one.cut, torch.zeros_like(shard) if gradient is None else local_part(gradient))
             state = {
-                key: _whole(value) if cut is None else gather(one, cut, local_tensor(value))
+                key: _whole(value) if cut is None else gather(one, cut, local_part(value))
                 for key, value in self._optimizer.state.get(parameter, {}).items()
                 for cut in [self._cut_of_state(one, value)]
             }
@@ -322,14 +321,14 @@ class WholeTensorStep(Step):
             parameter = one.parameter
             whole = wholes.get(parameter)
             values = None if whole is None else one.cut.flatten(whole.detach())
-            travels.append(_Travel(one.owner, one.cut, local_tensor(parameter.detach()), values))
+            travels.append(_Travel(one.owner, one.cut, local_part(parameter.detach()), values))
             before, own = self._optimizer.state.get(parameter, {}), {} if whole is None else states[whole]
             after = self._build(one, form, row, before, own)
             for key, (kind, *_) in form.items():
                 if kind == "tensor":
                     cut = self._cut_of_state(one, after[key]) or one.cut
                     values = None if whole is None else cut.flatten(own[key].detach())
-                    travels.append(_Travel(one.owner, cut, local_tensor(after[key]), values))
+                    travels.append(_Travel(one.owner, cut, local_part(after[key]), values))
             self._optimizer.state[parameter] = after
         self._exchange(travels, to_owners=False)
 
@@ -354,7 +353,7 @@ class WholeTensorStep(Step):
                 state[key] = self._shard(before.get(key), one, cut, dtype)
             elif kind == "scalar":
                 dtype, on_cpu = what
-                device = torch.device("cpu") if on_cpu else local_tensor(one.parameter).device
+                device = torch.device("cpu") if on_cpu else local_part(one.parameter).device
                 number = next(left)
                 state[key] = own[key] if key in own else torch.tensor(number, dtype=dtype, device=device)
             else:
@@ -368,7 +367,7 @@ class WholeTensorStep(Step):
             known = self._cut_of_state(one, before)
             if known is not None and known.shape == cut.shape:
                 return before
-        shard = torch.empty(count, dtype=dtype, device=local_tensor(parameter).device)
+        shard = torch.empty(count, dtype=dtype, device=local_part(parameter).device)
         if not isinstance(parameter, DTensor):
             return shard
         row = cut.shape[1:].numel()
@@ -460,7 +459,7 @@ class WholeTensorStep(Step):
 
 
 def _whole(value: Any) -> Any:
-    return local_tensor(value) if isinstance(value, Tensor) else value
+    return local_part(value) if isinstance(value, Tensor) else value
 
 
 class _Once:

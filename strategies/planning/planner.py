@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from ..common.grads import local_tensor
 from ..common.launch import Unit
 from ..fsdp.flat_params import units_of
 from ..fsdp.fsdp2 import Units
+from ..sharded_tensors.shards import local_part
 from ..upstream.lightning import ClusterEnvironment, LightningModule, Trainer
 from ..upstream.patches import Patches
 from ..upstream.torch_fake import FAKE_BACKEND, tree_leaves
@@ -406,7 +406,7 @@ def parts_of(model: nn.Module, optimizers: list[Any]) -> dict[int, Part]:
     def assign(part: Part, tensors: Iterator[Any]) -> None:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                found[local_tensor(tensor).untyped_storage()._cdata] = part
+                found[local_part(tensor).untyped_storage()._cdata] = part
 
     assign("gathered", _gathered(model))
     for optimizer in optimizers:

@@ -133,8 +133,8 @@ def _download(checkpoint: Any, context: Any) -> Path:
     """Copy a checkpoint to each node once, under one path on all of them: the strategies read that of process 0."""
     what = f"Downloading {checkpoint.path}"
 
-    def place() -> Path:  # the same again for workers that take the place of some that died with their copies
-        run = hashlib.sha256(checkpoint.path.encode()).hexdigest()[:16]
+    def place() -> Path:  # the same again for workers of this run that replace some that died with their copies
+        run = hashlib.sha256(f"{context.get_experiment_name()} {checkpoint.path}".encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{run}")
 
     folder = run_on_rank_zero(place, what)

@@ -142,7 +142,7 @@ class _Stored:
 def test_downloads_of_workers_that_died_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(storage, "_downloaded", set())
-    worker, stored = SimpleNamespace(get_local_rank=lambda: 0), _Stored()
+    worker, stored = SimpleNamespace(get_local_rank=lambda: 0, get_experiment_name=lambda: "run"), _Stored()
     [folder] = {storage._download(stored, worker) for _ in range(2)}
     assert [folder] == [*tmp_path.iterdir()]
     storage.remove_downloaded()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from ....checkpoint.files import MergeReport, is_regular
+from ....checkpoint.files import MergeReport, is_regular, listed
 from ....checkpoint.formats.base import AVERAGED_WEIGHTS, conversion_target
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import check_bytes
@@ -76,7 +76,6 @@ from ..engine import Engine
 from ..fsdp2 import own_class
 from ..sharded_model import ShardedModel, named_tensors
 from ..step import is_inside
-from ..weights import listed
 from . import loader, state_dict
 from .loader import (
     find_accelerate_folder,

@@ -13,7 +13,7 @@ import pathlib
 import re
 from ast import literal_eval
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -43,7 +43,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ....checkpoint.files import CheckpointError, is_regular, open_file, read_regular
+from ....checkpoint.files import CheckpointError, is_regular, listed, open_file, read_regular
 from ....checkpoint.formats.base import AVERAGED_WEIGHTS, MAX_BYTES, MODEL_KEYS, is_contiguous
 from ....checkpoint.formats.dcp import RecordReader
 from ....checkpoint.formats.dcp_metadata import (
@@ -75,7 +75,6 @@ from ...common.modules import check_constants, constants_of, is_constant, is_ext
 from ...upstream.lightning_package import lightning_package
 from ...upstream.torch_core import _StorageInfo, unflatten_state_dict
 from ..sharded_model import NamedTensor, ShardedModel, load_model_state_dict, model_state_dict
-from ..weights import listed
 from .optim_state_dict import restore_full_optimizer, restore_optimizer
 from .state_dict import without_torch_noise
 from .writer import METADATA_FILE
@@ -287,13 +286,19 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
         ValueError: If there is none.
     """
     file = path / METADATA_FILE
-    if not is_regular(file):
+    content = read_regular(file, MAX_BYTES, "the Trainer's state") if is_regular(file) else None
+    return _metadata(content, path, file, weights_only, digest)
+
+
+def _metadata(
+    content: bytes | None, path: object, file: object, weights_only: bool | None, digest: FileDigest | None
+) -> dict[str, Any]:
+    if content is None:
         raise ValueError(
             f"{path} has no {METADATA_FILE}, which Lightning and accelight write next to the weights: other software "
             "saved it, and the Trainer cannot resume from it. To start from its weights, merge them (accelight "
             "merge-weights), and pass the result as pretrained_weights, or load it into the module before fit()."
         )
-    content = read_regular(file, MAX_BYTES, "the Trainer's state")
     if digest is not None:
         digest.check(file, content)
     return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only))
@@ -732,17 +737,10 @@ class ObjectReader(SafeReader):
         Raises:
             ValueError: If there is none.
         """
-        name = self._in_generation(METADATA_FILE)
-        try:
+        name, content = self._in_generation(METADATA_FILE), None
+        with suppress(FileNotFoundError):
             content = self._folder.read(name)
-        except FileNotFoundError:
-            raise ValueError(
-                f"{self.path} has no {METADATA_FILE}, which Lightning and accelight write next to the weights: other "
-                "software saved it, and the Trainer cannot resume from it."
-            ) from None
-        if METADATA_FILE in self._digests:
-            self._digests[METADATA_FILE].check(self._folder / name, content)
-        return dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only))
+        return _metadata(content, self.path, self._folder / name, weights_only, self._digests.get(METADATA_FILE))
 
     @override
     def _content(self) -> bytes:

@@ -24,9 +24,9 @@ from ....checkpoint.names import clean_name
 from ...common import modules
 from ...sharded_tensors.shards import FlatShard, memory_order
 from ...upstream.torch_core import tree_map_only
-from ..flat_params import layouts_of, owners_of, roots_of, units_of
+from ..flat_params import layouts_of, owners_of, units_of
 from ..settings import FullState
-from ..sharded_model import model_state_dict, named_tensors
+from ..sharded_model import model_state_dict, named_tensors, roots_of
 
 # ------------------------------------------------------------------------------------------------
 # Full and sharded state dicts from torch.
@@ -139,7 +139,8 @@ def flat_model_state(module: nn.Module) -> dict[str, Any]:
     cut: _Cut = {owner: {} for owner in owners_of(module)}
     for unit in units_of(module):
         _cut_unit(unit, cut)
-    original = {name: dtype for root in roots_of(module) for name, dtype in _original_dtypes(module, root)}
+    roots = roots_of(module, FullyShardedDataParallel)
+    original = {name: dtype for root in roots for name, dtype in _original_dtypes(module, root)}
     return {
         clean_name(name): _as_before(value, original.get(clean_name(name))) for name, value in _entries(module, "", cut)
     }

@@ -773,7 +773,6 @@ def test_settings_of_fsdp2() -> None:
         forward_prefetch=True,
         activation_checkpointing=True,
         cpu_ram_efficient_loading=True,
-        dp_replicate=2,
     )
 
 
@@ -815,8 +814,6 @@ def test_model_copies_make_fsdp1_hybrid(strategy: str, expected: ShardingStrateg
 def test_settings_refuse_impossible_copies() -> None:
     with pytest.raises(ValueError, match="NO_SHARD and 2 model copies"):
         Plugin(sharding_strategy="NO_SHARD").settings(dp_replicate=2)
-    with pytest.raises(ValueError, match="dp_replicate must be >= 1, got 0"):
-        Plugin().settings(dp_replicate=0)
 
 
 @pytest.mark.parametrize(
