@@ -94,6 +94,8 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "previous_reduced_grads": (_STAGE_1_2, "gradients of a reduction under way; dropped with the window"),
     "real_dp_process_group": (_STAGE_1_2, "the ranks that share a flat partition"),
     "reduce_ready_partitions_and_remove_grads": (_STAGE_1_2, "watched to note which parameters get a gradient"),
+    "round_robin_bit16_groups": (_STAGE_1_2, "the parameters of each flat partition, in its order"),
+    "round_robin_bit16_offsets": (_STAGE_1_2, "where each of those begins"),
     "setup_buckets": (_STAGE_1_2, "prepares buckets where no backward has"),
     "single_partition_of_fp32_groups": (_STAGE_1_2, "flat partitions of the weights that the optimizer steps on"),
     "use_grad_accum_attribute": (_STAGE_1_2, "whether gradients are in `grad_accum` and not in `grad`"),

@@ -55,6 +55,8 @@ class ZeroAccess:
         self._window: GradientAccumulator | None = None
         self.in_step = self.ends_window = False
         self._pieces: dict[int, zero_optimizer.Piece] = {}
+        self._places: dict[nn.Parameter, tuple[int, tuple[int, int]]] = {}
+        """As `zero_optimizer.places` returns them."""
         self._of_flat = WeakIdKeyDictionary()
         """Tensors that users' code has computed from the optimizer's flat parameters."""
 
@@ -63,6 +65,7 @@ class ZeroAccess:
         self._engine, self._window = engine, window_of(engine)
         if self._is_partitioned:
             self._pieces = {id(each.parameter): each for each in zero_optimizer.pieces(engine.optimizer)}
+            self._places = zero_optimizer.places(engine.optimizer)
 
     def attach(self, engine: Any) -> None:
         """Find parameters in a new engine, and take gradients from its window."""
@@ -200,22 +203,15 @@ class ZeroAccess:
 
     def _master_shards(self, zero: Any) -> dict[int, FlatShard]:
         found: dict[int, FlatShard] = {}
-        for index, parameters in enumerate(zero_optimizer.parameter_groups(zero)):
-            flat, begin = zero_optimizer.masters(zero)[index].detach(), 0
-            group = zero_optimizer.process_group(zero, index)
-            for each in parameters:
-                parameter: Any = each
-                piece = self._pieces.get(id(parameter))
-                start, flat_start, count = (0, 0, 0) if piece is None else (piece.start, piece.flat_start, piece.numel)
-                if flat.numel() < flat_start + count:
-                    raise RuntimeError(
-                        "ShardedEMA cannot average weights that are on NVMe. Offload the optimizer to 'cpu'."
-                    )
-                share = int(zero.partition_size[index]) if not zero_optimizer.is_stage_3(zero) else 0
-                cut = (begin, share) if share else (0, int(parameter.ds_tensor.numel()))
-                layout = self._layout(parameter, group, start, count, cut)
-                found[id(parameter)] = FlatShard(flat.narrow(0, flat_start, count), layout)
-                begin += parameter.numel()
+        for parameter, (index, cut) in self._places.items():
+            flat, piece = zero_optimizer.masters(zero)[index].detach(), self._pieces.get(id(parameter))
+            start, flat_start, count = (0, 0, 0) if piece is None else (piece.start, piece.flat_start, piece.numel)
+            if flat.numel() < flat_start + count:
+                raise RuntimeError(
+                    "ShardedEMA cannot average weights that are on NVMe. Offload the optimizer to 'cpu'."
+                )
+            layout = self._layout(parameter, zero_optimizer.process_group(zero, index), start, count, cut)
+            found[id(parameter)] = FlatShard(flat.narrow(0, flat_start, count), layout)
         return found
 
     def push_parameter_shards(self) -> None:
@@ -420,7 +416,7 @@ class ZeroAccess:
     def _part(self, parameter: Tensor) -> FlatShard:
         window: Any = self._window
         zero: Any = window.engine.optimizer
-        index, cut = zero_optimizer.place_of(zero, parameter)
+        index, cut = self._places[cast("nn.Parameter", parameter)]
         group, piece = zero_optimizer.process_group(zero, index), self._pieces.get(id(parameter))
         if piece is None:  # this rank has no part of it
             held = torch.empty(0, dtype=zero_optimizer.gradient_dtype(zero), device=self._device)

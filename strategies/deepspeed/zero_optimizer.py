@@ -166,18 +166,22 @@ def process_group(optimizer: Any, group: int) -> dist.ProcessGroup:
     return found
 
 
-def place_of(optimizer: Any, parameter: Tensor) -> tuple[int, tuple[int, int]]:
-    """Return a parameter's flat partition, and how that is cut: where the parameter begins, and a rank's share."""
-    for group, parameters in enumerate(parameter_groups(optimizer)):
-        begin = 0
-        for each in parameters:
-            if each is parameter:
-                if is_stage_3(optimizer):
-                    partition: Any = each
-                    return group, (0, int(partition.ds_tensor.numel()))
-                return group, (begin, int(optimizer.partition_size[group]))
-            begin += each.numel()
-    raise KeyError("DeepSpeed's optimizer does not have this parameter.")
+def places(optimizer: Any) -> dict[nn.Parameter, tuple[int, tuple[int, int]]]:
+    """Return each parameter's flat partition, and how that is cut: where the parameter begins, and a rank's share."""
+    if is_stage_3(optimizer):
+        groups: Any = optimizer.fp16_groups
+        return {each: (group, (0, each.partition_numel())) for group, some in enumerate(groups) for each in some}
+    partitions = zip(
+        optimizer.round_robin_bit16_groups,
+        optimizer.round_robin_bit16_offsets,
+        map(int, optimizer.partition_size),
+        strict=True,
+    )
+    return {
+        each: (group, (begin, share))
+        for group, (parameters, begins, share) in enumerate(partitions)
+        for each, begin in zip(parameters, begins, strict=True)
+    }
 
 
 def gradient_dtype(optimizer: Any) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The ends of ZeRO-3's partitions, which no weight fills when the ranks do not divide a parameter evenly."""
+"""Where parameters lie in ZeRO's flat partitions, and what is behind them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from accelight.state import PartialState
+from accelight.strategies import AccelDeepSpeedStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import EVERYTHING_OFFLOADED, ds_config, trainer_for
-from tests.strategies.oracle import Case, Outcome, TinyModule, rank_loader
+from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
 
 NUM_RANKS = 3
 
@@ -77,3 +80,38 @@ def test_paddings_are_zero(config: dict[str, Any], kind: type[TinyModule], preci
     assert all(paddings)  # each has a file, and at least the last one pieces that end early
     assert len(paddings[-1]) > 1
     assert {total for each in paddings for total in each} == {0.0}
+
+
+# ---------------------------------------------------------------------- parameters in another order
+class Reordered(LightningModule):
+    """The second parameters of both groups begin at 2, but not where DeepSpeed deals parameters to ranks in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (2, 4, 6), (2, 4, 3, 3)
+        self.groups = nn.ModuleList(nn.ParameterList(torch.zeros(size) for size in some) for some in sizes)
+        self.difference = -1.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.stack([each @ torch.arange(1.0, len(each) + 1) for each in self.parameters()]).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        one, other = (list(group.parameters())[1].grad for group in self.groups)
+        assert one is not None
+        assert other is not None
+        self.difference = float((one + other - 2 * torch.arange(1.0, 5.0)).abs().sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": group.parameters()} for group in self.groups], lr=0.1)
+
+
+def add_reordered(config: dict[str, Any]) -> float:
+    module = Reordered()
+    trainer = quiet_trainer(AccelDeepSpeedStrategy(hf_ds_config=config), 2, max_epochs=1)
+    trainer.fit(module, DataLoader(torch.zeros(4, 1)))  # type: ignore[arg-type]
+    return module.difference
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_parameters_that_begin_elsewhere_are_added_as_wholes(stage: int) -> None:
+    assert run_on_ranks(2, add_reordered, ds_config(stage, round_robin_gradients=True)) == [0.0, 0.0]
