@@ -199,10 +199,15 @@ def precision_of(config: HfDeepSpeedConfig) -> Precision:
     return "fp16" if fp16 else "bf16" if bf16 else "no"
 
 
+def _is_on(section: str, mixed_precision: str) -> bool:
+    """Whether ``mixed_precision`` computes in what a section stands for: ``"fp8"`` in bf16."""
+    return section == ("bf16" if mixed_precision == "fp8" else mixed_precision)
+
+
 def fill_precision(config: HfDeepSpeedConfig, mixed_precision: str) -> None:
-    """Switch on what computes in ``mixed_precision`` where the config leaves it open; ``"fp8"`` stands on bf16."""
-    wanted = {"fp16": mixed_precision == "fp16", "bf16": mixed_precision in ("bf16", "fp8")}
-    for name, on in wanted.items():
+    """Switch on what computes in ``mixed_precision`` where the config leaves it open."""
+    for name in _SECTIONS:
+        on = _is_on(name, mixed_precision)
         # DeepSpeed does not cast the inputs of an fp16 model by itself. A section of the user's keeps what it says.
         fresh = {"enabled": on, "auto_cast": True} if on and name == "fp16" else {"enabled": on}
         config.config.setdefault(name, fresh)
@@ -229,8 +234,7 @@ class PrecisionSections:
         config.config.update(written)
         self._written = copy.deepcopy(written)
         for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
-            on = mixed_precision == name or (mixed_precision == "fp8" and name == "bf16")
-            if on and config.is_true(f"{other}.enabled"):
+            if _is_on(name, mixed_precision) and config.is_true(f"{other}.enabled"):
                 raise ValueError(
                     f"mixed_precision={mixed_precision!r} and {other}.enabled=true in the DeepSpeed config "
                     f"contradict each other. Set {other}.enabled to 'auto' or false, or mixed_precision to {other!r}."
@@ -262,12 +266,6 @@ class DeepSpeedSettings:
 
     config: dict[str, Any]
     """For ``deepspeed.initialize`` only; nothing in it is ``"auto"`` but where DeepSpeed itself knows that word."""
-    gradient_accumulation_steps: int = 1
-    """Micro-batches in a full window."""
-    gradient_clipping: float = 0.0
-    """Largest norm of the gradients; 0 for no clipping."""
-    mixed_precision: Precision = "no"
-    """Half precision that the engine computes in."""
     zero_stage: int = 0
     """0 to 3."""
     offload_optimizer_device: str = "none"
@@ -288,9 +286,6 @@ class DeepSpeedSettings:
         optimizer_type = config.get_value("optimizer.type")
         return cls(
             config=config.config,
-            gradient_accumulation_steps=config.get_value("gradient_accumulation_steps", 1),
-            gradient_clipping=config.get_value("gradient_clipping", 0.0),
-            mixed_precision=precision_of(config),
             zero_stage=int(config.get_value("zero_optimization.stage", 0)),
             offload_optimizer_device=config.get_value("zero_optimization.offload_optimizer.device") or "none",
             offload_param_device=config.get_value("zero_optimization.offload_param.device") or "none",
@@ -555,8 +550,8 @@ class _Filling:
 
     def fill_precision(self) -> None:
         wanted = self.facts.mixed_precision
-        for name, on in (("fp16", wanted == "fp16"), ("bf16", wanted in ("bf16", "fp8"))):
-            key = f"{name}.enabled"
+        for name in _SECTIONS:
+            key, on = f"{name}.enabled", _is_on(name, wanted)
             if self.config.is_false(key) if on else wanted != "no" and self.config.is_true(key):
                 value = self.config.get_value(key)
                 self.mismatches.append(f"- {key}: {value!r} in the DeepSpeed config, Trainer(precision) is {wanted!r}")

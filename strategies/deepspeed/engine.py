@@ -537,7 +537,7 @@ def _slots(output: Any) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def readable_config_errors() -> Iterator[None]:
-    """Prepare this process for an engine that is made inside this context.
+    """Translate DeepSpeed's complaints about the config of an engine that is made in this context.
 
     Raises:
         ValueError: With each key that DeepSpeed does not know, and the one that was meant, or does not take; or if the

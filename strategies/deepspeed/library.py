@@ -26,6 +26,7 @@ from ..common.config import require_installed
 from ..sharded_tensors.user_code import as_library
 from ..upstream.patches import Patches
 from .ds_config import DeepSpeedSettings
+from .upstream import build_lock
 
 OLDEST = "0.19.8"
 
@@ -157,7 +158,7 @@ def check_build_locks(*ops: str) -> None:
     the system frees a lock with the process that has it, and the file stays.
     """
     for op in set(ops) - _loaded():
-        lock, is_warned = _lock_of(op), False
+        lock, is_warned = build_lock(op), False
         while lock is not None and (age := _age_of_left(lock)) is not None:
             found = f"DeepSpeed's op {op} is locked by {lock}, which no process on this machine has open"
             advice = f"If no other machine builds it, a killed process left it: rm '{lock}'"
@@ -184,12 +185,6 @@ def _loaded() -> set[str]:
     """Return the ops that this process has already."""
     module = sys.modules.get("deepspeed.ops.op_builder.builder")
     return set() if module is None else set(module.OpBuilder._loaded_ops)
-
-
-def _lock_of(op: str) -> Path | None:
-    from .upstream import build_lock  # not at the top: it imports torch, and tests without it use this file
-
-    return build_lock(op)
 
 
 def _age_of_left(lock: Path) -> float | None:

@@ -26,6 +26,7 @@ from ..upstream.lightning import (
     _configure_schedulers_automatic_opt,
     _configure_schedulers_manual_opt,
     _validate_optimizers_attached,
+    rank_zero_info,
 )
 from .ds_config import DeepSpeedSettings, DummyOptim, DummyScheduler, HfDeepSpeedConfig, check_optimizer_and_scheduler
 from .library import check_build_locks, ninja_on_path
@@ -310,8 +311,6 @@ def prefer_torch_adam(settings: DeepSpeedSettings, device: torch.device) -> Deep
     if settings.offloads_optimizer or not settings.defines_adam or not set(settings.optimizer_params) <= known:
         return settings
     if device.type == "cuda" and not _has_fused_adam():
-        from lightning_utilities.core.rank_zero import rank_zero_info
-
         rank_zero_info(
             "torch's Adam is used: DeepSpeed would have to compile its fused Adam, but nvcc is not available."
         )
@@ -336,7 +335,6 @@ def compiled_cpu_adam() -> None:
         RuntimeError: If that fails; the message has the ways out.
     """
     from deepspeed.ops.op_builder import CPUAdamBuilder
-    from lightning_utilities.core.rank_zero import rank_zero_info
 
     rank_zero_info("Compiling or loading DeepSpeed's Adam for the CPU (the first time takes about half a minute).")
     check_build_locks("cpu_adam")

@@ -32,16 +32,13 @@ from ..common.config import (
 )
 from .ds_config import (
     AUTO,
-    DeepSpeedSettings,
     HfDeepSpeedConfig,
     Precision,
     PrecisionSections,
-    TrainingFacts,
     check_features,
     differ,
     is_auto_value,
     mismatch_error,
-    resolve,
 )
 from .zero_optimizer import switch_mode
 
@@ -77,7 +74,7 @@ _ABSENT = {**_DEFAULTS, "zero_stage": 0}  # what DeepSpeed does where its config
 class DeepSpeedPlugin:
     """The settings of training with DeepSpeed, in Accelerate's words.
 
-    A field that is left None comes from its environment variable (see `environment.VARIABLES`), else from the default.
+    A field that is left None comes from its environment variable (see `VARIABLES`), else from the default.
     With a config, fields fill what it leaves out or has as ``"auto"``. A value in the config that contradicts an
     argument is an error; a variable yields to the config. Afterwards the fields say what the config says.
 
@@ -232,14 +229,6 @@ class DeepSpeedPlugin:
     def own_precision(self) -> Precision:
         """Return the half precision that the config itself switches on, whatever has been filled in since."""
         return self._precision.own(self._config)
-
-    def settings(self, facts: TrainingFacts) -> DeepSpeedSettings:
-        """Return the config for the strategy: the plugin's with every ``"auto"`` filled. The plugin keeps its own.
-
-        Raises:
-            ValueError: If the config and ``facts`` contradict each other, or an ``"auto"`` cannot be filled.
-        """
-        return resolve(self._config, facts)
 
     def config_for_trainer(self, *, clips: bool) -> HfDeepSpeedConfig:
         """Return a copy of the config that leaves open what the Trainer decides.
@@ -423,8 +412,6 @@ class DeepSpeedPlugin:
 # ------------------------------------------------------------------------------------------------
 # The ``ACCELERATE_*`` variables for the fields of `DeepSpeedPlugin`, and the values of each field.
 
-
-__all__ = ["PARSERS", "VARIABLES", "as_names", "fields_asked_for", "fields_from_env", "warn_once"]
 
 VARIABLES: Mapping[str, str] = {
     "hf_ds_config": "ACCELERATE_DEEPSPEED_CONFIG_FILE",

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
@@ -1045,25 +1045,6 @@ def _estimated_steps(trainer: Trainer, config: HfDeepSpeedConfig) -> float | Non
 # Precision under DeepSpeed: its engine runs backward and the step; the strategy says when gradients are complete.
 
 
-class Trained(Protocol):
-    """The strategy as its precision plugin sees it."""
-
-    def run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward."""
-
-    def run_backward_of_user(self, backward: Callable[[], None]) -> None:
-        """Run a ``backward()`` that the user has written."""
-
-    def clip_step(self, max_norm: float) -> None:
-        """Make the next optimizer step clip its gradients by their norm."""
-
-    def take_step(self, **kwargs: Any) -> None:
-        """Make the engine clip, step and zero the gradients."""
-
-    def run_step_hooks(self, when: Literal["pre", "post"]) -> None:
-        """Run the user's hooks on the optimizer's step."""
-
-
 class AccelDeepSpeedPrecision(DeepSpeedPrecision):
     """The meaning of ``Trainer(precision=...)`` under `AccelDeepSpeedStrategy`.
 
@@ -1076,7 +1057,7 @@ class AccelDeepSpeedPrecision(DeepSpeedPrecision):
         ValueError: If ``precision`` is another.
     """
 
-    def __init__(self, precision: str, strategy: Trained) -> None:
+    def __init__(self, precision: str, strategy: TrainerHooks) -> None:
         super().__init__(precision)  # type: ignore[arg-type]
         self._strategy = strategy
 

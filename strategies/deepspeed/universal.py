@@ -1,4 +1,7 @@
-"""DeepSpeed's universal checkpoints; ``python -m accelight.strategies.deepspeed.universal CHECKPOINT`` converts one."""
+"""DeepSpeed's universal checkpoints: the same state for any number of ranks.
+
+``python -m accelight.strategies.deepspeed.universal CHECKPOINT`` converts one, as ``load_universal=True`` does.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,6 @@ import torch
 
 from ..common.modules import is_extra_state
 from ..upstream.patches import Patches
-
-# ------------------------------------------------------------------------------------------------
-# DeepSpeed's universal checkpoints: the same state for any number of ranks.
-#
-# ``python -m accelight.strategies.deepspeed.universal CHECKPOINT`` converts by hand what ``load_universal=True``
-# converts automatically.
-
 
 TAG, FOLDER, LATEST = "checkpoint", "checkpoint_universal", "latest_universal"
 _REFUSED = 3

@@ -1,20 +1,19 @@
 """Every private name of torch and DeepSpeed that `strategies/deepspeed` relies on, each with the reason.
 
 Private functions are imported here and nowhere else. Attributes of objects cannot be imported: the tables name them,
-and ``tests/strategies/deepspeed/test_upstream.py`` looks for each in the versions that are installed.
+and ``tests/test_upstream.py`` looks for each in the versions that are installed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+# Whether the running backward gives a parameter a gradient; DeepSpeed itself relies on both.
 from torch._C import _will_engine_execute_node
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
+
+# Its kinds of device: from which the process group communicates.
 from torch.distributed.distributed_c10d import _get_default_group
-
-# Tells during a backward whether a parameter will get a gradient; DeepSpeed itself relies on both.
-
-# Has the kinds of device that the process group communicates from.
 
 __all__ = [
     "ATTRIBUTES",
@@ -125,7 +124,7 @@ ATTRIBUTES: dict[str, tuple[str, str]] = {
     "bf16_groups": (_BF16, "the parameters of each group, as `fp32_groups_has_gradients` has them"),
     "clear_hp_grads": (_BF16, "drops the gradients in fp32"),
     "clear_lp_grads": (_BF16, "drops the gradients in bf16"),
-    "fp32_groups_gradients": (_BF16, "the gradients that a short window scales"),
+    "fp32_groups_gradients": (_BF16, "the gradients in fp32, for their norm and the factor of a window"),
     "fp32_groups_has_gradients": (_BF16, "which parameters have a gradient"),
     "loss_scale_config": ("deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer", "the scale of fp16 at stage 0"),
     "cur_scale": ("deepspeed.runtime.fp16.loss_scaler.LossScalerBase", "by which a ZeRO optimizer divides gradients"),

@@ -157,7 +157,7 @@ class ZeroAccess:
         """Check that a reduction, or a row, is not of a flat parameter of the optimizer, of its state, or a result.
 
         Raises:
-            RuntimeError: If it does.
+            RuntimeError: If it is.
         """
         if self._is_of_flat(tensor) or any(each is tensor for each in self._flat_states()):
             raise RuntimeError(
@@ -255,7 +255,7 @@ class ZeroAccess:
             self._window.sync_to_optimizer()
 
     def note_write(self, tensor: Tensor) -> None:
-        """Copy what a training step writes to a gathered parameter to its partition."""
+        """Note that users' code writes to a gathered parameter, whose partition takes the change over later."""
         if self._window is not None and self._window.gathered_changes is not None:
             for parameter in self._gathered_at(tensor):
                 self._window.gathered_changes.note(parameter)
@@ -274,7 +274,7 @@ class ZeroAccess:
         return False
 
     def note_alias(self, tensor: Tensor) -> None:
-        """Compare a gathered parameter of stage 3 with its partition before it is partitioned."""
+        """Note an alias of a gathered parameter, which is compared with its partition from now on."""
         if self._window is not None and self._window.gathered_changes is not None and has_storage(tensor):
             for parameter in self._gathered_at(tensor):
                 self._window.gathered_changes.compare(parameter)

@@ -283,7 +283,7 @@ _POLICY_FLAGS = {1: ("cast_forward_inputs", "cast_root_forward_inputs"), 2: ("ca
 class FullyShardedDataParallelPlugin(PluginFields):
     """The settings of sharding, in Accelerate's words.
 
-    A field that is left None comes from its environment variable (see `environment.VARIABLES`), else from the default.
+    A field that is left None comes from its environment variable (see `VARIABLES`), else from the default.
     Strings, numbers and torch's own objects are accepted alike; once the plugin is made, each field holds torch's type.
     Objects given are copied, never changed. A field set later is checked when `settings` is called.
 

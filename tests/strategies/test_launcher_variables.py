@@ -150,7 +150,7 @@ def _clipping(given: dict[str, Any]) -> tuple[float, list[str]]:
         warnings.simplefilter("always")
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
     reset_state()
-    return strategy.settings.gradient_clipping, _told(caught, "ACCELERATE_GRADIENT")
+    return strategy.deepspeed_config["gradient_clipping"], _told(caught, "ACCELERATE_GRADIENT")
 
 
 def test_the_variable_clips_where_the_trainer_does_not() -> None:

@@ -16,6 +16,7 @@ from accelight.strategies.deepspeed.ds_config import (
     Feature,
     TrainingFacts,
     check_features,
+    resolve,
     untested_line,
 )
 from tests.ranks import run_on_ranks
@@ -226,7 +227,7 @@ def test_summed_gradients_are_refused_in_a_changed_config_too() -> None:
     plugin = DeepSpeedPlugin(zero_stage=2)
     plugin.deepspeed_config["gradient_allreduce_op"] = "sum"
     with pytest.raises(ValueError, match="multiplies them by the number of ranks"):
-        plugin.settings(TrainingFacts(micro_batch_size=1))
+        resolve(HfDeepSpeedConfig(plugin.deepspeed_config), TrainingFacts(micro_batch_size=1))
 
 
 def test_a_stage_that_overlaps_and_one_that_does_not() -> None:

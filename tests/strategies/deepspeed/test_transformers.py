@@ -14,7 +14,7 @@ from torch import Tensor
 from accelight.state import AcceleratorState
 from accelight.strategies import DeepSpeedPlugin
 from accelight.strategies.deepspeed import DeepSpeedEngineWrapper
-from accelight.strategies.deepspeed.ds_config import TrainingFacts, hidden_size_of
+from accelight.strategies.deepspeed.ds_config import HfDeepSpeedConfig, TrainingFacts, hidden_size_of, resolve
 from tests.ranks import run_on_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -77,7 +77,7 @@ def train_partitioned(folder: Path) -> dict[str, Any]:
     raw, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config=plugin.settings(facts).config,
+        config=resolve(HfDeepSpeedConfig(plugin.deepspeed_config), facts).config,
         dist_init_required=False,
     )
     engine = DeepSpeedEngineWrapper(raw)
