@@ -14,7 +14,7 @@ So the engine never decides what a window is (``managed_gradient_accumulation`` 
 Ranks agree on the parameters that have a gradient on any of them: before each backward at stages 2 and 3, at the end of
 a window at stages 0 and 1. Where they differ, the gradients of this backward are held back and reduced after it, in one
 order, with zeros for those that are missing. Ranks that use the same parameters in different orders are known only once
-their gradients are added up: a number for the order travels while the window ends, and the step compares it.
+their gradients are added up: a number for the order travels after each backward, and the step compares it.
 """
 
 from __future__ import annotations
@@ -255,6 +255,8 @@ class GradientAccumulator:
                 self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             if self._is_held:
                 self._reduce_held_back()
+            if agrees:  # not where the window ends: users' code may do that on one rank alone
+                self._orders = all_reduce_max_async([self._order, -self._order])
         finally:
             self._in_backward = False
             self._stop_coalescing()
@@ -332,7 +334,6 @@ class GradientAccumulator:
         if self.hooks_before_step:
             self.follow_changed_weights()  # they may change what the optimizer steps on
         if self.stage >= 2 and self._is_partitioned:
-            self._orders = all_reduce_max_async([self._order, -self._order])
             if self.used:
                 self._finalize()
         else:
