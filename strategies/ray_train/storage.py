@@ -138,9 +138,12 @@ def _download(checkpoint: Any, context: Any) -> Path:
         return Path(tempfile.gettempdir(), f"accelight-{Path(checkpoint.path).name}-{run}")
 
     folder = run_on_rank_zero(place, what)
-    with raise_on_all_ranks(what):
-        if context.get_local_rank() == 0:
+    is_first_of_node = context.get_local_rank() == 0
+    with raise_on_all_ranks(what):  # before any download: two nodes may be on one machine
+        if is_first_of_node:
             shutil.rmtree(folder, ignore_errors=True)
+    with raise_on_all_ranks(what):
+        if is_first_of_node:
             try:
                 checkpoint.to_directory(str(folder))
             except BaseException:
