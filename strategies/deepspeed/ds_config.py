@@ -862,7 +862,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         ("torch_autocast",),
         "tested",
-        "changes numbers: forward and backward run in its dtype, bfloat16; `Trainer(precision=...)` stays '32-true'",
+        "changes numbers: forward and backward run in its dtype; `Trainer(precision=...)` stays '32-true'. float16 is "
+        "refused: use `Trainer(precision='16-mixed')`",
     ),
     Feature(
         ("activation_checkpointing",),

@@ -323,6 +323,14 @@ class Engine(ABC, Generic[SettingsT]):
             RuntimeError: On every rank, if the ranks did not use the same units.
         """
 
+    @abstractmethod
+    def reduce_left_over(self, root: nn.Module) -> None:
+        """Reduce gradients that wait where the last backward of a window has not come, if there was one at all."""
+
+    @abstractmethod
+    def scale_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        """Multiply the gradients of these parameters that the ranks have not reduced yet."""
+
     def keep_graph(self) -> None:
         """Be ready for another backward of the graph that the last one kept (``retain_graph=True``)."""
 

@@ -477,6 +477,21 @@ def _reduce(unit: Any, gradient: torch.Tensor) -> torch.Tensor:
     return reduced
 
 
+def scale_unreduced_grads(root: nn.Module, parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply what `stash` took of these parameters."""
+    chosen = set(map(id, parameters))
+    for unit in units_of(root):
+        flat_param: Any = unit._handle.flat_param
+        waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
+        if waiting is None or waiting.parameters.isdisjoint(chosen):
+            continue
+        own = _parameters_of(flat_param)
+        pieces = unit._handle._get_unflat_views(waiting.gradient) if flat_param._params else [waiting.gradient]
+        for parameter, piece in zip(own, pieces, strict=True):
+            if id(parameter) in chosen:
+                piece.mul_(factor)
+
+
 def discard_unreduced_grads(root: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> None:
     """Forget what `stash` took: of all parameters, or of these."""
     chosen = None if parameters is None else {id(parameter) for parameter in parameters}

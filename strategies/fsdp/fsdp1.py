@@ -39,6 +39,7 @@ from ..sharded_tensors.user_code import (
     is_hook,
     is_step,
     is_user_code,
+    library_code,
     refuse_copies,
     replace_in_user_code,
 )
@@ -78,6 +79,7 @@ from .flat_params import (
     reduce_left_over,
     reset_to_idle,
     reshard,
+    scale_unreduced_grads,
     stash,
     translate_error,
     units_by_module,
@@ -377,8 +379,16 @@ class FSDP1Engine(Engine[FSDP1Settings]):
         stash(root, self._watch.without, reduced=reduced)
         self._frozen.restore()
         if reduced:
-            reduce_left_over(root)
+            self.reduce_left_over(root)
             self._watch.sync_used_parameters(self.all_reduce_max_async)
+
+    @override
+    def reduce_left_over(self, root: nn.Module) -> None:
+        reduce_left_over(root)
+
+    @override
+    def scale_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        scale_unreduced_grads(root, parameters, factor)
 
     @override
     def keep_graph(self) -> None:
@@ -399,7 +409,8 @@ class FSDP1Engine(Engine[FSDP1Settings]):
                 yield
         finally:
             self._accumulating = False
-            stash(root, self._watch.without)  # what backwards of the user's own left
+            with library_code():  # also where users' code toggles an optimizer
+                stash(root, self._watch.without)  # what backwards of the user's own left
 
     @override
     def grad_norm(self, root: nn.Module, parameters: Collection[nn.Parameter], norm_type: float) -> torch.Tensor:

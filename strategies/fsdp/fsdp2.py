@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -132,7 +132,10 @@ class FSDP2Engine(Engine[FSDP2Settings]):
             # No reshard_after_forward: torch keeps the root gathered, whose parameters backward needs first.
             fully_shard(root, mp_policy=self._mp_policy(is_root=True), **common)
         if self.settings.forward_prefetch:
-            _prefetch_in_order([unit for unit in [*plan.units, *heads] if isinstance(unit, FSDPModule)])
+            units = [unit for unit in [*plan.units, *heads] if isinstance(unit, FSDPModule)]
+            for part in plan.parts or [root]:  # which gathers on streams of its own, and alone ends its backward
+                inside = set(part.modules())
+                _prefetch_in_order([unit for unit in units if unit in inside])
         return root
 
     def _heads(self, model: nn.Module, plan: Plan) -> list[nn.Module]:
@@ -180,6 +183,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         label_quickly(self._patches)
         self._watch, self._has_begun = UsedParameterTracker(self._units, self.path, lambda: self.in_step), False
         self._resharded: list[Any] = []
+        self._may_wait = False
         self.reset_to_idle(root)
         self._units.discard_unreduced_grads()
 
@@ -250,7 +254,20 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def end_backward(self, root: nn.Module, *, reduced: bool) -> None:
         if reduced:
+            self.reduce_left_over(root)
             self._watch.sync_used_parameters(self.all_reduce_max_async)
+
+    @override
+    def reduce_left_over(self, root: nn.Module) -> None:
+        if self._may_wait:
+            self._may_wait = self._units.reduce_left_over()
+
+    @override
+    def scale_unreduced_grads(self, root: nn.Module, parameters: Iterable[nn.Parameter], factor: float) -> None:
+        chosen = set(map(id, parameters))
+        for param in self._units.params if self._may_wait else ():
+            for gradient in unreduced(param) if id(param.sharded_param) in chosen else ():
+                gradient.mul_(factor)
 
     @override
     def reshard(self, root: nn.Module) -> None:
@@ -262,6 +279,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         for unit in roots_of(root, FSDPModule):
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(self.settings.reshard_during_accumulation)
+        self._may_wait = True
         try:
             yield
         finally:
@@ -366,10 +384,27 @@ class Units:
         return {param: next(own[id(form)] for form in both if id(form) in own) for param, both in forms}
 
     def reshard(self) -> None:
-        """Leave none gathered."""
+        """Leave none gathered, and no gather begun: what a unit has prefetched for another has the values of then."""
         for group in self.groups:
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
             if not group.is_sharded:
                 group.reshard()
+
+    def reduce_left_over(self) -> bool:
+        """Reduce what waits in parts that a window's last backward did not reach, as the end of their own does.
+
+        Returns:
+            Whether parameters that are frozen now have gradients that wait.
+        """
+        waiting = [param for param in self.params if unreduced(param)]
+        chosen = {param for param in waiting if param.sharded_param.requires_grad}
+        for unit in roots_of(self._root, FSDPModule) if chosen else ():
+            inside: Any = cast("nn.Module", unit).modules()
+            groups = [group for one in inside if isinstance(one, FSDPModule) for group in groups_of_state(_state(one))]
+            if any(param in chosen for group in groups for param in group.fsdp_params):
+                _state(unit)._root_post_backward_final_callback()
+        return len(chosen) < len(waiting)
 
     def enable_hooks(self) -> None:
         """Enable users' hooks on parameters for the backward that comes."""
@@ -399,12 +434,7 @@ class Units:
         if parameters is None:
             for group in self.groups:
                 drop_partly_reduced(group)
-        held = [
-            param
-            for param in self.params
-            if (leaf := getattr(param, "_unsharded_param", None)) is not None
-            and (leaf.grad is not None or param.unsharded_accumulated_grad is not None)
-        ]
+        held = [param for param in self.params if unreduced(param)]
         if not held:
             return
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
@@ -482,10 +512,18 @@ class UnitAccess(NoAccess):
     def is_unreduced(self, tensor: torch.Tensor) -> bool:
         """Return whether a parameter has a gradient that the ranks have not reduced yet."""
         param, _ = self._params.get(id(tensor), (None, None))
-        leaf = getattr(param, "_unsharded_param", None)
-        return leaf is not None and (
-            leaf.grad is not None or getattr(param, "unsharded_accumulated_grad", None) is not None
-        )
+        return param is not None and bool(unreduced(param))
+
+
+def _state(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()
+
+
+def unreduced(param: Any) -> list[torch.Tensor]:
+    """Return the gradients of a parameter that the ranks have not reduced yet."""
+    leaf = getattr(param, "_unsharded_param", None)
+    found = [] if leaf is None else [leaf.grad, param.unsharded_accumulated_grad]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def units_by_module(root: nn.Module) -> MutableMapping[nn.Module, FSDPModule]:

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..common.grads import SkippedSteps, gradients_of, parameters_of, scale_gradients
+from ..common.grads import SkippedSteps, gradients_of
 from ..sharded_tensors.shards import local_part
 from ..sharded_tensors.user_code import callers_code
 from ..upstream.lightning import (
@@ -60,6 +60,12 @@ class Trained(Protocol):
 
     def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used."""
+
+    def reduce_left_over(self) -> None:
+        """Reduce the gradients of a window whose last micro-batch has no backward."""
+
+    def scale_grads(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply an optimizer's gradients."""
 
     def prepare_to_clip(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients what is to be clipped."""
@@ -150,6 +156,8 @@ class AccelFSDPPrecision(FSDPPrecision):
             nonlocal has_gradients
             with callers_code():
                 result = closure()
+            if result is None and model.automatic_optimization and self.scaler is None:  # the last one has no loss
+                self._strategy.reduce_left_over()
             has_gradients = self._strategy.finish_gradients(optimizer)
             return result
 
@@ -203,7 +211,7 @@ class AccelFSDPPrecision(FSDPPrecision):
                 if step_goes_on:
                     self.scaler._per_optimizer_states[id(optimizer)] = state
             elif factor != 1.0:  # of one that has stepped, too: it may have new gradients, or some that nobody uses
-                scale_gradients(gradients_of(parameters_of(optimizer)), factor)
+                self._strategy.scale_grads(optimizer, factor)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

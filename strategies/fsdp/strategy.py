@@ -269,6 +269,16 @@ class TrainerHooks(FullTensors, LoopFollowing, FSDPStrategy):
         with nullcontext() if self._user_code is None else self._user_code.in_step_hooks(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
+    def reduce_left_over(self) -> None:
+        """Reduce the gradients of a window whose last micro-batch has no backward; on the only process."""
+        self.engine.reduce_left_over(self.sharded.root)
+
+    def scale_grads(self, optimizer: Optimizer, factor: float) -> None:
+        """Multiply an optimizer's gradients, also those that the ranks have not reduced yet."""
+        parameters = parameters_of(optimizer)
+        scale_gradients(gradients_of(parameters), factor)
+        self.engine.scale_unreduced_grads(self.sharded.root, parameters, factor)
+
     def finish_gradients(self, optimizer: Optimizer) -> bool:
         """Complete the gradients before they are unscaled, clipped and used; called once for each optimizer step.
 

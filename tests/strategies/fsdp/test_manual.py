@@ -54,6 +54,52 @@ class Trace:
     """Parameters with a state, for each optimizer."""
 
 
+class _HeadsInTurns(LightningModule):
+    """Two heads of one optimizer, each used by every other micro-batch; the ranks reduce in the second alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.body, self.even, self.odd = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor:
+        head = self.odd if batch_idx % 2 else self.even
+        return (head(self.body(batch[0])) - batch[1]).square().mean() / 2
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self.loss(batch, batch_idx))
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _train_heads(version: int) -> dict[str, Tensor]:
+    strategy, module = AccelFSDPStrategy(fsdp_version=version), _HeadsInTurns()
+    quiet_trainer(strategy, 2, max_epochs=1).fit(module, rank_loader(2))
+    return {name: one.clone() for name, one in strategy.full_state_dict(module).items()}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_part_that_the_last_micro_batch_does_not_use_keeps_its_gradients(version: int) -> None:
+    module = _HeadsInTurns()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    inputs, targets = (tensor.unflatten(0, (NUM_MICRO_BATCHES, -1)) for tensor in dataset(2).tensors)
+    for batch_idx, batch in enumerate(zip(inputs, targets, strict=True)):
+        module.loss(batch, batch_idx).backward()
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_on_ranks(2, _train_heads, version):
+        torch.testing.assert_close(found, dict(module.state_dict()), rtol=1e-5, atol=1e-6)
+
+
 class Adversarial(LightningModule):
     """The usual two phases; what one leaves in the other's gradients must not be there."""
 

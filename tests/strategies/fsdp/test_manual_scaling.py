@@ -30,9 +30,11 @@ ORDERS = {
     "backwards first": "b0 b1 s0 s1",
     "backwards, clipping, steps": "b0 b1 c0 c1 s0 s1",
     "the second every other batch": "b0 b1 s0 o1",
+    "the second every other batch, reduced once": "b0 s0 u1 o1",
     "the first twice a batch": "b0 b1 c1 s0 b0 s0 s1",
 }
-"""What a batch does with which optimizer: backward, clip, step, step in odd batches only."""
+"""What a batch does with which optimizer: backward, backward that odd batches alone reduce, clip, step, step in odd
+batches only."""
 
 
 class Nets(nn.Module):
@@ -64,10 +66,11 @@ class Manual(LightningModule):
         optimizers: Any = self.optimizers()
         for what, index in ((one[0], int(one[1])) for one in self.order.split()):
             optimizer = optimizers[index]
-            if what == "b":
+            if what in "bu":
                 net = (self.first, self.second)[index]
                 loss = functional.mse_loss(net(batch[0]).float(), batch[1])
-                self.manual_backward(loss * math.inf if index and batch_idx == OVERFLOWS_AT else loss)
+                with optimizer.toggle_model(sync_grad=what == "b" or bool(batch_idx % 2)):
+                    self.manual_backward(loss * math.inf if index and batch_idx == OVERFLOWS_AT else loss)
             elif what == "c":
                 self.clip_gradients(optimizer, LIMIT, "norm")
             elif what == "s" or batch_idx % 2:
@@ -100,7 +103,7 @@ def train_plain(order: str) -> tuple[list[bool], dict[str, Tensor]]:
     for batch_idx, batch in enumerate(zip(inputs, targets, strict=True)):
         for what, index in ((one[0], int(one[1])) for one in order.split()):
             net, optimizer = (nets.first, nets.second)[index], optimizers[index]
-            if what == "b":
+            if what in "bu":
                 functional.mse_loss(net(batch[0]), batch[1]).backward()
             elif what == "c":
                 nn.utils.clip_grad_norm_(net.parameters(), LIMIT)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from accelight.state import AcceleratorState, GradientAccumulationPlugin, GradientState, PartialState
-from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
+from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin, full_state_dict
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import BLOCKS, ENGINES
 from tests.strategies.oracle import (
@@ -503,6 +503,45 @@ def test_a_sharded_module_keeps_its_precision_and_mesh(version: int) -> None:
     ):
         message = run_on_ranks(2, _again, version, options, precision)[0]
         assert f"is already sharded with {before}, and cannot be sharded again with {after}" in message
+
+
+class _ReadsBeforeStep(TinyModule):
+    """Calls a part between a backward and its step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            self.model.blocks[0](self.model.embed(torch.zeros(2, 5)))
+
+
+def _prefetches(prefetch: bool) -> list[Tensor]:
+    strategy = AccelFSDPStrategy(fsdp_version=2, forward_prefetch=prefetch, **BLOCKS)
+    module = _ReadsBeforeStep(Case(), Outcome())
+    quiet_trainer(strategy, 2, max_epochs=1).fit(module, _loader())
+    return [one.clone() for one in strategy.full_state_dict(module).values()]
+
+
+def test_a_prefetched_unit_that_was_not_used_is_gathered_again() -> None:
+    [found, _], [expected, _] = (run_on_ranks(2, _prefetches, prefetch) for prefetch in (True, False))
+    assert all(map(torch.equal, found, expected))
+
+
+def _last_without_loss(strategy: Any) -> list[Tensor]:
+    class WithoutLast(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    module = WithoutLast(Case(), Outcome())
+    chosen = strategy if strategy == "auto" else AccelFSDPStrategy(fsdp_version=strategy)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "use_distributed_sampler": False}
+    trainer = quiet_trainer(chosen, 1, max_epochs=1, **options)
+    trainer.fit(module, DataLoader(dataset(1), 2))
+    return [one.clone() for one in full_state_dict(trainer.strategy, module).values()]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_window_whose_last_micro_batch_has_no_loss_steps(version: int) -> None:
+    [expected], [found] = (run_on_ranks(1, _last_without_loss, strategy) for strategy in ("auto", version))
+    torch.testing.assert_close(found, expected)
 
 
 def _skips(version: int, batches: list[int], skips: bool) -> tuple[float, list[Tensor]]:
