@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ...checkpoint.manifest import Adapter
 from ...checkpoint.names import clean_name
 from ...checkpoint.storage import check_no_password
+from ..sharded_tensors.shards import FlatShard
 from ..upstream.lightning import Callback
 from ..upstream.patches import Patches, replace_for_good
 
@@ -59,8 +61,8 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
     Raises:
         ValueError: If such a module has parameters that are sharded, which nobody could load.
     """
-    layers = {layer: path for path, module in _found(state, nn.Module) for layer in module.modules()}
-    callbacks = {id(callback): callback for _, callback in _found(state, Callback)}.values()
+    layers = {layer: path for path, module in found_in(state, nn.Module) for layer in module.modules()}
+    callbacks = {id(callback): callback for _, callback in found_in(state, Callback)}.values()
     logging = [(vars(each), {n: vars(each)[n] for n in _LOGGING if n in vars(each)}) for each in callbacks]
     for layer, path in layers.items():
         if traces.holds_shards(layer):
@@ -87,15 +89,35 @@ def strip_sharding(state: Mapping[str, Any], traces: ShardingArtifacts) -> Itera
             _set_class(layer, cls)
 
 
-def _found(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]:
+def check_whole(checkpoint: Mapping[str, Any], own: Collection[str]) -> None:
+    """Check that what users' code has put into a checkpoint is whole: one process writes it for all.
+
+    Args:
+        checkpoint: The Trainer's.
+        own: The keys of what the strategy saves itself.
+
+    Raises:
+        ValueError: If it holds a sharded tensor.
+    """
+    for kind in (DTensor, FlatShard):
+        for path, _ in found_in({key: one for key, one in checkpoint.items() if key not in own}, kind):
+            raise ValueError(
+                f"checkpoint[{path}] is a sharded tensor, of which this process has a part, and it writes the file for "
+                "all processes. Put the whole tensor there: average[:].clone() in a hook, on every process; or let "
+                "accelight.callbacks.ShardedEMA keep averages."
+            )
+
+
+def found_in(value: Any, kind: type[T], path: str = "") -> Iterator[tuple[str, T]]:
+    """Yield what is of a kind in nested mappings, lists and tuples, with its path."""
     if isinstance(value, kind):
         yield path, value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            yield from _found(one, kind, f"{path}[{key!r}]" if path else str(key))
+            yield from found_in(one, kind, f"{path}[{key!r}]" if path else str(key))
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
-            yield from _found(one, kind, f"{path}[{index}]")
+            yield from found_in(one, kind, f"{path}[{index}]")
 
 
 def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:

@@ -40,7 +40,7 @@ from ..common.grads import dtype_of_powers, norm_powers, reduce_powers
 from ..common.items import ItemAverage
 from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.guards import refuse_in_threads
-from ..sharded_tensors.user_code import library_code, running_as_library
+from ..sharded_tensors.user_code import library_code, lose_gradients, running_as_library
 from ..upstream.patches import Patches, replace_for_good
 from . import zero_optimizer
 from .library import is_gathered_by_user
@@ -521,6 +521,7 @@ class GradientAccumulator:
         self._stop_coalescing()
         self.used = set()
         self._order, self._orders, self.factor = 0, tuple, 1.0
+        lose_gradients(self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
         drop_gradients(self.engine)

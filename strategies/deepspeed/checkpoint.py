@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from ...checkpoint.files import is_regular
+from ...checkpoint.files import is_regular, listed
 from ...checkpoint.formats.base import AVERAGED_WEIGHTS
 from ...checkpoint.formats.torch_save import check_bytes, check_written
 from ...checkpoint.formats.zero_files import LATEST_NAME, latest_tag
@@ -51,6 +51,7 @@ from ..common.loop import STORED_WEIGHTS
 from ..common.modules import (
     ShardingArtifacts,
     check_constants,
+    check_whole,
     constants_aside,
     find_ties,
     is_constant,
@@ -130,6 +131,26 @@ class Checkpointer(AsyncCheckpointer):
     def __init__(self, strategy: DeepSpeedSavingStrategy, saves: AsyncSaver | None = None) -> None:
         super().__init__(strategy, saves)
         self._random_state = ResumedRandomState()
+        self._weights: dict[str, Any] = {}
+
+    def note_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take note of the state dict that goes into the Trainer's checkpoint."""
+        self._weights = dict(weights)
+
+    def _check_weights(self, weights: Mapping[str, Any]) -> None:
+        """Check that it is still the same, since the engine saves its own weights.
+
+        Raises:
+            ValueError: If users' code has changed it.
+        """
+        before, self._weights = self._weights, {}
+        names = [*before, *(name for name in weights if name not in before)]
+        if changed := [name for name in names if before.get(name) is not weights.get(name)]:
+            raise ValueError(
+                f"on_save_checkpoint() changes checkpoint['state_dict'] ({listed(changed, 3)}), and DeepSpeed's engine "
+                "saves its own weights. Put other tensors under a key of your own; "
+                "accelight.callbacks.ShardedEMA saves averages."
+            )
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         """Write one folder, or begin to.
@@ -142,8 +163,8 @@ class Checkpointer(AsyncCheckpointer):
         Raises:
             TypeError: If there are storage options for a path.
             ValueError: If the path is a URL and the engine writes in another way than ``torch.save``, the checkpoint
-                has a key that DeepSpeed uses itself, or a module in it
-                has parameters that ZeRO-3 has partitioned.
+                has a key that DeepSpeed uses itself, a module in it
+                has parameters that ZeRO-3 has partitioned, or users' code has changed its state dict.
             RuntimeError: On every rank, if this save failed, or one in the background before it.
         """
         if storage_options is not None and not is_remote(path):
@@ -159,6 +180,8 @@ class Checkpointer(AsyncCheckpointer):
         of_all[dist.get_rank()] = random
 
         def on_rank_zero(of_ranks: list[tuple[Any, Any]]) -> tuple[str, list[Any]]:
+            check_whole(checkpoint, ("state_dict", "optimizer_states"))
+            self._check_weights(checkpoint.get("state_dict", self._weights))
             of_all[:] = [each for each, _ in of_ranks]
             return str(path), [places for _, places in of_ranks]
 

@@ -350,7 +350,9 @@ class TrainerHooks(FullTensors, LoopFollowing, DeepSpeedStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with nullcontext() if self.lightning_module is None else OwnStateDict.in_save(self.lightning_module):
-            return super().lightning_module_state_dict()
+            weights = super().lightning_module_state_dict()
+        self._checkpointer.note_weights(weights)
+        return weights
 
     @override
     def save_checkpoint(

@@ -32,7 +32,7 @@ from ..sharded_tensors.global_tensors import wait_for_streams
 from ..sharded_tensors.guards import refuse_gathers_in_fork, refuse_in_threads
 from ..sharded_tensors.kept_tensors import share_memory, storage_of
 from ..sharded_tensors.shards import local_part, part_of
-from ..sharded_tensors.user_code import after_call, call_of_module
+from ..sharded_tensors.user_code import after_call, call_of_module, lose_gradients
 from ..upstream.lightning import Callback, LambdaCallback, LightningModule, Trainer, is_overridden
 from ..upstream.patches import Patches, replace_for_good
 
@@ -530,6 +530,8 @@ class ZeroGradFollowing:
 
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             self._drop(parameters())
+            if kwargs.get("set_to_none", args[0] if args else True):
+                lose_gradients(parameters())
             return clear(*args, **kwargs)
 
         self._patches.put(owner, "zero_grad", zero_grad)

@@ -504,8 +504,8 @@ class GlobalTensors(TorchFunctionMode):
             return _itself, (self.data_of(args[0]),)
         if name == "view_as" and sys._getframe(2).f_globals.get("__name__") == "torch.autograd.graph":
             raise RuntimeError(_HAS_NO_NODE)
-        if name in OF_THE_SHARD:
-            return func(*args, **kwargs)
+        if name in OF_THE_SHARD:  # the address of a DTensor, and of an empty part, is 0: no two parameters are one
+            return id(self._aliases.original(args[0])) if name == "data_ptr" else func(*args, **kwargs)
         if name in _OF_THE_SHAPE:
             return func(*self._map(args, self._shard), **kwargs)
         for one in tensors_in(args, kwargs) if self._in_step else ():
@@ -835,6 +835,11 @@ class GlobalTensors(TorchFunctionMode):
             shard = self._as_gradient(tensor, value, self._shard(tensor) if place is None else place)
         self._lose_gradient(tensor, value)
         return self._access.set_gradient(tensor, shard)
+
+    def lose_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Separate tensors that users hold of gradients from these, which the engine clears now; on every rank."""
+        for parameter in parameters if self._aliases.gradients else ():
+            self._lose_gradient(parameter, None)
 
     def _lose_gradient(self, tensor: Tensor, value: Tensor | None) -> None:
         """Separate tensors that users hold of a gradient from it, unless ``value``, which follows it, is the same."""

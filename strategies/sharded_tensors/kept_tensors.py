@@ -52,7 +52,8 @@ class OpenTensor:
             num_changes: How often shards may have changed before.
             into: The full tensor that an earlier one had.
         """
-        full = gathered(shard).data  # no view: users' are views of it
+        with torch.inference_mode(False), torch.no_grad():  # versions of its values count
+            full = gathered(shard).data  # no view: users' are views of it
         if into is not None:
             full = into if torch.equal(into, full) else into.copy_(full)  # a graph that waits for backward may have it
         return cls(tensor, shard, full, full._version, num_changes)

@@ -883,6 +883,12 @@ def note_changes() -> None:
         mode.num_changes += 1
 
 
+def lose_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let gradients that users' code has kept live on, which the library clears now; all ranks call it."""
+    if _attached is not None:
+        _attached._in_hooks.lose_gradients(parameters)
+
+
 def _hooks_of_users(trainer: Trainer, module: LightningModule) -> frozenset[str]:
     """Return the names under which the Trainer profiles hooks that users have written."""
     names = _written_hooks(LightningModule, module) | _CALLS_USERS_CODE

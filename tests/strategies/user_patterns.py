@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -2383,6 +2385,74 @@ class GradientKeptAcrossClipping(ManualPattern):
         self.see("sum", gradient.sum() + row.sum())
         row.mul_(0.5)
         optimizer.step()
+
+
+@pattern(MANUAL)
+class GradientsOfTwoLosses(ManualPattern):
+    """Of the second loss' gradients, those against the first one's count alone (as PCGrad has it)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.first_backward(batch)
+        first: Any = [p.grad for p in self.parameters()]
+        optimizer.zero_grad()
+        self.manual_backward(0.1 * self.model(batch[0].flip(0)).square().mean())
+        for parameter, gradient in zip(self.parameters(), first, strict=True):
+            own: Any = parameter.grad
+            parameter.grad = own + (gradient if (gradient * own).sum() > 0 else 0 * gradient)
+        optimizer.step()
+
+
+KEPT_GRADIENTS = "gradients of the step before, which a hook has kept without a copy"
+
+
+@pattern(KEPT_GRADIENTS, core=True)
+class GradientsComparedWithThoseBefore(Pattern):
+    before: Any = ()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        now: Any = [p.grad for p in self.parameters()]
+        for old, new in zip(self.before, now, strict=False):
+            self.see("cosine", functional.cosine_similarity(old.flatten(), new.flatten(), 0))
+            new.mul_(0.5 if torch.dot(old.flatten(), new.flatten()) > 0 else 1.0)
+        self.before = now
+
+
+@pattern("parameters told apart by `data_ptr()`, as tied ones are counted once", core=True)
+class UniqueByAddress(Pattern):
+    def groups(self) -> Any:
+        return list({p.data_ptr(): p for p in self.parameters()}.values())
+
+    def on_train_start(self) -> None:
+        self.see("count", sum({p.data_ptr(): p.numel() for p in self.parameters()}.values()))
+        self.see("same", self.model.head.weight.data.data_ptr() == self.model.head.weight.data_ptr())
+
+
+@pattern("hooks that read rows of weights in `torch.inference_mode()`")
+class ReadsInInferenceMode(Pattern):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.inference_mode():
+            self.see("row", self.model.head.weight[0].sum() + self.model.embed.weight.quantile(0.3))
+
+
+SHARDED = Refused("is a sharded tensor, of which this process has a part", "`average[:].clone()`, `ShardedEMA`")
+
+
+IN_CHECKPOINTS = "tensors made of weights that `on_save_checkpoint()` puts into the checkpoint"
+
+
+@pattern(IN_CHECKPOINTS, fsdp1=SHARDED, fsdp2=SHARDED, zero3=SHARDED)
+class AveragesInCheckpoint(Pattern):
+    def on_train_start(self) -> None:
+        self.average: Any = [p.detach().clone() for p in self.model.head.parameters()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = self.average
+
+    def on_train_end(self) -> None:
+        folder = self.trainer.strategy.broadcast(tempfile.mkdtemp())
+        self.trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        self.trainer.strategy.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 ONE_OPTIMIZER = Refused("returned 2 optimizers, but a DeepSpeed engine has only one", "FSDP")

@@ -55,6 +55,7 @@ from ...common.dataloader_state import RANDOM_STATES_KEY, DataLoaderStates, Resu
 from ...common.loop import STORED_WEIGHTS
 from ...common.modules import (
     ShardingArtifacts,
+    check_whole,
     extra_states,
     is_extra_state,
     load_extra_states,
@@ -274,6 +275,7 @@ class Checkpointer(AsyncCheckpointer):
         """Give rank 0's ``checkpoint`` what each rank has of its own; return rank 0's path, where that is wanted."""
 
         def on_rank_zero(states: list[tuple[dict[str, Any], list[Any]]]) -> tuple[str, int]:
+            check_whole(checkpoint, ("state_dict", "optimizer_states"))
             if "optimizer_states" in checkpoint:  # not one of weights alone
                 group_size = self._strategy.dataloader_states.group_size
                 checkpoint[RANDOM_STATES_KEY] = [state for state, _ in states[::group_size]]

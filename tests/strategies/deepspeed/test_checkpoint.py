@@ -28,6 +28,7 @@ from tests.strategies.oracle import (
     dataset,
     quiet_trainer,
     rank_loader,
+    strategy_named,
     train_plain,
 )
 
@@ -269,3 +270,20 @@ def test_dropout_continues_as_it_would_have(tmp_path: Path, stage: int) -> None:
     name, num_left = "step=4.ckpt", 6
     for found, expected in zip(run_on_ranks(2, _noisy, stage, "", str(tmp_path / name)), whole, strict=True):
         assert found == pytest.approx(expected[-num_left:], rel=1e-6)
+
+
+class _ReplacesWeights(TinyModule):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: torch.zeros_like(one) for name, one in checkpoint["state_dict"].items()}
+
+
+def _save_replaced(folder: str) -> None:
+    trainer = quiet_trainer(strategy_named("zero2"), 2, max_steps=1)
+    trainer.fit(_ReplacesWeights(Case(), Outcome()), rank_loader(2))
+    with pytest.raises((ValueError, RuntimeError), match=r"changes checkpoint\['state_dict'\] \(model\.embed\.weight"):
+        trainer.save_checkpoint(f"{folder}/saved.ckpt")
+
+
+def test_weights_that_a_hook_replaces_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    run_on_ranks(2, _save_replaced, str(tmp_path))
+    assert not list(tmp_path.iterdir())
