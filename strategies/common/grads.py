@@ -59,7 +59,8 @@ def hook_leaf(leaf: Any, name: str, hook: Callable[[Tensor], Tensor | None], kin
     leaf.requires_grad_(is_trained)
     if kind == "register_hook":
         hooks = leaf._backward_hooks
-        first = [getattr(leaf, each).id for each in dict.fromkeys([WHOLE, name]) if hasattr(leaf, each)]
+        handles = [getattr(leaf, each).id for each in dict.fromkeys([WHOLE, name]) if hasattr(leaf, each)]
+        first = [key for key in handles if key in hooks]  # a sharded parameter has the attributes of its unsharded form
         order = [*first, *(key for key in hooks if key not in first)]
         hooks.update([(key, hooks.pop(key)) for key in order])  # torch goes through it as through a plain dict
 

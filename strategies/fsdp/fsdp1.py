@@ -932,6 +932,10 @@ class UsedParameterTracker:
             for name, module, *_ in (*flat_param._param_infos, *flat_param._shared_param_infos):
                 if flat_param._params is not None and (view := vars(module).pop(name, None)) is not None:
                     module._parameters[name] = view  # parameters() has it in a backward; functional_call() replaces it
+            for (name, module, _), owner in zip(flat_param._param_infos, flat_param._params or (), strict=False):
+                view = getattr(module, name)
+                if view is not owner:
+                    view.__dict__ = owner.__dict__  # what users' code has set on the parameter, and sets on this one
             if not as_params and number in self.changes:
                 self.changes[number].after_unshard()
             if as_params or not torch.is_grad_enabled() or handle._training_state != HandleTrainingState.FORWARD:

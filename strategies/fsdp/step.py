@@ -359,7 +359,7 @@ class GroupChanges:
         self._group, self._is_probing = group, is_probing
         self._versions: list[int] = []
         self._sums: list[Tensor] = []
-        self._compares = False
+        self._compares = self._shares_attributes = False
         self._reshard, self._wait = type(group).reshard, type(group).wait_for_unshard
         replace_for_good("FSDP2 groups", group, reshard=self.reshard, wait_for_unshard=self.wait_for_unshard)
 
@@ -380,6 +380,10 @@ class GroupChanges:
             return
         leaves = self._leaves()
         self._versions = list(map(_version, leaves))
+        if not self._shares_attributes:  # which users' code sets on parameters, in hooks or in steps
+            self._shares_attributes = True
+            for param in group.fsdp_params:
+                param._unsharded_param.__dict__ = param.sharded_param.__dict__
         if self._is_probing():
             self._sums = [checksum(leaf) for leaf in leaves]
 

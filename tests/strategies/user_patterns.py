@@ -559,6 +559,29 @@ class AssignBeforeBackward(Pattern):
 
 
 # ------------------------------------------------------------------ first values
+MARKS = "marks that `__init__`, hooks and steps set on parameters, read in each other"
+
+
+@pattern(MARKS, core=True)
+class MarksReadInSteps(Pattern):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.model.head.parameters():
+            parameter.without_penalty = True
+
+    def loss(self, batch: Any) -> Tensor:
+        marks = ("without_penalty", "seen_in_step", "seen_in_hook")
+        self.see("marks", sum(hasattr(p, mark) for p in self.parameters() for mark in marks))
+        for parameter in self.model.parameters():
+            parameter.seen_in_step = True
+        return super().loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see("in a hook", sum(hasattr(p, "seen_in_step") for p in self.parameters()))
+        for parameter in self.model.embed.parameters():
+            parameter.seen_in_hook = True
+
+
 INIT = "`nn.init`, `reset_parameters()` in `configure_optimizers` and in hooks"
 
 
