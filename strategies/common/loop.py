@@ -270,9 +270,11 @@ class LoopTracker:
         self.plugin = gradient_accumulation or GradientAccumulationPlugin()
         self.items = ItemAverage(self.plugin.average_over == "items")
         self.window_position = 1
-        """Place of the present micro-batch in its window, counted from 1, as the Trainer's progress counts it."""
-        self._first_batch: int | None = None
-        """The Trainer's total count at the first batch of this fit; a resumed one may begin within a window."""
+        """Place of the present micro-batch among those of its window that this fit has trained on, from 1."""
+        self._first_batch = 1
+        """The first batch of the window, in the Trainer's count of all batches that it has trained on."""
+        self.last_batch: float = 0
+        """The last one, in the same count; infinite until it is there."""
         self._has_warned = False
         self._short_windows: ShortWindows = "full"
         self._changes = ExitStack()
@@ -307,10 +309,10 @@ class LoopTracker:
             trainer.accumulate_grad_batches = wanted
         warn_if_overruled(ACCUMULATION, trainer.accumulate_grad_batches, where)
         self._set_num_steps(trainer.accumulate_grad_batches)
-        self.window_position, self._first_batch, self._has_warned = 1, None, False
+        self.window_position, self.last_batch, self._has_warned = 1, 0, False
         self._short_windows = self.plugin.resolve_short_windows()
         if not self.plugin.sync_with_dataloader:
-            self._changes.enter_context(accumulate_across_epochs(trainer, lambda: self.window_position == 1))
+            self._changes.enter_context(accumulate_across_epochs(trainer, self))
 
     def _set_num_steps(self, num_steps: int) -> None:
         GradientState()._set_plugin(replace(self.plugin, num_steps=num_steps))
@@ -322,8 +324,9 @@ class LoopTracker:
             trainer: The Trainer, inside its training loop.
             counted: Whether the loop's progress counts this batch as ready already.
         """
-        progress, ahead = trainer.fit_loop.epoch_loop.batch_progress, 0 if counted else 1
-        batch, total = progress.current.ready + ahead, progress.total.ready + ahead  # from 1: of the epoch, of all
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        batch = progress.current.ready + (0 if counted else 1)  # of the epoch, from 1
+        trained = progress.total.started + 1  # of all that are trained on: those left out by a hook's -1 do not count
         num_steps = trainer.accumulate_grad_batches
         state = GradientState()
         if state.num_steps != num_steps:  # a GradientAccumulationScheduler changes it from epoch to epoch
@@ -331,12 +334,13 @@ class LoopTracker:
         self._follow(trainer.train_dataloader, above=0)
         self._num_training_loaders = 1
         is_last = progress.is_last_batch or batch == trainer.num_training_batches
-        if self._first_batch is None:
-            self._first_batch = total
         carried = not self.plugin.sync_with_dataloader
-        position = ((total if carried else batch) - 1) % num_steps + 1
-        self.window_position = min(position, total - self._first_batch + 1)
-        window_ends = position == num_steps or (is_last and not carried)  # Lightning's rule
+        if trained > self.last_batch or not (carried or (batch - 1) % num_steps):
+            self._first_batch = trained
+        self.window_position = trained - self._first_batch + 1
+        ends_within_epoch = batch % num_steps == 0 or is_last  # Lightning's rule
+        window_ends = self.window_position >= num_steps if carried else ends_within_epoch
+        self.last_batch = trained if window_ends else math.inf
         if counted and self.window_position == 1:
             self.items.begin_window()
         self._set_end(batch, is_last)
@@ -427,22 +431,22 @@ class LoopTracker:
 
 
 @contextmanager
-def accumulate_across_epochs(trainer: Trainer, is_first: Callable[[], bool]) -> Iterator[None]:
-    """Make the Trainer's loop step, and clear gradients, where `GradientState` says, instead of counting within epochs.
+def accumulate_across_epochs(trainer: Trainer, tracker: LoopTracker) -> Iterator[None]:
+    """Make the Trainer's loop step, and clear gradients, where the tracker says, instead of counting within epochs.
 
     Args:
         trainer: Changed inside this context.
-        is_first: Whether the present micro-batch begins a window.
+        tracker: Follows it.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     make_zero_grad = loop.automatic_optimization._make_zero_grad_fn
 
-    def should_accumulate() -> bool:
-        return not GradientState().sync_gradients
+    def should_accumulate() -> bool:  # asked in the batch, and after it, for schedulers of learning rates
+        return loop.batch_progress.total.started < tracker.last_batch
 
     def make_zero_grad_fn(batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
         # Lightning 2.6 clears gradients where this index is a multiple of the accumulation; 1 never is.
-        return make_zero_grad(0 if is_first() else 1, optimizer)
+        return make_zero_grad(0 if tracker.window_position == 1 else 1, optimizer)
 
     with Patches("trainer") as patches:
         patches.put(loop, "_should_accumulate", should_accumulate)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -61,6 +61,10 @@ class Case:
     """Whether the last window of an epoch is cut short; else the next epoch goes on with it."""
     short_windows: Any = None
     """How a short window is divided."""
+    accumulate_later: int | None = None
+    """From the second epoch on, by Lightning's scheduler."""
+    skip_at: int | None = None
+    """``on_train_batch_start`` returns -1 here, which ends the first epoch; with ``sync_with_dataloader=False``."""
     validate_every: int | None = None
     """Micro-batches between validations, which must not change anything."""
 
@@ -132,6 +136,11 @@ class TinyModule(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self.case.optimizer, self.parameters())
+
+
+class SkippingModule(TinyModule):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.case.skip_at and self.current_epoch == 0 else None
 
 
 class _Recorder(Callback):
@@ -208,19 +217,22 @@ def train_sharded(case: Case, options: dict[str, Any], accelerator: str = "cpu")
     if plugin != GradientAccumulationPlugin():
         options = {**options, "gradient_accumulation": plugin}
     strategy = AccelFSDPStrategy(state_dict_type="full_state_dict", **options)
+    callbacks: list[Callback] = [_Recorder()]
+    if case.accumulate_later is not None:
+        callbacks.append(GradientAccumulationScheduler({0: case.accumulate, 1: case.accumulate_later}))
     trainer = quiet_trainer(
         strategy,
         world_size,
         accelerator=accelerator,
         max_epochs=case.epochs,
         precision=case.precision,
-        accumulate_grad_batches=case.accumulate,
+        accumulate_grad_batches=1 if case.accumulate_later else case.accumulate,
         val_check_interval=case.validate_every,
         gradient_clip_val=case.clip_norm or case.clip_value,
         gradient_clip_algorithm="norm" if case.clip_norm else "value" if case.clip_value else None,
-        callbacks=[_Recorder()],
+        callbacks=callbacks,
     )
-    module = TinyModule(case, outcome)
+    module = (TinyModule if case.skip_at is None else SkippingModule)(case, outcome)
     trainer.fit(module, rank_loader(world_size), rank_loader(world_size) if case.validate_every else None)
     weights = trainer.strategy.lightning_module_state_dict()
     outcome.weights = {name.removeprefix("model."): tensor.cpu().clone() for name, tensor in weights.items()}
@@ -239,14 +251,14 @@ def train_plain(
     optimizer = build_optimizer(case.optimizer, parameters)
     inputs, targets = dataset(world_size).tensors
     global_size = BATCH_SIZE * world_size
-    for window in _windows(case):
+    for window, num_steps in _windows(case):
         optimizer.zero_grad()
         for index in window:
             batch = slice(index * global_size, (index + 1) * global_size)
             loss = functional.mse_loss(model(inputs[batch]), targets[batch])
-            (loss / (len(window) if case.short_windows == "mean" else case.accumulate)).backward()
+            (loss / (len(window) if case.short_windows == "mean" else num_steps)).backward()
             outcome.losses.append(loss.item())
-        if not case.sync_with_dataloader and len(window) < case.accumulate:
+        if not case.sync_with_dataloader and len(window) < num_steps:
             break  # of the last epoch: no other goes on with it
         if case.clip_norm:
             outcome.grad_norms.append(nn.utils.clip_grad_norm_(parameters, case.clip_norm).item())
@@ -258,12 +270,20 @@ def train_plain(
     return outcome
 
 
-def _windows(case: Case) -> list[list[int]]:
-    """Indices of the micro-batches of each window."""
-    epochs = [list(range(NUM_MICRO_BATCHES))] * case.epochs
-    if not case.sync_with_dataloader:
-        epochs = [list(itertools.chain(*epochs))]
-    return [epoch[at : at + case.accumulate] for epoch in epochs for at in range(0, len(epoch), case.accumulate)]
+def _windows(case: Case) -> list[tuple[list[int], int]]:
+    """Indices of the micro-batches of each window, and the number that a full one has."""
+    windows: list[tuple[list[int], int]] = []
+    open_window: list[int] = []
+    for epoch in range(case.epochs):
+        num_steps = case.accumulate_later if epoch and case.accumulate_later else case.accumulate
+        num_batches = NUM_MICRO_BATCHES if epoch or case.skip_at is None else case.skip_at
+        for index in range(num_batches):
+            open_window.append(index)
+            ends = index == NUM_MICRO_BATCHES - 1 and case.sync_with_dataloader
+            if len(open_window) == num_steps or ends:
+                windows.append((open_window, num_steps))
+                open_window = []
+    return [*windows, (open_window, num_steps)] if open_window else windows
 
 
 def assert_same(found: Outcome, expected: Outcome, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

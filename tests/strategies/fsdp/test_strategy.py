@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -230,21 +230,10 @@ def test_validation_inside_a_window_leaves_its_gradients_alone(engine: str, resh
     assert_same(run_on_ranks(2, _validate_inside_windows, case, engine, reshard)[0], train_plain(case, 2))
 
 
-def _with_scheduler() -> tuple[Outcome, int]:
-    outcome = Outcome()
-    trainer = quiet_trainer(
-        AccelFSDPStrategy(fsdp_version=2, **BLOCKS), 2, max_epochs=2,
-        callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})],
-    )  # fmt: skip
-    trainer.fit(TinyModule(Case(), outcome), _loader())
-    return outcome, trainer.global_step
-
-
-def test_the_number_of_steps_may_change_from_epoch_to_epoch() -> None:
-    outcome, global_step = run_on_ranks(2, _with_scheduler)[0]
-    assert global_step == 7 + 3
-    expected = train_plain(Case(), 2)
-    torch.testing.assert_close(torch.tensor(outcome.losses[:8]), torch.tensor(expected.losses[:8]))
+@pytest.mark.parametrize("sync_with_dataloader", [True, False])
+def test_the_number_of_steps_may_change_from_epoch_to_epoch(sync_with_dataloader: bool) -> None:
+    case = Case(1, accumulate_later=3, clip_norm=0.5, sync_with_dataloader=sync_with_dataloader)
+    assert_same(run_on_ranks(2, train_sharded, case, ENGINES["fsdp2"])[0], train_plain(case, 2))
 
 
 # ------------------------------------------------------------------ plugin, names, options
