@@ -1,4 +1,4 @@
-"""The interface that FSDP1 and FSDP2 implement, checks of optimizers, CPU-offload grad scalers, and the step runner."""
+"""The interface that FSDP1 and FSDP2 implement, checks of optimizers, grad scalers, and the step runner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from ...state.collectives import AllReduceMaxAsync, all_reduce_max_async
 from ...state.process_group import is_planned
+from ..common.grads import parameters_of
 from ..common.modules import find_ties
 from ..optimizers.classes import is_known, try_on_dtensors, try_on_owners, try_on_pieces
 from ..optimizers.local_steps import LocalShardStep, can_step_locally
@@ -537,10 +539,28 @@ def check_flat_parameters(root: nn.Module, optimizers: Sequence[Optimizer]) -> N
 
 
 # ------------------------------------------------------------------------------------------------
-# Gradient scalers for fp16 whose gradients lie in host memory (``cpu_offload=True``) while the scale is on a device.
+# Gradient scalers for fp16.
 #
-# torch's copy the inverse scale to host memory without waiting for it. The CPU may divide by what lay there before, and
-# a copy that comes late may overwrite what was found out about overflows (github.com/pytorch/pytorch/issues/176429).
+# With ``cpu_offload=True`` gradients lie in host memory while the scale is on a device, and torch's scalers copy the
+# inverse scale to host memory without waiting for it. The CPU may divide by what lay there before, and a copy that
+# comes late may overwrite what was found out about overflows (github.com/pytorch/pytorch/issues/176429).
+
+
+class FSDP2GradScaler(torch.amp.GradScaler):
+    """torch's, where some gradients are whole: those of ignored modules and scalars, which the ranks have alike.
+
+    torch 2.13 puts these and DTensors into one list, which no operator of DTensors takes.
+    """
+
+    @override
+    def _unscale_grads_(self, optimizer: Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for is_sharded in (True, False):
+            some = [each for each in parameters_of(optimizer) if isinstance(each.grad, DTensor) is is_sharded]
+            part: Any = SimpleNamespace(param_groups=[{"params": some}])
+            for device, one in super()._unscale_grads_(part, *args).items():
+                found[device] = torch.maximum(found.get(device, one), one)
+        return found
 
 
 class _WaitingForScale(torch.amp.GradScaler):
@@ -552,8 +572,8 @@ class _WaitingForScale(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), *more)
 
 
-class CPUOffloadGradScaler(_WaitingForScale):
-    """torch's, dividing by a scale that has arrived."""
+class CPUOffloadGradScaler(_WaitingForScale, FSDP2GradScaler):
+    """FSDP2's, dividing by a scale that has arrived."""
 
 
 class CPUOffloadShardedGradScaler(_WaitingForScale, ShardedGradScaler):

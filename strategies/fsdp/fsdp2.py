@@ -50,7 +50,7 @@ from ..upstream.torch_fsdp2 import (
     set_frozen_group_dtypes,
     unify_dtypes,
 )
-from .engine import CPUOffloadGradScaler, Engine, GroupGradScaler
+from .engine import CPUOffloadGradScaler, Engine, FSDP2GradScaler, GroupGradScaler
 from .plugin import FullyShardedDataParallelPlugin
 from .settings import FSDP2Settings, resolve_ignored
 from .sharded_model import (
@@ -299,7 +299,7 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     def grad_scaler(self) -> torch.amp.GradScaler:
         if self.tensor_parallel is not None:
             return GroupGradScaler(self.device.type, self.tensor_parallel.group)
-        kind = CPUOffloadGradScaler if self.settings.cpu_offload else torch.amp.GradScaler
+        kind = CPUOffloadGradScaler if self.settings.cpu_offload else FSDP2GradScaler
         return kind(self.device.type)
 
     @override

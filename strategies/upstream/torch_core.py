@@ -98,5 +98,5 @@ ATTRIBUTES = {
     "_to_copy": ("torch.ops.aten", "shards can be converted"),
     "_unsafe_preserve_version_counter": ("torch.autograd", "buffers that a graph has saved are broadcast all the same"),
     "_version": ("torch.Tensor", "whether somebody has written into a tensor"),
-    "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale that divides them"),
+    "_unscale_grads_": ("torch.amp.GradScaler", "gradients in host memory wait for the scale; whole ones go apart"),
 }

@@ -294,10 +294,14 @@ def test_half_precision_stays_near_full_precision(version: int, precision: str) 
     assert dtypes == {torch.float32 if precision == "bf16-mixed" else torch.bfloat16}
 
 
-def _overflow(version: int) -> tuple[list[bool], int, bool]:
+def _overflow(version: int, options: dict[str, Any]) -> tuple[list[bool], int, bool, list[float]]:
     """Train in fp16 with a scheduler, the gradients of the second step infinite on one process alone."""
 
     class Overflowing(TinyModule):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -305,7 +309,7 @@ def _overflow(version: int) -> tuple[list[bool], int, bool]:
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
             factor = 1e30 if batch_idx == 1 and dist.get_rank() == 1 else 1.0
-            return super().training_step(batch, batch_idx) * factor
+            return super().training_step(batch, batch_idx) * self.temperature * factor
 
     skipped: list[bool] = []
 
@@ -313,21 +317,26 @@ def _overflow(version: int) -> tuple[list[bool], int, bool]:
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             skipped.append(cast("AccelFSDPStrategy", trainer.strategy).step_was_skipped)
 
-    strategy = AccelFSDPStrategy(fsdp_version=version, **BLOCKS)
-    trainer = quiet_trainer(strategy, 2, max_steps=4, precision="16-mixed", callbacks=[Watch()])
+    strategy = AccelFSDPStrategy(fsdp_version=version, **BLOCKS, **options)
+    trainer = quiet_trainer(strategy, 2, max_steps=6, precision="16-mixed", callbacks=[Watch()])
     module = Overflowing(Case(), Outcome())
     trainer.fit(module, _loader())
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     finite = all(bool(parameter.isfinite().all()) for parameter in module.parameters())
-    return skipped, scheduler.last_epoch, finite
+    return skipped, scheduler.last_epoch, finite, module.outcome.losses
 
 
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=["plain", "offload"])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_skipped_step_holds_the_schedule_back_on_every_rank(version: int) -> None:
-    for skipped, num_scheduled, finite in run_on_ranks(2, _overflow, version):
+def test_a_skipped_step_holds_the_schedule_back_on_every_rank(version: int, options: dict[str, Any]) -> None:
+    """Gradients of scalars, and of ignored modules, are whole beside the others' shards."""
+    ignoring = run_on_ranks(2, _overflow, version, {"ignored_modules": r"model\.head", **options})
+    all_sharded = run_on_ranks(2, _overflow, version, options)
+    for skipped, num_scheduled, finite, losses in [*ignoring, *all_sharded]:
         assert skipped[1]
-        assert num_scheduled == skipped.count(False)
+        assert num_scheduled == skipped.count(False) > 1
         assert finite
+        assert losses == pytest.approx(all_sharded[0][-1], rel=1e-3)
 
 
 @pytest.mark.exhaustive
