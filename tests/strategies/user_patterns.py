@@ -567,19 +567,19 @@ class MarksReadInSteps(Pattern):
     def __init__(self) -> None:
         super().__init__()
         for parameter in self.model.head.parameters():
-            parameter.without_penalty = True
+            setattr(parameter, "without_penalty", True)  # noqa: B010 (types know none of these)
 
     def loss(self, batch: Any) -> Tensor:
         marks = ("without_penalty", "seen_in_step", "seen_in_hook")
         self.see("marks", sum(hasattr(p, mark) for p in self.parameters() for mark in marks))
         for parameter in self.model.parameters():
-            parameter.seen_in_step = True
+            setattr(parameter, "seen_in_step", True)  # noqa: B010
         return super().loss(batch)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.see("in a hook", sum(hasattr(p, "seen_in_step") for p in self.parameters()))
         for parameter in self.model.embed.parameters():
-            parameter.seen_in_hook = True
+            setattr(parameter, "seen_in_hook", True)  # noqa: B010
 
 
 INIT = "`nn.init`, `reset_parameters()` in `configure_optimizers` and in hooks"
