@@ -5,7 +5,7 @@ The averages themselves, how they change places with the weights, and what check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Container, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from typing_extensions import override
 
-from ..checkpoint.formats.base import AVERAGED_WEIGHTS
+from ..checkpoint.formats.base import AVERAGED_NAMES, AVERAGED_WEIGHTS
 from ..checkpoint.names import clean_name
 from ..state.utils import check_count, named_arguments
 from ..strategies.sharded_tensors.shards import FlatShard, Sharded, gathered, local_part, part_of
@@ -103,6 +103,7 @@ class ShardedEMA(Callback):
         """The number of times that the weights were averaged."""
         self._averages: Averages | None = None
         self._stored: Any = None
+        self._stored_names: Container[str] = ()
         self._last_step = self._num_trained = 0
 
     @property
@@ -249,10 +250,12 @@ class ShardedEMA(Callback):
             averages = {**copies, **averages}
             checkpoint["state_dict"] = {name: copies[ties.get(name, name)] for name in weights}
             checkpoint[AVERAGED_WEIGHTS] = {**averages, **{name: averages[kept] for name, kept in ties.items()}}
+            checkpoint[AVERAGED_NAMES] = sorted(self._averages.tensors)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._stored, self._averages = checkpoint.get(AVERAGED_WEIGHTS), None
+        self._stored_names = checkpoint.get(AVERAGED_NAMES, ())
         if self._stored is None:
             self.num_averaged = 0
             rank_zero_warn(
@@ -266,7 +269,7 @@ class ShardedEMA(Callback):
         if stored is None:
             return
         self._averages = Averages(trainer.strategy, pl_module, self.device, use_buffers=self.use_buffers)
-        self._averages.restore(stored)
+        self._averages.restore(stored, self._stored_names)
         self.num_averaged = max(1, self.num_averaged)  # a checkpoint of weights alone does not count
         self._show(trainer)
 
@@ -308,8 +311,8 @@ class Averages:
         self._device, self._use_buffers = device, use_buffers
         self._trained: dict[str, Tensor] = {}
 
-    def _present(self, *, all_of_them: bool = False) -> dict[str, Tensor]:
-        """Return the averaged tensors: this process's part of parameters, and buffers."""
+    def _present(self, also: Container[str] = (), *, all_of_them: bool = False) -> dict[str, Tensor]:
+        """Return the averaged tensors, and those of these names: this process's part of parameters, and buffers."""
         if hasattr(self.strategy, "parameter_shards"):
             shards: Mapping[str, tuple[Tensor, bool]] = self.strategy.parameter_shards()
         else:
@@ -317,7 +320,8 @@ class Averages:
         found = {
             name: shard
             for name, (shard, is_trained) in shards.items()
-            if (is_trained or name in self.tensors or all_of_them) and (shard.is_floating_point() or shard.is_complex())
+            if (is_trained or name in self.tensors or name in also or all_of_them)
+            and (shard.is_floating_point() or shard.is_complex())
         }
         for prefix, module in self.module.named_modules() if self._use_buffers else ():
             for name, buffer in module._buffers.items():
@@ -327,9 +331,9 @@ class Averages:
         return found
 
     @torch.no_grad()
-    def add_new(self) -> None:
-        """Begin to average what trains and is not averaged yet."""
-        for name, shard in self._present().items():
+    def add_new(self, also: Container[str] = ()) -> None:
+        """Begin to average what trains, or has one of these names, and is not averaged yet."""
+        for name, shard in self._present(also).items():
             if name not in self.tensors:
                 self.tensors[name] = self._like(shard)
 
@@ -350,13 +354,14 @@ class Averages:
         if averages:
             average(averages, weights, num_averaged)
 
-    def restore(self, stored: Any) -> None:
+    def restore(self, stored: Any, names: Container[str]) -> None:
         """Take the averages of a checkpoint; every process calls it.
 
         Args:
             stored: Full tensors by name, or what fills shards from a folder.
+            names: Of what was averaged, whether or not it trains now.
         """
-        self.add_new()
+        self.add_new(names)
         if hasattr(stored, "fill"):
             stored.fill(self.tensors)
             return

@@ -528,7 +528,9 @@ MODEL_KEYS = ("model", "state_dict")
 """The keys of weights: Accelerate, Lightning's FSDPStrategy and FSDP1 folders of ours; its ModelParallelStrategy and
 FSDP2 folders of ours."""
 AVERAGED_WEIGHTS = "averaged_weights"
-"""The key of the averages of ``ShardedEMA``, in DeepSpeed's checkpoints a folder."""
+"""The key of the averages of ``ShardedEMA``, in DeepSpeed's checkpoints a folder; with copies of other weights."""
+AVERAGED_NAMES = "averaged_names"
+"""The key of the names of those that are averages."""
 
 
 def is_optimizer_key(key: str) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from ...checkpoint.files import is_regular, listed
-from ...checkpoint.formats.base import AVERAGED_WEIGHTS
+from ...checkpoint.formats.base import AVERAGED_NAMES, AVERAGED_WEIGHTS
 from ...checkpoint.formats.torch_save import check_bytes, check_written
 from ...checkpoint.formats.zero_files import LATEST_NAME, latest_tag
 from ...checkpoint.locate import find_checkpoint
@@ -197,7 +197,10 @@ class Checkpointer(AsyncCheckpointer):
         left_out = self._left_out()
         if left_out:
             state[FROZEN_BASE] = left_out
-        with strip_sharding(state, TRACES), with_own_weights(self._strategy.averages):
+        averages = self._strategy.averages
+        with strip_sharding(state, TRACES), with_own_weights(averages):
+            if averages is not None:
+                state[AVERAGED_NAMES] = sorted(averages.tensors)
             save(
                 engine,
                 folder,
@@ -205,7 +208,7 @@ class Checkpointer(AsyncCheckpointer):
                 write_16bit=write_16bit,
                 exclude_frozen=bool(left_out),
                 adapters=self._strategy.adapters,
-                averaged={name: one for name, one in self._averaged_state().items() if name not in left_out},
+                averaged=self._averaged_state(left_out),
                 saver=self._saver_now,
             )
 
@@ -229,8 +232,8 @@ class Checkpointer(AsyncCheckpointer):
             )
         return unchanged
 
-    def _averaged_state(self) -> dict[str, Tensor]:
-        """Return the weights with the averages in their place; nothing where there are none."""
+    def _averaged_state(self, left_out: Container[str]) -> dict[str, Tensor]:
+        """Return the weights that are saved with the averages in their place; nothing where there are none."""
         averages = self._strategy.averages
         if averages is None or not averages.tensors:
             return {}
@@ -240,7 +243,8 @@ class Checkpointer(AsyncCheckpointer):
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     buffers[f"{prefix}.{name}" if prefix else name] = buffer.detach()
         weights = {name: shard for name, (shard, _) in self._strategy.parameter_shards().items()}
-        return {**weights, **buffers, **averages.tensors}
+        kept = {name: value for name, value in {**weights, **buffers}.items() if name not in left_out}
+        return {**kept, **averages.tensors}
 
     def read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Return the Trainer's checkpoint; what the engine takes of it is loaded later.

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ....checkpoint.files import MergeReport, is_regular, listed
-from ....checkpoint.formats.base import AVERAGED_WEIGHTS, conversion_target
+from ....checkpoint.formats.base import AVERAGED_NAMES, AVERAGED_WEIGHTS, conversion_target
 from ....checkpoint.formats.dcp_metadata import METADATA_NAME
 from ....checkpoint.formats.torch_save import check_bytes
 from ....checkpoint.manifest import Adapter, Manifest
@@ -247,6 +247,7 @@ class Checkpointer(AsyncCheckpointer):
         with strip_sharding(checkpoint, traces), with_own_weights(averages) as in_evaluation:
             if averages is not None and averages.tensors:
                 checkpoint[AVERAGED_WEIGHTS] = self._averaged_state(checkpoint["state_dict"], averages.tensors)
+                checkpoint[AVERAGED_NAMES] = sorted(averages.tensors)
             if saves is None:
                 save(checkpoint, path, storage_options, lambda state: state)(None)
             else:  # what is staged is a copy
