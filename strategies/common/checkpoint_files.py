@@ -280,7 +280,7 @@ def remove_saved(path: str | Path, remove_file: Callable[[], None]) -> None:
     """Remove a checkpoint, in one step where it is a folder; what others keep in it stays.
 
     Args:
-        path: Or a URL.
+        path: Or a URL; of a link, such as ``ModelCheckpoint(save_last="link")`` makes, the link goes alone.
         remove_file: Removes a checkpoint of one file.
     """
     if is_remote(path):
@@ -288,6 +288,9 @@ def remove_saved(path: str | Path, remove_file: Callable[[], None]) -> None:
         if has_checkpoint(objects):
             remove_checkpoint(objects)
             return
+    elif Path(path).is_symlink():
+        Path(path).unlink()
+        return
     elif Path(path).is_dir():
         remove_folder(Path(path))
         return

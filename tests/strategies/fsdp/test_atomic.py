@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelight.checkpoint import atomic_dir as atomic
+from accelight.strategies.common.checkpoint_files import remove_saved
 from tests.strategies.kill_while_saving import kill_once
 
 NUM_FILES = 20
@@ -25,6 +26,17 @@ def _write(folder: Path, text: str) -> Path:
 
 def _content(folder: Path) -> set[str]:
     return {(folder / f"{index}").read_text() for index in range(NUM_FILES)}
+
+
+def test_removing_a_link_keeps_the_checkpoint_it_points_to(tmp_path: Path) -> None:
+    target = _write(tmp_path / "epoch=1", "saved")
+    (target / ".metadata").touch()
+    last = tmp_path / "last"
+    last.symlink_to(target.name)
+    remove_saved(last, lambda: None)
+    assert not last.is_symlink()
+    assert _content(target) == {"saved"}
+    assert (target / ".metadata").exists()
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
