@@ -162,6 +162,12 @@ class MergeShardedCheckpoint(Callback):
             )
         if self.weights == "ema" and not any(isinstance(one, ShardedEMA) for one in trainer.callbacks):  # type: ignore[attr-defined]
             raise ValueError("MergeShardedCheckpoint(weights='ema') needs ShardedEMA among the Trainer's callbacks.")
+        if not self._weights_suffice(trainer) and any(one.save_weights_only for one in _savers(trainer)):
+            raise ValueError(
+                f"MergeShardedCheckpoint(weights='ema') with {type(trainer.strategy).__name__}: "
+                "ModelCheckpoint(save_weights_only=True) leaves the averages out of its checkpoints there. Remove "
+                "save_weights_only, or use AccelFSDPStrategy or AccelDeepSpeedStrategy."
+            )
         self._last_saved, self._num_saved = None, 0
         strategy = trainer.strategy
         self._patches.put(strategy, "save_checkpoint", self._saving(trainer, strategy.save_checkpoint))
@@ -295,10 +301,16 @@ class MergeShardedCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If nothing was saved, save the weights for the merge: in `on_fit_end` the strategy is gone."""
         if self.when == "fit_end" and self._num_saved == 0 and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            weights_only = self._weights_suffice(trainer)
             if isinstance(self.output_dir, ObjectPath):
-                trainer.save_checkpoint(str(self.output_dir / _OWN_CHECKPOINT), True)
+                trainer.save_checkpoint(str(self.output_dir / _OWN_CHECKPOINT), weights_only)
                 return
-            trainer.save_checkpoint(self.output_dir.parent / f".{self.output_dir.name}{_OWN_CHECKPOINT}", True)
+            path = self.output_dir.parent / f".{self.output_dir.name}{_OWN_CHECKPOINT}"
+            trainer.save_checkpoint(path, weights_only)
+
+    def _weights_suffice(self, trainer: Trainer) -> bool:
+        """Whether checkpoints of weights alone have what is merged: Lightning asks no callback for them."""
+        return self.weights == "model" or hasattr(trainer.strategy, "averages")
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -334,10 +346,7 @@ class MergeShardedCheckpoint(Callback):
     @staticmethod
     def _best(trainer: Trainer) -> str | None:
         """Return the best checkpoint's path, empty while there is none; None where nobody compares."""
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                return callback.best_model_path
-        return None
+        return next((one.best_model_path for one in _savers(trainer) if one.monitor is not None), None)
 
     def _raise_failures(self) -> None:
         """Note what has been merged.
@@ -420,6 +429,10 @@ def _check_sharded(place: Path, trainer: Trainer) -> None:
             f"{place}: MergeShardedCheckpoint merges sharded checkpoints from object stores, and a checkpoint in one "
             "file from a disk alone. Use AccelFSDPStrategy(state_dict_type='sharded_state_dict'), or save to a disk."
         )
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
 
 def _exists(place: Path) -> bool:

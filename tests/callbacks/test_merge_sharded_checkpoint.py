@@ -19,13 +19,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from accelight.callbacks import MergeShardedCheckpoint
+from accelight.callbacks import MergeShardedCheckpoint, ShardedEMA
 from accelight.checkpoint import CheckpointError
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
-from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, quiet_trainer, rank_loader
+from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, dataset, quiet_trainer, rank_loader
 
 NAMES = sorted(f"model.{name}" for name in build_model().state_dict())
 
@@ -347,6 +348,31 @@ def resume(folder: str) -> None:
 
 def test_what_an_interrupted_run_left_unmerged_is_merged_by_the_next(tmp_path: Path) -> None:
     run_on_ranks(2, resume, str(tmp_path))
+
+
+class Alone(TinyModule):
+    """Without a process group."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+
+def test_averages_that_nothing_has_saved_are_saved_on_one_device_too(tmp_path: Path) -> None:
+    ema = ShardedEMA(decay=0.5)
+    merging = MergeShardedCheckpoint(tmp_path / "merged", weights="ema")
+    trainer, module = quiet_trainer("auto", 1, max_epochs=1, callbacks=[ema, merging]), Alone(Case(), Outcome())
+    trainer.fit(module, DataLoader(dataset(1), 2))
+    with ema.averaged_weights(trainer):
+        assert_merged(tmp_path / "merged", module.state_dict())
+
+
+def test_saves_that_would_lack_the_averages_are_refused(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, save_weights_only=True)
+    merging = MergeShardedCheckpoint(tmp_path / "merged", weights="ema")
+    callbacks = [ShardedEMA(decay=0.5), merging, saving]
+    trainer = quiet_trainer("auto", 1, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+    with pytest.raises(ValueError, match=r"leaves the averages out .* Remove save_weights_only"):
+        trainer.fit(TinyModule(Case(), Outcome()), DataLoader(dataset(1), 2))
 
 
 def test_arguments() -> None:
