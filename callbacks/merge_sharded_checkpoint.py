@@ -224,6 +224,7 @@ class MergeShardedCheckpoint(Callback):
             if isinstance(path, ObjectPath):
                 _check_sharded(path, trainer)
             if self.when == "every_save":
+                _wait_for_saves(trainer)  # one that has failed says so, and no merge waits for it
                 run_on_main(partial(self._wait_for_merge, path))  # one may still read what is about to be overwritten
             before = identity_of(path) if self._queue is not None else None
             save(checkpoint, filepath, storage_options=storage_options)
@@ -240,9 +241,7 @@ class MergeShardedCheckpoint(Callback):
 
     def _merge_saved(self, trainer: Trainer, path: Path, before: object) -> None:
         if not self.background:
-            wait_for_saves = getattr(trainer.strategy, "wait_for_saves", None)
-            if wait_for_saves is not None:
-                wait_for_saves()
+            _wait_for_saves(trainer)
             run_on_main(partial(self._merge_now, path))
         elif self._queue is not None:
             is_complete = partial(_has_appeared, path, before) if _saves_later(trainer) else partial(_exists, path)
@@ -433,6 +432,12 @@ def _check_sharded(place: Path, trainer: Trainer) -> None:
 
 def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
     return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+
+
+def _wait_for_saves(trainer: Trainer) -> None:
+    """Wait for saves in the background, where the strategy has any; every process calls it."""
+    if (wait := getattr(trainer.strategy, "wait_for_saves", None)) is not None:
+        wait()
 
 
 def _exists(place: Path) -> bool:

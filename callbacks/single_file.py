@@ -33,12 +33,19 @@ def unpack(file: Path, folder: Path) -> None:
     weights = checkpoint.get(_KEY) if isinstance(checkpoint, dict) else None
     if not weights:
         raise CheckpointError(f"{file} holds no weights under {_KEY!r}: it is not a Lightning checkpoint.")
-    ties = ties_of(weights)
-    parts = {key: checkpoint[key] for key in (_KEY, AVERAGED_WEIGHTS) if key in checkpoint}
+    parts = {key: _tensors_in(checkpoint[key]) for key in (_KEY, AVERAGED_WEIGHTS) if key in checkpoint}
+    ties = ties_of(parts[_KEY])
     kept = {key: {name: one for name, one in part.items() if name not in ties} for key, part in parts.items()}
     save(kept, storage_writer=FileSystemWriter(folder), no_dist=True)
     heads = {name.split(".", 1)[0] for name in weights}
     write_manifest(folder, model_prefix=_KEY, ties=ties, module_attribute=heads.pop() if len(heads) == 1 else "")
+
+
+def _tensors_in(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state dict; modules may have extra states of any kind beside them."""
+    import torch
+
+    return {name: one for name, one in weights.items() if isinstance(one, torch.Tensor)}
 
 
 def ties_of(weights: dict[str, Any]) -> dict[str, str]:

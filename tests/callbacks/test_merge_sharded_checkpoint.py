@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torch.utils.data import DataLoader
 from accelight.callbacks import MergeShardedCheckpoint, ShardedEMA
 from accelight.checkpoint import CheckpointError
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy
+from accelight.strategies.fsdp.checkpoint import writer
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.oracle import Case, Outcome, TinyModule, build_model, dataset, quiet_trainer, rank_loader
@@ -373,6 +376,48 @@ def test_saves_that_would_lack_the_averages_are_refused(tmp_path: Path) -> None:
     trainer = quiet_trainer("auto", 1, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
     with pytest.raises(ValueError, match=r"leaves the averages out .* Remove save_weights_only"):
         trainer.fit(TinyModule(Case(), Outcome()), DataLoader(dataset(1), 2))
+
+
+class _Counts(nn.Module):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": 3, "scale": torch.ones(2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing depends on it."""
+
+
+def _fit_with_extra_state(folder: str) -> None:
+    module = TinyModule(Case(), Outcome())
+    module.counts = _Counts()
+    merging = MergeShardedCheckpoint(f"{folder}/merged")
+    quiet_trainer("auto", 1, max_epochs=1, callbacks=[merging]).fit(module, rank_loader(1))
+    weights = {name: one for name, one in module.state_dict().items() if "extra_state" not in name}
+    assert_merged(Path(folder, "merged"), weights)
+
+
+def test_extra_states_are_no_weights(tmp_path: Path) -> None:
+    run_on_ranks(1, _fit_with_extra_state, str(tmp_path))
+
+
+def _fails_in_the_background(folder: str) -> str:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/last.ckpt")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    options: dict[str, Any] = {"state_dict_type": "sharded_state_dict", "async_save": True}
+    callbacks = [MergeShardedCheckpoint(f"{folder}/merged", "every_save"), Saves()]
+    trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **options), 2, max_epochs=1, callbacks=callbacks)
+    with mock.patch.object(writer, "finish_checkpoint", full), pytest.raises(RuntimeError) as error:
+        trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
+    return str(error.value)
+
+
+def test_a_save_that_fails_is_raised_before_its_merge_is_waited_for(tmp_path: Path) -> None:
+    for message in run_on_ranks(2, _fails_in_the_background, str(tmp_path), timeout_s=60):
+        assert "the disk is full" in message
 
 
 def test_arguments() -> None:
