@@ -233,7 +233,7 @@ def test_adapters_that_are_not_merged_are_refused_by_name(kind: str, message: st
 def test_one_of_several_adapters_is_named(tmp_path: Path) -> None:
     path = tmp_path / "saved.ckpt"
     expected = run_on_ranks(2, tune, "fsdp2", "lora", str(path), True, timeout_s=120, init_group=False)[0]
-    with pytest.raises(CheckpointError, match=r"the checkpoint has \['default', 'other'\]"):
+    with pytest.raises(CheckpointError, match=r"several adapters: \['default', 'other'\]"):
         merge_fsdp_weights(path, tmp_path / "adapter", adapter=True)
     merge_fsdp_weights(path, tmp_path / "adapter", adapter="default")
     torch.testing.assert_close(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), expected, rtol=0, atol=0)
