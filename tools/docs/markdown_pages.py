@@ -57,12 +57,18 @@ def _difference(before: Path, after: Path) -> Iterable[str]:
     return difflib.unified_diff(old, new, before.name, after.name)
 
 
+def _signature(documented: Any) -> str:
+    """Return the arguments of something public; an exception that only has a name takes its message."""
+    is_error = inspect.isclass(documented) and issubclass(documented, Exception)
+    return "(message)" if is_error and "__init__" not in vars(documented) else str(inspect.signature(documented))
+
+
 def _documented(path: str) -> str:
     owner, _, name = path.rpartition(".")
     documented = getattr(importlib.import_module(owner), name)
     parts = [
         f"### `{name}`",
-        f"```python\n{name}{inspect.signature(documented)}\n```",
+        f"```python\n{name}{_signature(documented)}\n```",
         inspect.getdoc(documented) or "",
     ]
     if inspect.isclass(documented):
