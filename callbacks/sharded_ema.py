@@ -24,10 +24,10 @@ from ..strategies.upstream.lightning import (
     Callback,
     LightningModule,
     Trainer,
-    TrainerFn,
     check_trainer,
     rank_zero_warn,
 )
+from ..strategies.upstream.patches import Patches
 from .single_file import ties_of
 from .step_guard import is_known_strategy
 
@@ -102,6 +102,7 @@ class ShardedEMA(Callback):
         self.num_averaged = 0
         """The number of times that the weights were averaged."""
         self._averages: Averages | None = None
+        self._patches = Patches("callbacks")
         self._stored: Any = None
         self._stored_names: Container[str] = ()
         self._last_step = self._num_trained = 0
@@ -121,11 +122,25 @@ class ShardedEMA(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_trainer(trainer)
         _check_strategy(trainer.strategy)
+        self._patches.remove()
         if stage == "fit":
             self.num_averaged, self._averages = 0, None
-        elif self._averages is not None and self._averages.module is not pl_module:
-            self._averages = None
+        else:
+            if self._averages is not None and self._averages.module is not pl_module:
+                self._averages = None
+            self._patches.put(trainer.strategy, "load_checkpoint", self._reading(trainer, pl_module))
         self._show(trainer)
+
+    def _reading(self, trainer: Trainer, pl_module: LightningModule) -> Callable[..., dict[str, Any]]:
+        """Return what reads the checkpoint to evaluate: Lightning shows callbacks none of weights alone."""
+        load = trainer.strategy.load_checkpoint
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            checkpoint = load(*args, **kwargs)
+            self.on_load_checkpoint(trainer, pl_module, checkpoint)
+            return checkpoint
+
+        return load_checkpoint
 
     def _show(self, trainer: Trainer) -> None:
         """Put the averages into the strategy's checkpoints."""
@@ -189,9 +204,6 @@ class ShardedEMA(Callback):
             averages.leave()
 
     def _enter(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:  # callbacks are not restored then
-            checkpoint = trainer.strategy.load_checkpoint(trainer.ckpt_path)
-            self.on_load_checkpoint(trainer, pl_module, checkpoint)
         self._take_stored(trainer, pl_module)
         if self._averages is not None and not self._averages.in_model:
             self._averages.enter()
@@ -228,6 +240,11 @@ class ShardedEMA(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._averages is not None and self._averages.in_model:
             self._averages.exchange()  # the other processes may not come to communicate
+        self._patches.remove()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._patches.remove()
 
     # ------------------------------------------------------------------ checkpoints
     @override

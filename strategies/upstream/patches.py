@@ -96,10 +96,10 @@ TABLE: dict[str, Patch] = {
         "the Trainer, its strategy, profiler, precision plugin and data connector, the LightningModule, metrics",
         "accumulate_grad_batches limit_train_batches val_check_interval val_check_batch frequency training_step "
         "_prepare_dataloader resume_start process_dataloader log validation_step test_step on_validation_batch_end "
-        "on_test_batch_end _sync_dist save_checkpoint remove_checkpoint _clip_gradients profile start "
+        "on_test_batch_end _sync_dist save_checkpoint load_checkpoint remove_checkpoint _clip_gradients profile start "
         "stop",
-        "ElasticTraining, ExactEvaluation, MergeShardedCheckpoint, ReplicaCheck, StepGuard and Watchdog work under any "
-        "strategy",
+        "ElasticTraining, ExactEvaluation, MergeShardedCheckpoint, ReplicaCheck, ShardedEMA, StepGuard and Watchdog "
+        "work under any strategy",
         "a callback's setup() to teardown()",
     ),
     # ---------------------------------------------------------------- objects of an engine: they end with it

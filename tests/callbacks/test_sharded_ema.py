@@ -416,6 +416,24 @@ def test_tied_weights_are_averaged_and_stay_tied(tmp_path: Path) -> None:
     assert not torch.equal(averages["model.0.weight"], trained["model.0.weight"])
 
 
+class WithObject(Silent):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["folder"] = Path()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", functional.mse_loss(self.model(batch[0]), batch[1]))
+
+
+def test_evaluation_reads_the_checkpoint_once_as_the_trainer_was_told(tmp_path: Path) -> None:
+    path, module = tmp_path / "saved.ckpt", WithObject()
+    trainer = quiet_trainer("auto", 1, max_epochs=1, callbacks=[ShardedEMA(decay=0.5)])
+    trainer.fit(module, loader(1))
+    trainer.save_checkpoint(path)
+    later = quiet_trainer("auto", 1, callbacks=[ShardedEMA(decay=0.5)])
+    found = later.validate(WithObject(), loader(1), ckpt_path=path, weights_only=False, verbose=False)
+    assert found == trainer.validate(module, loader(1), verbose=False)
+
+
 class Follow(Callback):
     """Saves the weights after each step."""
 
