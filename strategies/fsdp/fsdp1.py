@@ -953,8 +953,13 @@ class UsedParameterTracker:
 
         return run
 
-    def _arrive(self, place: tuple[int, int], owner: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
-        """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does."""
+    def _arrive(self, place: tuple[int, int], owner: nn.Parameter | None, gradient: Tensor | None) -> Tensor | None:
+        """Note a gradient; what was frozen at the forward, or is now, gets none, though the rest of its unit does.
+
+        It is None where an operation has none for the parameter: for weights in 4 bits, say.
+        """
+        if gradient is None:
+            return None
         if owner is None or not owner.requires_grad:
             return torch.zeros_like(gradient)
         self._used.add(place)
