@@ -20,8 +20,9 @@ from ..checkpoint.storage import check_no_password, is_remote, source_path
 from ..state.rendezvous import raise_together, run_on_rank_zero
 from .common.broadcast import FROZEN_BASE, check_base
 from .common.checkpoint_files import read_object
-from .deepspeed.checkpoint import read_trainer_state
-from .fsdp.checkpoint.loader import read_metadata
+from .common.modules import check_constants, is_constant, with_constants
+from .deepspeed.checkpoint import read_extra_states, read_trainer_state
+from .fsdp.checkpoint import loader
 from .fsdp.checkpoint.writer import METADATA_FILE
 from .fsdp.sharded_model import RootWrapper
 from .upstream.lightning import LightningModule, _load_state, rank_zero_warn
@@ -72,24 +73,32 @@ def load_from_checkpoint(
         return module_class.load_from_checkpoint(
             str(checkpoint_path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
         )
-    checkpoint = _trainer_state(path, weights_only)
-    checkpoint["state_dict"] = load_state_dict(path)
-    checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
+    checkpoint, extra_states = _trainer_state(path, weights_only)
+    weights = load_state_dict(path)
+    parts = tuple(f"{name}." for name in extra_states)
+    weights = {name: one for name, one in weights.items() if not name.startswith(parts)}
     base = checkpoint.get(FROZEN_BASE, {})
+    saved_from = {*weights, *base}
+    constants = {name: weights.pop(name) for name in list(weights) if is_constant(name, saved_from)}
+    checkpoint["state_dict"] = {**weights, **extra_states}
+    checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if base:  # the module brings what the checkpoint has left out
         module = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
         if module.strict_loading if strict is None else strict:
             _check_names(module, set(checkpoint["state_dict"]), base)
-        check_base(base, {name: (one, False) for name, one in module.named_parameters()}, None, path)
+        shards = {name: (one, False) for name, one in module.named_parameters()}
+        check_base(base, with_constants(shards, module), None, path)
     else:
         module = _load_state(module_class, checkpoint, strict=strict, **kwargs)  # type: ignore[assignment]
+    check_constants(constants, module, path)
     return module if map_location is None else module.to(map_location)
 
 
 def _check_names(module: LightningModule, stored: set[str], left_out: Container[str]) -> None:
     named = list(module.named_parameters(remove_duplicate=False))
     brought = {one for name, one in named if name in left_out}
-    own = set(module.state_dict()) - {name for name, one in named if one in brought}
+    state = module.state_dict()
+    own = {name for name in state if not is_constant(name, state)} - {name for name, one in named if one in brought}
     missing, unexpected = sorted(own - stored), sorted(stored - own)
     if missing or unexpected:
         raise RuntimeError(
@@ -98,17 +107,19 @@ def _check_names(module: LightningModule, stored: set[str], left_out: Container[
         )
 
 
-def _trainer_state(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def _trainer_state(path: Path, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the Trainer's state, and what modules keep beside tensors."""
     folder = find_checkpoint(path).folder
     for one in (path, folder):
         place = description_folder(one)
         if (place / METADATA_FILE).exists():
             manifest = read_manifest(one)
             digest = None if manifest is None else manifest.digests.get(METADATA_FILE)
-            return read_metadata(place, weights_only, digest)
+            return loader.read_metadata(place, weights_only, digest), loader.read_extra_states(folder)
     if any(folder.glob("*_model_states.pt")):
-        return read_trainer_state(folder, weights_only=weights_only is not False)
-    return read_metadata(folder, weights_only)  # says that there is none
+        is_safe = weights_only is not False
+        return read_trainer_state(folder, weights_only=is_safe), read_extra_states(folder, weights_only=is_safe)
+    return loader.read_metadata(folder, weights_only), {}  # says that there is none
 
 
 # ------------------------------------------------------------------------------------------------

@@ -531,6 +531,12 @@ def read_trainer_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in left_out}
 
 
+def read_extra_states(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    """Return what modules keep beside tensors, by stored names; see `read_trainer_state`."""
+    with reading_safely(weights_only):
+        return filter_extra_states(_read_model_file(folder)["module"])
+
+
 def load(
     engine: Any, stored: StoredEngine, *, strict: bool, load_universal: bool, left_out: Container[str] = ()
 ) -> None:
@@ -558,8 +564,7 @@ def load(
             with raise_on_all_ranks(what):
                 stored.copy.once(".converted", lambda _: convert())
     if engine.zero_optimization_partition_weights() and not with_optimizer:
-        with reading_safely(stored.weights_only):
-            extra = filter_extra_states(_read_model_file(path / tag)["module"])
+        extra = read_extra_states(path / tag, weights_only=stored.weights_only)
         weights = stored_weights(stored.source / tag, engine)
         load_full(engine, {**weights, **extra}, strict=strict and not left_out)
         _drop(stored.copy)

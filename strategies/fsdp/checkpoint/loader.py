@@ -235,15 +235,24 @@ class LazyShardedState:
             prefix: What stored names lack.
         """
         own = {name.removeprefix(prefix): value for name, value in present.items() if is_extra_state(name)}
-        if not own:
-            return {}
+        nothing = {name: value for name, value in own.items() if value == {}}  # no entry in the folder
+        places = self._places(own.__contains__) if own else {}
+        return {f"{prefix}{name}": place for name, place in {**nothing, **places}.items()}
+
+    def _places(self, accept: Callable[[str], bool]) -> dict[str, Any]:
         entries, paths = self.reader.read_metadata().state_dict_metadata, dict[str, tuple[str | int, ...]]()
         for fqn, path in self.reader.read_paths().items():
-            if path[0] == self.key and len(path) > 1 and path[1] in own:
+            if path[0] == self.key and len(path) > 1 and accept(str(path[1])):
                 paths[fqn] = path
-        places = unflatten_state_dict({fqn: _place(entries[fqn]) for fqn in paths}, paths).get(self.key, {})
-        nothing = {name: value for name, value in own.items() if value == {}}  # no entry in the folder
-        return {f"{prefix}{name}": place for name, place in {**nothing, **places}.items()}
+        places: dict[str, Any] = unflatten_state_dict({fqn: _place(entries[fqn]) for fqn in paths}, paths)
+        return places.get(self.key, {})
+
+    @without_torch_noise()
+    def read_extra_states(self) -> dict[str, Any]:
+        """Return what modules keep beside tensors, by stored names; one process calls it."""
+        states = self._places(is_extra_state)
+        _load_alone(self, {self.key: states})
+        return states
 
     @without_torch_noise()
     def load_optimizer(
@@ -290,6 +299,14 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
     return _metadata(content, path, file, weights_only, digest)
 
 
+def read_extra_states(folder: Path) -> dict[str, Any]:
+    """Return what modules keep beside tensors in a folder, by stored names; one process calls it."""
+    manifest = read_manifest(folder)
+    reader = _reader_of(folder) if manifest is None else SafeReader(folder, manifest.digests)
+    key = _model_key(reader.read_metadata().state_dict_metadata, folder)
+    return LazyShardedState(folder, key, reader).read_extra_states()
+
+
 def _metadata(
     content: bytes | None, path: object, file: object, weights_only: bool | None, digest: FileDigest | None
 ) -> dict[str, Any]:
@@ -306,13 +323,16 @@ def _metadata(
 
 def _load(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
     """Load what this rank needs, by its own plan: torch (2.11 to 2.15) does not change plans when it joins them."""
-    planner = SafePlanner(allow_partial_load=partial)
     with raise_on_all_ranks(f"loading {part.path}", store_messages()):
-        try:
-            load(state, storage_reader=part.reader, planner=planner, no_dist=True)
-        except CheckpointException as error:  # which is no Exception, and holds one
-            [(own, _)] = error.failures.values()
-            raise own from error
+        _load_alone(part, state, partial=partial)
+
+
+def _load_alone(part: LazyShardedState, state: dict[str, Any], *, partial: bool = False) -> None:
+    try:
+        load(state, storage_reader=part.reader, planner=SafePlanner(allow_partial_load=partial), no_dist=True)
+    except CheckpointException as error:  # which is no Exception, and holds one
+        [(own, _)] = error.failures.values()
+        raise own from error
 
 
 def _model_key(names: Iterable[str], path: Path | str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from accelight.checkpoint import merge_fsdp_weights
 from accelight.state import reset_state
-from accelight.strategies import AccelDeepSpeedStrategy
+from accelight.strategies import AccelDeepSpeedStrategy, load_from_checkpoint
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config
 from tests.strategies.extra_states import Holds
@@ -90,6 +90,11 @@ def test_extra_states_are_restored_on_another_number_of_processes(stage: int, sa
 def test_it_comes_from_a_full_checkpoint(stage: int, how: str, saved: Path) -> None:
     """It was lost without a word."""
     assert run_on_ranks(2, _load, stage, f"{saved}/None", how) == [CHANGED] * 2
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_made_from_the_folder_has_it(stage: int, saved: Path) -> None:
+    assert load_from_checkpoint(Module, saved / str(stage)).told.held == CHANGED
 
 
 @pytest.mark.parametrize("stage", [2, 3])
