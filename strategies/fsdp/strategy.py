@@ -581,10 +581,10 @@ class AccelFSDPStrategy(TrainerHooks):
             slices.
         compile: Compile each unit in place, after activation checkpointing and before sharding; a dict gives keyword
             arguments of ``torch.compile``. FSDP1 cannot with ``use_orig_params=False``. Default False.
-        async_save: Write checkpoints in the background while training continues; the loop waits at most for the copy to
-            host memory, and what is there already is copied behind the next backward. See `wait_for_saves`.
-            ``"process"`` lets a separate process for each rank write sharded ones: once `Trainer.save_checkpoint`
-            has returned, the checkpoint is completed even if all ranks are killed. Default False.
+        async_save: Write checkpoints in the background while training continues; the loop waits for the copy to host
+            memory alone. See `wait_for_saves`. ``"process"`` lets a separate process for each rank write sharded ones:
+            once `Trainer.save_checkpoint` has returned, the checkpoint is completed even if all ranks are killed.
+            Default False.
         save_trainable_only: Whether checkpoints leave out what is frozen and has not changed since fit began, such as
             the base of adapters. The module that resumes must have it, or ``pretrained_weights``; other values are an
             error. Default False.

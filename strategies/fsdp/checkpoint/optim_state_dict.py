@@ -257,7 +257,6 @@ def _restore(
 ) -> None:
     named = {name: parameter for parameter, name in _named_parameters(layout, optimizer)}
     _complete(optimizer, named, states, num_steps, has_states=has_states)
-    layout.restore(optimizer, states)
     group_of = {name: group for group in groups for name in group["params"]}
     for group in optimizer.param_groups:
         for name in chain.from_iterable(layout.names_of(group["params"])):
@@ -265,6 +264,7 @@ def _restore(
                 options = group_of[name].items()
                 group.update({key: value for key, value in options if key not in ("params", "param_names")})
                 break
+    layout.restore(optimizer, states)  # where a step lies depends on the options
 
 
 def _complete(
