@@ -354,7 +354,7 @@ class FrozenGradients:
         self._kept = [] if cleared is None else [one for one in self._kept if id(one[0]) not in cleared]
 
 
-def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool = False) -> None:
+def stash(root: nn.Module, without: Collection[tuple[int, int]], *, reduced: bool = False) -> None:
     """Take the gradients that a backward left unreduced; see the note above.
 
     Those that were reduced before and not cleared, which torch keeps beside until the next reduction, come back.
@@ -374,6 +374,8 @@ def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool
             continue
         if gradient.shape == flat_param._local_shard.shape if handle.uses_sharded_strategy else reduced:
             continue
+        if not handle.uses_sharded_strategy:
+            _keep_frozen(handle, {index for unit, index in without if unit == number})
         waiting: _Waiting | None = getattr(flat_param, _WAITING, None)
         if waiting is None:
             waiting = _Waiting(gradient.data)
@@ -388,6 +390,23 @@ def stash(root: nn.Module, without: Container[tuple[int, int]], *, reduced: bool
             for index in range(len(flat_param._params or ())):
                 if (number, index) not in without:
                     assign_gradient(handle, index)
+
+
+def _keep_frozen(handle: Any, without: Container[int]) -> None:
+    """Move gradients of frozen parameters, reduced before, out of the whole one to where torch keeps those of shards.
+
+    Where nothing is sharded, a backward adds to the whole one what is unreduced.
+    """
+    flat_param = handle.flat_param
+    params = enumerate(flat_param._params or ())
+    frozen = {index for index, one in params if not one.requires_grad and index not in without}
+    if frozen:
+        flat_param._saved_grad_shard = torch.zeros_like(flat_param.grad)
+        pieces = [handle._get_unflat_views(one) for one in (flat_param._saved_grad_shard, flat_param.grad)]
+        for index, (kept, piece) in enumerate(zip(*pieces, strict=True)):
+            if index in frozen:
+                kept.copy_(piece)
+                piece.zero_()
 
 
 def add_waiting_gradients(unit: Any, is_last: Callable[[], bool], on_reduce: Callable[[], None]) -> None:
