@@ -56,10 +56,11 @@ class Chosen:
             return list(self.optimizer.params)
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def trained(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer trains, before DeepSpeed takes over its groups."""
-        groups = self.parameters(module) if self.real is None else self.real.param_groups
-        return [each for group in groups for each in (group["params"] if isinstance(group, dict) else [group])]
+    def groups(self, module: nn.Module) -> list[list[nn.Parameter]]:
+        """Return the parameters of each of the optimizer's groups, before DeepSpeed takes them over."""
+        given: list[Any] = self.parameters(module) if self.real is None else self.real.param_groups
+        in_groups: list[list[nn.Parameter]] = [each["params"] for each in given if isinstance(each, dict)]
+        return in_groups or [given]
 
     @property
     def scheduler_callable(self) -> Callable[[Any], Any] | None:
@@ -155,27 +156,27 @@ class _StandIns:
         return stand_in
 
 
-def check_parameters(optimizer: Optimizer, module: nn.Module, stage: int) -> None:
+def check_parameters(chosen: Chosen, module: nn.Module, stage: int) -> None:
     """Check that an optimizer trains parameters of the module, which alone DeepSpeed follows, in each group.
 
     Raises:
         ValueError: If it has another, or a group has none; it says where.
     """
-    own = set(module.parameters())
-    groups = enumerate(optimizer.param_groups)
-    strange = [(group, place) for group, each in groups for place, one in enumerate(each["params"]) if one not in own]
+    own, groups = set(module.parameters()), chosen.groups(module)
+    optimizer = "The config's optimizer" if chosen.optimizer is None else type(chosen.optimizer).__name__
+    strange = [(group, place) for group, each in enumerate(groups) for place, one in enumerate(each) if one not in own]
     if strange:
         group, place = strange[0]
         raise ValueError(
-            f"{type(optimizer).__name__} has {len(strange)} parameters that do not belong to {type(module).__name__} "
+            f"{optimizer} has {len(strange)} parameters that do not belong to {type(module).__name__} "
             f"(the first: group {group}, place {place}), but DeepSpeed trains only the module's parameters. Register "
             "their module as a submodule, or build the optimizer over self.parameters() in configure_optimizers()."
         )
-    for group, each in enumerate(optimizer.param_groups):
-        if not any(one.requires_grad or stage not in (1, 2) for one in each["params"]):
-            is_frozen = bool(each["params"])
+    for group, each in enumerate(groups):
+        if not any(one.requires_grad or stage not in (1, 2) for one in each):
+            is_frozen = bool(each)
             raise ValueError(
-                f"{type(optimizer).__name__}: group {group} has no parameters{' that train' if is_frozen else ''}, and "
+                f"{optimizer}: group {group} has no parameters{' that train' if is_frozen else ''}, and "
                 f"DeepSpeed cannot keep it. Omit it{', or freeze them in on_train_start()' if is_frozen else ''}."
             )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -708,13 +709,13 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         settings = prefer_torch_adam(settings, self.root_device)
         optimizer = chosen.real
         self._given_optimizer = optimizer if settings.zero_stage else None
+        check_parameters(chosen, module, settings.zero_stage)
         if optimizer is not None:
-            check_parameters(optimizer, module, settings.zero_stage)
             optimizer, settings = for_offload(optimizer, settings)
         elif settings.offloads_optimizer and settings.defines_adam:
             compiled_cpu_adam()
         self._use(settings)
-        chosen_parameters = chosen.trained(module)
+        chosen_parameters = list(chain.from_iterable(chosen.groups(module)))
         engine = engines.start_engine(
             module,
             settings,
@@ -801,7 +802,7 @@ class AccelDeepSpeedStrategy(TrainerHooks):
         if optimizer is not None:
             check_optimizer_and_scheduler(HfDeepSpeedConfig(chosen.deepspeed_config), optimizer, None)
             check_elementwise(optimizer, stage)
-            check_parameters(optimizer, model, stage)
+            check_parameters(Chosen(optimizer), model, stage)
         chosen.set_moe_leaf_modules(model)
         end_engines_on(model, stage=stage)
         if optimizer is None:

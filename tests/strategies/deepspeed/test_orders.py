@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from accelight.state import PartialState, reset_state
 from accelight.strategies import AccelDeepSpeedStrategy
+from accelight.strategies.deepspeed import DummyOptim
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import ds_config, whole_weights
 from tests.strategies.oracle import quiet_trainer
@@ -276,7 +277,7 @@ class Script:
 
 
 def deepspeed_strategy(stage: int, **more: Any) -> AccelDeepSpeedStrategy:
-    config = {"train_micro_batch_size_per_gpu": 2, **ds_config(stage)}
+    config = {"train_micro_batch_size_per_gpu": 2, **ds_config(stage), **more.pop("config", {})}
     return AccelDeepSpeedStrategy(hf_ds_config=config, **more)
 
 
@@ -607,6 +608,11 @@ class FrozenGroup(Module):
         return torch.optim.SGD(groups, lr=0.1)
 
 
+class FrozenDummyGroup(FrozenGroup):
+    def configure_optimizers(self) -> Any:
+        return DummyOptim(super().configure_optimizers().param_groups, lr=0.1)
+
+
 class Branching(Module):
     def __init__(self, rank: int | None) -> None:
         super().__init__(rank)
@@ -619,9 +625,9 @@ class BranchingAtOnce(Module):
         self.plan = Fit(unused=((0, (0,)),))
 
 
-def attempt(kind: type[Module], stage: int) -> str:
+def attempt(kind: type[Module], stage: int, config: dict[str, Any] | None = None) -> str:
     module = kind(PartialState().process_index)
-    strategy = deepspeed_strategy(stage, timeout=timedelta(seconds=3))
+    strategy = deepspeed_strategy(stage, config=config or {}, timeout=timedelta(seconds=3))
     trainer = quiet_trainer(strategy, NUM_RANKS, max_epochs=1)
     try:
         trainer.fit(module, Batches(module.rank))
@@ -656,6 +662,14 @@ def test_backwards_that_zero_cannot_train_are_refused(kind: type[Module], expect
 def test_groups_of_frozen_parameters(stage: int) -> None:
     expected = "ValueError: SGD: group 1 has no parameters" if stage in (1, 2) else "trained"
     for found in run_on_ranks(NUM_RANKS, attempt, FrozenGroup, stage):
+        assert found.startswith(expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_of_frozen_parameters_for_the_configs_optimizer(stage: int) -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}
+    expected = "ValueError: DummyOptim: group 1 has no parameters" if stage in (1, 2) else "trained"
+    for found in run_on_ranks(NUM_RANKS, attempt, FrozenDummyGroup, stage, config):
         assert found.startswith(expected)
 
 
