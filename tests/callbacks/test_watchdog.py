@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import re
@@ -30,6 +29,7 @@ from accelight.strategies import AccelFSDPStrategy
 from accelight.strategies.common import sections
 from accelight.strategies.common.sections import PARTS, SECTIONS, SectionClock, Spread, Timings, section_of
 from accelight.strategies.upstream.patches import Patches
+from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.slowness import slowness
 from tests.strategies.oracle import Case, Outcome, TinyModule, dataset, full_weights, quiet_trainer, strategy_called
@@ -344,18 +344,11 @@ class Slow(TinyModule):
 
 
 def fit_slow(name: str, kind: str, folder: str) -> tuple[list[str], dict[str, float]]:
-    data, records = SlowData(*(each.repeat(1200, 1) for each in dataset(2).tensors)), []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logger, kept = logging.getLogger("accelight.callbacks.watchdog"), Kept()
-    logger.addHandler(kept)
+    data = SlowData(*(each.repeat(1200, 1) for each in dataset(2).tensors))
     watchdog = Watchdog(every_s=0.2, report_every_s=1.0, straggler_reports=2, dirpath=Path(folder) / "watchdog")
     trainer = quiet_trainer(strategy_called(name), 2, max_epochs=1, default_root_dir=folder, callbacks=[watchdog])
-    trainer.fit(Slow(kind, data, records), DataLoader(data, batch_size=2))
-    logger.removeHandler(kept)
+    with log_messages("accelight.callbacks.watchdog") as records:
+        trainer.fit(Slow(kind, data, records), DataLoader(data, batch_size=2))
     return records, {key: float(value) for key, value in trainer.callback_metrics.items()}
 
 

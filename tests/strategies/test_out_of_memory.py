@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import re
 import sys
 import threading
@@ -22,6 +21,7 @@ from accelight.strategies import batch_size, find_executable_batch_size
 from accelight.strategies.deepspeed import AccelDeepSpeedStrategy
 from accelight.strategies.fsdp import AccelFSDPStrategy
 from accelight.strategies.upstream.lightning import LightningModule
+from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.deepspeed.training import whole_weights
@@ -99,26 +99,14 @@ def _loader(batch_size: int = 2) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(128.0).view(16, 8) / 128), batch_size)
 
 
-class _Logged(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-
 def _error_of(run: Callable[[], object]) -> tuple[str, str]:
     """Return the error with its notes, which the log has before Python 3.11, and its class."""
-    logged, log = _Logged(), logging.getLogger(rendezvous.__name__)
-    if sys.version_info < (3, 11):
-        log.addHandler(logged)
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001 (whatever it is)
-        return "\n".join([str(error), *getattr(error, "__notes__", logged.sentences)]), type(error).__name__
-    finally:
-        log.removeHandler(logged)
+    with log_messages(rendezvous.__name__) as logged:
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 (whatever it is)
+            notes = getattr(error, "__notes__", logged if sys.version_info < (3, 11) else [])
+            return "\n".join([str(error), *notes]), type(error).__name__
     return "", ""
 
 

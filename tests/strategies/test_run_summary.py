@@ -12,20 +12,10 @@ from lightning.pytorch import Trainer
 
 import accelight
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, FullyShardedDataParallelPlugin
+from tests.log_messages import RANK_ZERO, log_messages
 from tests.ranks import run_on_ranks
 from tests.scripts import run_script
 from tests.strategies.oracle import Block, Case, Outcome, TinyModule, quiet_trainer, rank_loader
-
-
-class Listener(logging.Handler):
-    """Keeps what is logged, as a terminal shows it by default."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 class Manual(TinyModule):
@@ -43,11 +33,7 @@ class Manual(TinyModule):
 def heard(kind: str, options: dict[str, Any], more: dict[str, Any], fits: int) -> list[str]:
     manual = more.pop("manual", False)
     module = (Manual if manual else TinyModule)(Case(), Outcome())
-    listener = Listener()
-    names = ["lightning.pytorch.utilities.rank_zero", "lightning_utilities.core.rank_zero", "accelight"]
-    try:
-        for name in names:
-            logging.getLogger(name).addHandler(listener)
+    with log_messages(RANK_ZERO, "lightning_utilities.core.rank_zero", "accelight", level=logging.INFO) as messages:
         for _ in range(fits):
             strategy: Any = (
                 AccelDeepSpeedStrategy(**options)
@@ -57,10 +43,7 @@ def heard(kind: str, options: dict[str, Any], more: dict[str, Any], fits: int) -
             trainer: Trainer = quiet_trainer(strategy, 2, max_epochs=1, limit_train_batches=4, **more)
             trainer.fit(module, rank_loader(2))
             trainer.validate(module, rank_loader(2), verbose=False)
-    finally:
-        for name in names:
-            logging.getLogger(name).removeHandler(listener)
-    return [said for said in listener.said if said.startswith("accelight ")]
+    return [message for message in messages if message.startswith("accelight ")]
 
 
 FSDP1 = f"accelight {accelight.__version__}, AccelFSDPStrategy: FSDP1 on 2 processes (cpu)"
@@ -222,13 +205,9 @@ class Wide(TinyModule):
 
 def _lines(**options: Any) -> list[str]:
     strategy = AccelFSDPStrategy(**options)
-    listener, log = Listener(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    log.addHandler(listener)
-    try:
+    with log_messages(RANK_ZERO) as messages:
         quiet_trainer(strategy, 1, max_steps=1).fit(Wide(), rank_loader(1))
-    finally:
-        log.removeHandler(listener)
-    return [line.strip() for said in listener.said if said.startswith("accelight ") for line in said.split("\n")]
+    return [line.strip() for said in messages if said.startswith("accelight ") for line in said.split("\n")]
 
 
 def _with_units(version: int, policy: set[type]) -> list[str]:

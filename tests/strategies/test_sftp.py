@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.storage import ObjectFolder
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, load_from_checkpoint, newest_checkpoint
+from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.sftp_server import PASSWORD, USER, log_in, running_sftp
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
@@ -45,35 +45,21 @@ def keeps(url: str) -> str:
     return f"{error.value}"
 
 
-class _Logs(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not record.name.startswith(("paramiko", "fsspec", "asyncio")):
-            self.lines.append(record.getMessage())
-
-
 def train(engine: str, epochs: int, save_to: str | None, resume_from: str | None) -> tuple[Outcome, list[str]]:
     from accelight.strategies import full_state_dict
 
     log_in()
-    logs = _Logs()
-    logging.getLogger().addHandler(logs)
     outcome = Outcome()
     trainer, module = quiet_trainer(_strategy(engine), 2, max_epochs=epochs), TinyModule(CASE, outcome)
-    try:
+    with log_messages("", without=("paramiko", "fsspec", "asyncio")) as lines:
         trainer.fit(module, rank_loader(2), ckpt_path=resume_from, weights_only=True if resume_from else None)
         if save_to is not None:
             trainer.save_checkpoint(save_to)
-    finally:
-        logging.getLogger().removeHandler(logs)
     outcome.global_step = trainer.global_step
     outcome.weights = {
         name.removeprefix("model."): value.clone() for name, value in full_state_dict(trainer.strategy).items()
     }
-    return outcome, logs.lines
+    return outcome, lines
 
 
 @pytest.mark.core("fsdp2")

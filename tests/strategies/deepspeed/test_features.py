@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from accelight.strategies.deepspeed.ds_config import (
     resolve,
     untested_line,
 )
+from tests.log_messages import RANK_ZERO, log_messages
 from tests.ranks import run_on_ranks
 from tests.strategies.deepspeed.training import OFFLOADED, ds_config, train_deepspeed
 from tests.strategies.oracle import Case, Outcome, TinyModule, assert_same, quiet_trainer, rank_loader, train_plain
@@ -261,18 +261,11 @@ def test_untested_keys_are_named_in_one_line() -> None:
 
 
 def lines_of_a_fit() -> list[str]:
-    lines: list[str] = []
-    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
+    with log_messages(RANK_ZERO) as lines:
         strategy = AccelDeepSpeedStrategy(
             hf_ds_config={**ds_config(2), "my_own_notes": "kept", "aio": {"thread_count": 2}}
         )
         quiet_trainer(strategy, 2, max_epochs=1).fit(TinyModule(CASES[0], Outcome()), rank_loader(2))
-    finally:
-        log.removeHandler(handler)
     return [line for line in lines if line.startswith("DeepSpeed config")]
 
 

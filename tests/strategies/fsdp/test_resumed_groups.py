@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelight.strategies import AccelFSDPStrategy, full_parameters
+from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import ENGINES
 from tests.strategies.oracle import Case, Outcome, TinyModule, quiet_trainer, rank_loader
@@ -39,31 +40,18 @@ class _Module(TinyModule):
         return optimizer
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
 def _fit(
     kind: str, engine: str, state: str, epochs: int, save_to: str | None = None, resume_from: str | None = None
 ) -> tuple[list[Tensor], list[str]]:
     strategy: Any = engine if engine == "ddp" else AccelFSDPStrategy(state_dict_type=state, **ENGINES[engine])
     trainer = quiet_trainer(strategy, dist.get_world_size(), max_epochs=epochs)
-    warnings = _Warnings()
-    logging.getLogger("accelight").addHandler(warnings)
-    try:
+    with log_messages("accelight", level=logging.WARNING) as warnings:
         module, loader = _Module(kind), rank_loader(dist.get_world_size())
         trainer.fit(module, loader, ckpt_path=resume_from, weights_only=True if resume_from else None)
-    finally:
-        logging.getLogger("accelight").removeHandler(warnings)
     if save_to:
         trainer.save_checkpoint(save_to)
     with full_parameters(trainer.strategy, writeback=False) as weights:
-        return [one.detach().clone() for one in weights.values()], warnings.heard
+        return [one.detach().clone() for one in weights.values()], warnings
 
 
 @pytest.mark.core(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from collections import Counter
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from accelight.state import AcceleratorState, GradientAccumulationPlugin, GradientState, PartialState
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin, full_state_dict
+from tests.log_messages import RANK_ZERO, log_messages
 from tests.ranks import run_on_ranks
 from tests.strategies.fsdp.engines import BLOCKS, ENGINES
 from tests.strategies.oracle import (
@@ -647,17 +647,10 @@ def test_options_of_wrap_are_refused() -> None:
 
 
 def _told(options: dict[str, Any]) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    try:
+    with log_messages(RANK_ZERO) as lines:
         trainer = quiet_trainer(AccelFSDPStrategy(fsdp_version=2, **options), 2, max_epochs=1)
         trainer.fit(TinyModule(Case(), Outcome()), rank_loader(2))
-    finally:
-        logger.removeHandler(handler)
-    return [line for line in records if "as one unit" in line]
+    return [line for line in lines if "as one unit" in line]
 
 
 def test_one_unit_of_the_whole_model_is_told_once() -> None:

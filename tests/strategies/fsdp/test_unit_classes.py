@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from accelight.strategies import AccelFSDPStrategy, FullyShardedDataParallelPlugin
 from accelight.strategies.fsdp import fsdp2_prepare_model
 from accelight.strategies.fsdp.fsdp2 import can_be_unit
+from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.strategies.oracle import (
     WIDTH,
@@ -56,29 +56,18 @@ class Reading(TinyModule):
 FULL: dict[str, Any] = {"state_dict_type": "full_state_dict"}
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train(version: int) -> tuple[Outcome, list[str], list[str]]:
-    outcome, heard = Outcome(), Heard()
+    outcome = Outcome()
     module = Reading(Case(), outcome)
-    for name in ("lightning.pytorch", "lightning_utilities", "lightning.fabric"):
-        logging.getLogger(name).addHandler(heard)
-    logging.getLogger().addHandler(heard)
     strategy = AccelFSDPStrategy(fsdp_version=version, auto_wrap_policy="size_based_wrap", min_num_params=40, **FULL)
     trainer = quiet_trainer(strategy, 2, max_epochs=2)
-    trainer.fit(module, rank_loader(2))
+    with log_messages("", "lightning.pytorch", "lightning_utilities", "lightning.fabric") as lines:
+        trainer.fit(module, rank_loader(2))
     weights = trainer.strategy.lightning_module_state_dict()
     outcome.weights = {name.removeprefix("model."): tensor.cpu().clone() for name, tensor in weights.items()}
     outcome.global_step = trainer.global_step
     units = [name for name, one in module.model.named_modules() if isinstance(one, FSDPModule)]
-    return outcome, units, [line for line in dict.fromkeys(heard.lines) if "with their parent's unit" in line]
+    return outcome, units, [line for line in dict.fromkeys(lines) if "with their parent's unit" in line]
 
 
 def test_the_class_is_one_that_torch_fails_with() -> None:
