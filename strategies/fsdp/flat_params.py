@@ -202,10 +202,11 @@ def waiting_units(root: nn.Module) -> list[Any]:
 def forget_frozen_hooks(root: nn.Module) -> None:
     """Remove the hooks of units that were frozen when they ran: thawed, such a unit would reduce nothing.
 
-    torch 2.13 takes them for the hooks that reduce, and removes them in a backward alone, which may not come.
+    torch 2.13 takes them for the hooks that reduce, and removes them in a backward alone, which may not come. That of a
+    unit's first forward stays while it is frozen: another forward's frees the unit before the backward of the first.
     """
     for unit in units_of(root):
-        if len(hook_state(unit)) == 1:
+        if len(hook_state(unit)) == 1 and unit._handle.flat_param.requires_grad:
             hook_state(unit)[0].remove()
             del unit._handle.flat_param._post_backward_hook_state
 

@@ -68,6 +68,10 @@ class Pattern(LightningModule):
     """One after the other, each with a Trainer of its own."""
     epochs: ClassVar[int] = 2
     accumulate: ClassVar[int] = 1
+    accumulate_later: ClassVar[int | None] = None
+    """Of fits after the first; None for the same."""
+    resumes: ClassVar[str] = ""
+    """The ``state_dict_type`` of the checkpoint that the second fit, of a new module, resumes from; "" for none."""
     validates: ClassVar[bool] = False
     leaves_unused: ClassVar[bool] = False
     """Whether ``ddp`` needs ``find_unused_parameters``."""
@@ -2476,6 +2480,21 @@ class AveragesInCheckpoint(Pattern):
         self.trainer.save_checkpoint(f"{folder}/saved.ckpt")
         self.trainer.strategy.barrier()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pattern(MANUAL, core=True)
+class FrozenLayersCalledTwice(ManualPattern):
+    """As the features that a frozen network has of two images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + functional.mse_loss(self.model(2 * batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.first_backward(batch).step()
 
 
 ONE_OPTIMIZER = Refused("returned 2 optimizers, but a DeepSpeed engine has only one", "FSDP")
