@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -74,11 +77,11 @@ class _Ddp(DDPStrategy):
             torch.cuda.synchronize()
 
 
-def _strategy(engine: str, leaves_unused: bool, ignored: str | None = None) -> Any:
+def _strategy(engine: str, leaves_unused: bool, ignored: str | None = None, saves: str = "full_state_dict") -> Any:
     if engine == "ddp":
         return _Ddp(process_group_backend="gloo", find_unused_parameters=leaves_unused)
     version = int(engine[4])
-    form: Any = {"auto_wrap_policy": {Block}, "state_dict_type": "full_state_dict", "ignored_modules": ignored}
+    form: Any = {"auto_wrap_policy": {Block}, "state_dict_type": saves, "ignored_modules": ignored}
     if engine in PARALLEL:
         config = ParallelismConfig(**{f"{engine[-2:]}_size": 2})
         return AccelFSDPStrategy(fsdp_version=2, parallelism_config=config, **form, **PARALLEL[engine])
@@ -96,20 +99,38 @@ def _strategy(engine: str, leaves_unused: bool, ignored: str | None = None) -> A
     return AccelDeepSpeedStrategy(hf_ds_config={"zero_optimization": {"stage": version, **buckets}})
 
 
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+
+
 def _train(kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trained:
-    module = kind()
+    with _shared_folder() if kind.resumes else nullcontext(Path()) as folder:
+        return _train_in(folder, kind, engine, data_of, **where)
+
+
+def _train_in(folder: Path, kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trained:
+    module, saved = kind(), None
     try:
-        for _ in range(kind.fits):
+        for number in range(kind.fits):
             trainer = quiet_trainer(
-                _strategy(engine, kind.leaves_unused, kind.ignored),
+                _strategy(engine, kind.leaves_unused, kind.ignored, kind.resumes or "full_state_dict"),
                 dist.get_world_size(),
-                max_epochs=kind.epochs,
-                accumulate_grad_batches=kind.accumulate,
+                max_epochs=kind.epochs * (1 if saved is None else 2),
+                accumulate_grad_batches=(kind.accumulate, kind.accumulate_later or kind.accumulate)[number > 0],
                 callbacks=module.callbacks(),
                 use_distributed_sampler=False,
                 **where,
             )
-            trainer.fit(module, **module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None))
+            loaders = module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None)
+            trainer.fit(module, **loaders, ckpt_path=saved)
+            if kind.resumes and saved is None:
+                saved = f"{folder}/saved.ckpt"
+                trainer.save_checkpoint(saved)
+                module = kind()
     except Exception as error:  # noqa: BLE001 (compared with the words of the table)
         trained = Trained({}, {}, f"{type(error).__name__}: {error}")
     else:

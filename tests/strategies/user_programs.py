@@ -94,6 +94,11 @@ class Program:
     loss: str
     model: str
     fits: int
+    resumes: str = ""
+    """The form of the checkpoint from which a new module trains on; "" where the same module does."""
+    accumulate_later: int | None = None
+    toggles: bool = False
+    """Whether each of several optimizers has a backward of its own, as the networks of a GAN."""
 
     @staticmethod
     def drawn(seed: int, *, with_states: bool = False) -> Program:
@@ -110,7 +115,12 @@ class Program:
         fits = draw.choice((1, 1, 1, 2))
         if with_states and draw.random() < 0.4:
             lines += (_Line(draw.choice(_FOR_STATES), draw.choice(IN_STATES), draw.choice(_LAYERS), frozenset((2, 3))),)
-        return Program(lines, accumulate, is_manual, clips, loss, model, fits)
+        more = random.Random(f"{seed}, second fits")  # what was drawn above stays as it was
+        resumes = more.choice(("", "full_state_dict", "sharded_state_dict")) if more.random() < 0.5 else ""
+        later = more.choice((None, 1, 2)) if accumulate > 1 else None  # lines were drawn for it
+        toggles = model == "optimizers" and more.random() < 0.5
+        fits = 2 if resumes else fits
+        return Program(lines, accumulate, is_manual, clips, loss, model, fits, resumes, later, toggles)
 
 
 def _line(draw: random.Random, accumulate: int) -> _Line:
@@ -230,12 +240,20 @@ class _Drawn(Pattern):
         self.run("after_forward")
         if self.automatic_optimization:
             return loss
+        optimizers: Any = self.optimizers()
+        is_last = (batch_idx + 1) % self.program.accumulate == 0
+        if self.program.toggles:
+            for optimizer in optimizers:
+                with optimizer.toggle_model(sync_grad=is_last):
+                    self.manual_backward(self.loss(batch) / self.program.accumulate)
+                    if is_last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+            return None
         self.manual_backward(loss / self.program.accumulate)
-        if (batch_idx + 1) % self.program.accumulate == 0:
-            optimizers: Any = self.optimizers()
-            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
-                optimizer.step()
-                optimizer.zero_grad()
+        for optimizer in (optimizers if isinstance(optimizers, list) else [optimizers]) if is_last else ():
+            optimizer.step()
+            optimizer.zero_grad()
         return None
 
     def on_train_epoch_start(self) -> None:
@@ -286,7 +304,9 @@ def _pattern(program: Program) -> type[Pattern]:
         "fits": program.fits,
         "compiled": [(line, compile(line.code, f"<{line.place}>", "exec")) for line in program.lines],
         "accumulate": 1 if program.is_manual else program.accumulate,
-        "leaves_unused": program.model in ("freezes", "unused"),
+        "accumulate_later": program.accumulate_later,
+        "resumes": program.resumes,
+        "leaves_unused": program.toggles or program.model in ("freezes", "unused"),
         "validates": any("validation" in line.place for line in program.lines),
     }
     return type("Drawn", (_Drawn,), attributes)
