@@ -49,7 +49,8 @@ def load_from_checkpoint(
         checkpoint_path: A folder that the Trainer saved with FSDP or DeepSpeed, accelight's strategies or Lightning's.
             A file is handed on to ``module_class.load_from_checkpoint``.
         map_location: Device of the module. Default: the CPU for a folder, Lightning's default for a file.
-        strict: Whether every name must be on both sides. Default: the module's ``strict_loading``.
+        strict: Whether every name must be on both sides; a folder of FSDP has none for an extra state that is empty.
+            Default: the module's ``strict_loading``.
         weights_only: False lets what lies beside the weights be any object, and so run code when it is read; for
             checkpoints that one trusts.
         storage_options: Of the file system behind URLs (``endpoint_url``), see fsspec; by default from the environment.

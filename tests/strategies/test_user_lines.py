@@ -10,11 +10,12 @@ from tests.strategies.user_patterns import ENGINES
 from tests.strategies.user_programs import problems_of_programs
 
 
+@pytest.mark.timeout(900)  # some three hundred fits in one test
 @pytest.mark.core("gradients-zero3", "steps-fsdp1", "late-fsdp2", "late_forwards-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("where", LINES)
 def test_a_line_trains_as_under_ddp(where: str, engine: str) -> None:
-    reports = run_on_ranks(2, problems_of_lines, where, engine, timeout_s=400)
+    reports = run_on_ranks(2, problems_of_lines, where, engine, timeout_s=600)
     assert reports == [[], []]
 
 
