@@ -301,8 +301,11 @@ def read_metadata(path: Path, weights_only: bool | None, digest: FileDigest | No
 
 def read_extra_states(folder: Path) -> dict[str, Any]:
     """Return what modules keep beside tensors in a folder, by stored names; one process calls it."""
-    manifest = read_manifest(folder)
-    reader = _reader_of(folder) if manifest is None else SafeReader(folder, manifest.digests)
+    if isinstance(folder, ObjectPath):
+        reader = _reader_of(folder)  # which has the digests itself
+    else:
+        manifest = read_manifest(folder)
+        reader = SafeReader(folder, {} if manifest is None else manifest.digests)
     key = _model_key(reader.read_metadata().state_dict_metadata, folder)
     return LazyShardedState(folder, key, reader).read_extra_states()
 
