@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Container, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from ..checkpoint.merge import load_state_dict
 from ..checkpoint.storage import check_no_password, is_remote, source_path
 from ..state.rendezvous import raise_together, run_on_rank_zero
 from .common.broadcast import FROZEN_BASE, check_base
-from .common.checkpoint_files import read_object
+from .common.checkpoint_files import open_object
 from .common.modules import check_constants, is_constant, with_constants
 from .deepspeed.checkpoint import read_extra_states, read_trainer_state
 from .fsdp.checkpoint import loader
@@ -65,15 +66,12 @@ def load_from_checkpoint(
     Source: lightning 2.6 ``LightningModule.load_from_checkpoint``.
     """
     path = source_path(checkpoint_path, storage_options)
-    if is_remote(checkpoint_path) and not path.is_dir():
-        checkpoint = read_object(str(checkpoint_path), weights_only, storage_options)
-        checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
-        module: ModuleT = _load_state(module_class, checkpoint, strict=strict, **kwargs)  # type: ignore[assignment]
-        return module if map_location is None else module.to(map_location)
     if not path.is_dir():
-        return module_class.load_from_checkpoint(
-            str(checkpoint_path), map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
-        )
+        url = str(checkpoint_path)
+        with open_object(url, storage_options) if is_remote(url) else nullcontext(url) as file:
+            return module_class.load_from_checkpoint(
+                file, map_location=map_location, strict=strict, weights_only=weights_only, **kwargs
+            )
     checkpoint, extra_states = _trainer_state(path, weights_only)
     weights = load_state_dict(path)
     parts = tuple(f"{name}." for name in extra_states)
@@ -84,7 +82,7 @@ def load_from_checkpoint(
     checkpoint["state_dict"] = {**weights, **extra_states}
     checkpoint.setdefault(module_class.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if base:  # the module brings what the checkpoint has left out
-        module = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
+        module: ModuleT = _load_state(module_class, checkpoint, strict=False, **kwargs)  # type: ignore[assignment]
         if module.strict_loading if strict is None else strict:
             _check_names(module, set(checkpoint["state_dict"]), base)
         shards = {name: (one, False) for name, one in module.named_parameters()}

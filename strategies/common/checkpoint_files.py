@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import shutil
 import socket
 import time
 import uuid
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ from ...checkpoint.storage import (
     new_generation,
     remove_checkpoint,
     remove_others,
+    without_credentials,
 )
 from ...state.rendezvous import raise_on_all_ranks, run_on_rank_zero
 from ...state.utils import flag_from_env
@@ -350,7 +350,7 @@ def new_file(
             _write_beside(path, write)
             return
         if path.is_dir():
-            shutil.rmtree(path)
+            remove_saved(path, path.unlink)
         write(path)
 
     run_on_rank_zero(save_one, f"saving {path}", group)
@@ -387,6 +387,16 @@ def save_object(content: Any, url: str, options: Mapping[str, Any] | None = None
         remove_checkpoint(whole)
 
 
+def open_object(url: str, storage_options: Mapping[str, Any] | None = None) -> AbstractContextManager[IO[bytes]]:
+    """Open an object as a stream that can be searched.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    folder, name = _parent_of(url, storage_options)
+    return folder.reading(name)
+
+
 def read_object(
     url: str, weights_only: bool | None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -401,10 +411,9 @@ def read_object(
         FileNotFoundError: If there is none.
         ValueError: If it is not one of Lightning's checkpoints.
     """
-    folder, name = _parent_of(url, storage_options)
-    with folder.reading(name) as stream:
+    with open_object(url, storage_options) as stream:
         checkpoint: dict[str, Any] = torch.load(stream, map_location="cpu", weights_only=weights_only)
-    check_full(checkpoint, folder / name)
+    check_full(checkpoint, without_credentials(url))
     return checkpoint
 
 

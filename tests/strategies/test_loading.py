@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec import filesystem
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -95,6 +96,28 @@ def test_other_objects_are_read_where_one_trusts_the_folder(engine: str, tmp_pat
     assert module.hparams["note"] == PurePosixPath("an/object")
 
 
+class _Old(Sized):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.callbacks = checkpoint["callbacks"]
+
+
+def _check_old(file: Path) -> None:
+    """Lightning migrates what its old versions saved, also behind a URL."""
+    saved = torch.load(file)
+    del saved["callbacks"], saved["loops"]
+    saved |= {"pytorch-lightning_version": "0.9.0", "checkpoint_callback_best_model_path": "best"}
+    store = filesystem("memory")
+    with file.with_name("old.ckpt").open("wb") as stream, store.open("old/one.ckpt", "wb") as other:
+        torch.save(saved, stream)
+        torch.save(saved, other)
+    try:
+        modules = [load_from_checkpoint(_Old, url) for url in (file.with_name("old.ckpt"), "memory://old/one.ckpt")]
+    finally:
+        store.rm("old", recursive=True)
+    assert "best" in str(modules[0].callbacks)
+    assert modules[1].callbacks == modules[0].callbacks
+
+
 def test_files_and_what_is_no_checkpoint(tmp_path: Path) -> None:
     trainer = quiet_trainer("auto", 1, max_steps=1)
     module = Sized(8)
@@ -103,6 +126,7 @@ def test_files_and_what_is_no_checkpoint(tmp_path: Path) -> None:
     loaded = load_from_checkpoint(Sized, tmp_path / "file.ckpt", rate=0.5)
     assert loaded.hparams["rate"] == 0.5
     assert torch.equal(loaded.first.weight, module.first.weight)
+    _check_old(tmp_path / "file.ckpt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="No checkpoint in"):
         load_from_checkpoint(Sized, tmp_path / "empty")
