@@ -131,6 +131,8 @@ class FSDP2Engine(Engine[FSDP2Settings]):
         if not plan.parts and not isinstance(root, FSDPModule):
             # No reshard_after_forward: torch keeps the root gathered, whose parameters backward needs first.
             fully_shard(root, mp_policy=self._mp_policy(is_root=True), **common)
+        for each in self.sharded_modules(root):
+            replace_for_good("sharded modules", each, _apply=partial(_move, each))
         if self.settings.forward_prefetch:
             units = [unit for unit in [*plan.units, *heads] if isinstance(unit, FSDPModule)]
             for part in plan.parts or [root]:  # which gathers on streams of its own, and alone ends its backward
@@ -313,6 +315,15 @@ class FSDP2Engine(Engine[FSDP2Settings]):
     @override
     def state_dict_module(self, root: nn.Module) -> nn.Module:
         return unwrap_root(root)
+
+
+def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Run ``module._apply()``, and keep what users' code has set on its parameters: torch makes new tensors of them."""
+    attributes = {name: vars(one) for name, one in module.named_parameters(recurse=False, remove_duplicate=False)}
+    type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    for name, own in attributes.items():
+        getattr(module, name).__dict__ = own
+    return module
 
 
 def _mesh_after_forward(settings: FSDP2Settings, mesh: DeviceMesh) -> DeviceMesh | None:

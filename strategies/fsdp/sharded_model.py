@@ -255,7 +255,9 @@ def swap_for_empty(tensor: Tensor, device: torch.device) -> None:
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    attributes = vars(tensor)
     torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+    tensor.__dict__ = attributes  # what users' code has set there
 
 
 def _offloaded(model: nn.Module) -> set[Tensor]:

@@ -121,11 +121,11 @@ TABLE: dict[str, Patch] = {
     ),
     "sharded modules": Patch(
         "units of FSDP1 and FSDP2, and modules in them",
-        "forward apply named_modules requires_grad_ state_dict get_extra_state set_extra_state __deepcopy__ __class__ "
-        "support_avx512bf16_for_cpu",
+        "forward apply _apply named_modules requires_grad_ state_dict get_extra_state set_extra_state __deepcopy__ "
+        "__class__ support_avx512bf16_for_cpu",
         "units are compiled inside their hooks; users see the names and shards that there are, and their state_dict() "
-        "whole tensors; copies, and freezing a part of a flat parameter, are refused; pickles have the modules' own "
-        "classes; 4-bit weights are not repacked",
+        "whole tensors; parameters keep their attributes when a module moves; copies, and freezing a part of a flat "
+        "parameter, are refused; pickles have the modules' own classes; 4-bit weights are not repacked",
         "the module is sharded; classes: while it is pickled or checked",
     ),
     "ZeRO optimizers": Patch(

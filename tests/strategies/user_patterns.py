@@ -271,6 +271,11 @@ class MarkedParameters(Pattern):
         return [{"params": marked, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.3}]
 
 
+@pattern(ATTRIBUTES, core=True)
+class MarksOfSecondFit(MarkedParameters):
+    fits = 2
+
+
 @pattern(ATTRIBUTES)
 class ListKeptByInit(Pattern):
     def __init__(self) -> None:
@@ -1794,6 +1799,11 @@ class GradientHooksByInit(Pattern):
         super().__init__()
         for parameter in (self.first.weight, self.model.head.weight):
             parameter.register_hook(lambda gradient: gradient * 0.1)
+
+
+@pattern(HOOKS, core=True)
+class GradientHooksKeptInSecondFit(GradientHooksByInit):
+    fits = 2
 
 
 @pattern(HOOKS)
