@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from typing_extensions import override
 
 from ...checkpoint.names import clean_name
 from ..common.grads import gradients_of
 from ..sharded_tensors.kept_tensors import OldMemory, has_storage, share_memory, storage_of
+from ..sharded_tensors.optimizer_states import OptimizerStates
 from ..sharded_tensors.shards import FlatLayout, FlatShard
 from ..sharded_tensors.user_code import (
     as_library,
     follow_state_dicts,
     is_user_code,
     library_code,
+    look_from_here,
     note_changes,
     refuse_copies,
 )
@@ -46,7 +46,7 @@ class ZeroAccess:
         device: Where this rank computes.
     """
 
-    shows_shards = False
+    shows_shards, gave_states = False, False
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._device = module, device
@@ -90,6 +90,7 @@ class ZeroAccess:
         def refused(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
             def run(*args: Any, **kwargs: Any) -> Any:
+                look_from_here()
                 if is_user_code(self):
                     raise self._no_states(f"optimizer.{name}()", "neither 'state' nor 'param_groups'")
                 return method(*args, **kwargs)
@@ -99,15 +100,16 @@ class ZeroAccess:
         methods = {name: refused(name, getattr(zero, name)) for name in ("state_dict", "load_state_dict")}
         replace_for_good("ZeRO optimizers", zero, **methods)
 
-    def check_state_of(self, key: object) -> None:
-        """Check that users' code does not ask for the optimizer's states of a parameter of the module.
+    def _checked_key(self, key: object) -> object:
+        """Return ``key``, one of the optimizer's states, which belong to DeepSpeed's flat parameters.
 
         Raises:
-            RuntimeError: If it does.
+            RuntimeError: If it is a parameter of the module, for which users' code asks.
         """
         if id(key) in self._parameters and is_user_code(self):
             name = next(name for name, each in self._module.named_parameters() if each is key)
             raise self._no_states(f"optimizer.state[{clean_name(name)}]", "no states of single parameters")
+        return key
 
     def _no_states(self, what: str, lacks: str) -> RuntimeError:
         return RuntimeError(
@@ -120,8 +122,8 @@ class ZeroAccess:
     def begin(self) -> None:
         """Follow the optimizer's states, which a load replaces."""
         base = getattr(getattr(self._engine, "optimizer", None), "optimizer", None)
-        if self._pieces and base is not None and getattr(base.state, "access", None) is not self:
-            base.state = _FlatStates.of(base.state, self)
+        if self._pieces and base is not None:
+            OptimizerStates.follow([base], self._checked_key)
 
     def end(self) -> None:
         """Do nothing."""
@@ -447,57 +449,6 @@ def _gather_as_library(parameter: Any, old_memory: OldMemory, name: str) -> None
 
     setattr(partition_as_library, _IS_LIBRARY, True)
     replace_for_good("ZeRO-3 gathering", parameter, all_gather=as_library(gather), partition=partition_as_library)
-
-
-class _FlatStates(defaultdict[Any, Any]):
-    """An optimizer's states, which belong to DeepSpeed's flat parameters.
-
-    Users' code that asks for those of a parameter of the module gets an error.
-    """
-
-    access: ZeroAccess | None = None
-    """None in a copy that torch or a user makes."""
-
-    @staticmethod
-    def of(states: Mapping[Any, Any], access: ZeroAccess) -> _FlatStates:
-        """Return a copy."""
-        flat = _FlatStates(dict, states)
-        flat.access = access
-        return flat
-
-    def _check(self, key: object) -> None:
-        if self.access is not None:
-            self.access.check_state_of(key)
-
-    @override
-    def __missing__(self, key: Any) -> Any:
-        self._check(key)
-        return super().__missing__(key)
-
-    @override
-    def __contains__(self, key: object) -> bool:
-        self._check(key)
-        return super().__contains__(key)
-
-    @override
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._check(key)
-        return super().get(key, default)
-
-    @override
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._check(key)
-        super().__setitem__(key, value)
-
-    @override
-    def __delitem__(self, key: Any) -> None:
-        self._check(key)
-        super().__delitem__(key)
-
-    @override
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._check(key)
-        return super().pop(key, *default)
 
 
 # ------------------------------------------------------------------------------------------------

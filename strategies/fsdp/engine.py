@@ -30,6 +30,7 @@ from ..parallelism.sequence import SequenceParallel
 from ..parallelism.tensor import TensorParallel
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import OldMemory
+from ..sharded_tensors.optimizer_states import OptimizerStates
 from ..sharded_tensors.shards import FlatShard
 from ..upstream.lightning import _MockOptimizer, rank_zero_info, rank_zero_warn
 from ..upstream.patches import Patches
@@ -289,6 +290,7 @@ class Engine(ABC, Generic[SettingsT]):
         """Release gradients and graphs: no backward will come any more, and no optimizer step."""
         self._patches.remove()
         self._steps.remove()
+        OptimizerStates.leave(self.optimizers)
         self.optimizers.clear()
         self.discard_unreduced_grads(root)
 

@@ -33,6 +33,7 @@ from ..common.grads import gradients_of, hook_leaf, norm_of_parts, refuse_second
 from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage, storage_of
+from ..sharded_tensors.optimizer_states import OptimizerStates
 from ..sharded_tensors.shards import FlatLayout, FlatShard, cut_states, gathered
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
@@ -558,6 +559,20 @@ def _is_in_step(engine: FSDP1Engine | None) -> bool:
     return engine is not None and engine.in_step
 
 
+def _check_state_of(name: str, owner: nn.Parameter | None) -> None:
+    if owner is None:
+        raise RuntimeError(
+            f"optimizer.state[{name}] with use_orig_params=False: optimizers have states of flat parameters, each of "
+            "several of the model's. Set use_orig_params=True (the default)."
+        )
+    if not is_step():
+        raise RuntimeError(
+            f"optimizer.state[{name}] in the forward of a module, or in a hook on a parameter: with FSDP1 operations "
+            "there would see this process's part of it. Use it in training_step() or in a hook of the LightningModule; "
+            "or use fsdp_version=2."
+        )
+
+
 def _with_history(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a leaf: hooks that torch puts on what goes into frozen units stop ``torch.autograd.grad``."""
     return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
@@ -605,8 +620,21 @@ class FlatAccess(NoAccess):
                     self._layouts[id(parameter)], self._flat[id(parameter)] = layout, flat_param
 
     def begin(self) -> None:
-        """Look for the optimizers' states again when they are needed."""
+        """Look for the optimizers' states again when they are needed; find them by what steps see, too."""
         self._states = None
+        OptimizerStates.follow(self._optimizers, self._trained)
+
+    def _trained(self, key: Any) -> Any:
+        if isinstance(key, str | int) or id(key) in self._flat:
+            return key
+        for flat_param in dict.fromkeys(self._flat.values()):
+            owners = flat_param._params or itertools.repeat(None)
+            for (name, module, _), owner in zip(flat_param._param_infos, owners, strict=False):
+                if getattr(module, name) is key:
+                    _check_state_of(name, owner)
+                    self.gave_states = True
+                    return owner
+        return key
 
     def end(self) -> None:
         """Make the optimizers step on plain tensors, also where users' code has set their states."""
@@ -620,7 +648,7 @@ class FlatAccess(NoAccess):
             self._states = {
                 id(value): (TensorWeakRef(value), self._layouts[id(parameter)])
                 for optimizer in self._optimizers
-                for parameter, state in optimizer.state.items()
+                for parameter, state in dict.items(optimizer.state)
                 for value in (state.values() if id(parameter) in self._layouts else ())
                 if isinstance(value, Tensor) and value.dim() == 1
             }

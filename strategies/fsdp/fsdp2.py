@@ -33,6 +33,7 @@ from ..parallelism.config import build_named_mesh
 from ..parallelism.tensor import is_cut
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage
+from ..sharded_tensors.optimizer_states import OptimizerStates
 from ..sharded_tensors.shards import cut_states, gathered
 from ..sharded_tensors.user_code import follow_state_dicts, refuse_copies
 from ..upstream.lightning import rank_zero_info
@@ -468,6 +469,20 @@ class UnitAccess(NoAccess):
             id(param.sharded_param): (param, group) for group in units.groups for param in group.fsdp_params
         }
         self._watch, self._optimizers = watch, optimizers
+
+    @override
+    def begin(self) -> None:
+        """Find the states of sharded parameters by their unsharded forms, too."""
+        OptimizerStates.follow(self._optimizers, self._trained)
+
+    def _trained(self, key: Any) -> Any:
+        if not isinstance(key, nn.Parameter) or id(key) in self._params:
+            return key
+        for param, _ in self._params.values():
+            if getattr(param, "_unsharded_param", None) is key:
+                self.gave_states = True
+                return param.sharded_param
+        return key
 
     @override
     def end(self) -> None:

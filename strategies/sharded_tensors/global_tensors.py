@@ -179,6 +179,8 @@ class ShardAccess(Protocol):
     """Whether a training step runs, and no hook."""
     ends_window: bool
     """Whether what asks for a gradient runs in the last backward of an accumulation window."""
+    gave_states: bool
+    """Whether a step has asked for an optimizer's states by what only steps have, and may have set whole tensors."""
 
     def begin(self) -> None:
         """Take note that users' code starts or resumes; the engine's states may have changed since."""
@@ -273,7 +275,7 @@ class ShardAccess(Protocol):
 class NoAccess:
     """The `ShardAccess` where all sharded parameters are DTensors."""
 
-    shows_shards, in_step, ends_window = False, False, False
+    shows_shards, in_step, ends_window, gave_states = False, False, False, False
 
     def begin(self) -> None:
         """Do nothing: states are DTensors like their parameters."""
@@ -445,8 +447,8 @@ class GlobalTensors(TorchFunctionMode):
             self._write_back(self._open[key])
         if forget:
             self._aliases.keep(self._open)
-        if self._has_met_since_end:
-            self._has_met_since_end = False
+        if self._has_met_since_end or self._access.gave_states:
+            self._has_met_since_end = self._access.gave_states = False
             self._access.end()
         wait_for_streams(self._written_on)
         self._written_on = "cpu"

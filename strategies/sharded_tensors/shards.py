@@ -265,17 +265,18 @@ def cut_states(optimizer: Optimizer, layouts: Mapping[int, FlatLayout] = Mapping
         optimizer: Over sharded parameters, and maybe others.
         layouts: Of FSDP1's parameters, by the parameters' ids.
     """
-    for parameter, state in optimizer.state.items():
-        layout = layouts.get(id(parameter))
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, FlatShard):
-                state[key] = value.held
-            elif type(value) is not Tensor or value.numel() == 1:  # such as "step"
-                continue
-            elif layout is not None and value.shape == layout.shape != (layout.count,):
-                state[key] = layout.own_range(value.to(parameter.device)).clone()
-            elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                state[key] = part_of(value, parameter)
+    with torch._C.DisableTorchFunction():  # a mode of users' code shows the full shape
+        for parameter, state in dict.items(optimizer.state):
+            layout = layouts.get(id(parameter))
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, FlatShard):
+                    state[key] = value.held
+                elif type(value) is not Tensor or value.numel() == 1:  # such as "step"
+                    continue
+                elif layout is not None and value.shape == layout.shape != (layout.count,):
+                    state[key] = layout.own_range(value.to(parameter.device)).clone()
+                elif isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                    state[key] = part_of(value, parameter)
 
 
 Sharded = DTensor | FlatShard

@@ -332,8 +332,13 @@ class UserCode:
     @contextmanager
     def _watching(self, mode: GlobalTensors) -> Iterator[None]:
         """Run users' code under a mode from its first use of shards on."""
-        with ExitStack() as self._since_use, self._present_watch().until_end(partial(self._begin, mode)):
-            yield
+        before = self._since_use
+        with ExitStack() as since_use, self._present_watch().until_end(partial(self._begin, mode)):
+            self._since_use = since_use
+            try:
+                yield
+            finally:
+                self._since_use = before  # what ends a mode is the library's
 
     def _present_watch(self) -> Watch:
         if self._watch is None:
@@ -372,13 +377,23 @@ class UserCode:
         other: Any = _get_current_function_mode()  # type: ignore[no-untyped-call]  # the user's is left before ours
         with ExitStack() as this_use:
             contexts = this_use if other is not None or self._since_use is None else self._since_use
-            contexts.enter_context(running(mode))
-            if is_in_forward:
-                contexts.enter_context(call_of_module())
-                contexts.enter_context(self._in_modules)
+            self._look(contexts, mode, is_in_forward=is_in_forward)
             if not meets_shards:
                 return result
             return self._in_modules.run(mode, func, args, kwargs) if is_in_forward else func(*args, **kwargs)
+
+    def _look(self, contexts: ExitStack, mode: GlobalTensors, *, is_in_forward: bool) -> None:
+        contexts.enter_context(running(mode))
+        if is_in_forward:
+            contexts.enter_context(call_of_module())
+            contexts.enter_context(self._in_modules)
+
+    def look_from_here(self) -> None:
+        """Look at what is left of a step; not below a mode of the user's own, which is left first."""
+        if self._since_use is not None and self.access.in_step and _callers_mode() is None:
+            self.access.gave_states = True
+            if _get_current_function_mode() is None:  # type: ignore[no-untyped-call]
+                self._look(self._since_use, self._in_steps, is_in_forward=is_in_call(sys._getframe(1)))
 
     def end(self) -> None:
         """Detach at the end of a run: at once where an exception ends it, else after its last hook, `teardown`."""
@@ -714,6 +729,12 @@ def is_user_code(access: ShardAccess | None = None) -> bool:
     """Return whether a hook or a step of a user runs under a mode: of any engine, or of the one with this access."""
     is_its_own = access is None or (_attached is not None and _attached.access is access)
     return is_its_own and bool(_running) and _running[-1] is not None
+
+
+def look_from_here() -> None:
+    """Look at what is left of a user's step, if one runs: it uses an optimizer's states, which nobody watches."""
+    if _attached is not None and _attached._since_use is not None:
+        _attached.look_from_here()
 
 
 def is_hook() -> bool:

@@ -431,15 +431,17 @@ s.optimizers().state[w]["momentum_buffer"].mul_(0.5)
 see(o.state[w]["momentum_buffer"].mean()); w.grad = None
 o.state[w]["momentum_buffer"].add_(torch.randn(w.shape, generator=torch.Generator().manual_seed(3)))
 """.strip().splitlines()
-"""Run at the end of some batches, when the optimizer has stepped."""
+"""Run at the end of some batches, or in some steps, when the optimizer has stepped."""
 
 _ELSEWHERE = [line for line in IN_HOOKS if not line.startswith("s.k =")]
 """Those that `answers_to` knows in evaluations and in windows, each in one of both."""
 
 LINES = {
-    "hooks": IN_HOOKS,
+    "hooks": IN_HOOKS[::2],
+    "more_hooks": IN_HOOKS[1::2],
     "gradients": IN_GRADIENT_HOOKS,
     "states": IN_STATES,
+    "states_in_steps": IN_STATES,
     "steps": IN_STEPS,
     "late": IN_LATE_STEPS,
     "late_validation": IN_LATE_STEPS,
@@ -477,7 +479,7 @@ def answers_to(line: str, where: str) -> dict[str, Refused]:
 
 
 def _answers(line: str, where: str) -> dict[str, Refused]:
-    if where == "states" and ("o.state" in line or "s.optimizers().state" in line):
+    if where.startswith("states") and ("o.state" in line or "s.optimizers().state" in line):
         return _answers_in_states(line)
     if where.endswith("forwards"):
         return _answers_in_forwards(line, where)
@@ -551,7 +553,7 @@ def _pattern(line: str, where: str) -> type[Pattern]:
 
     class InHooks(Pattern):
         def on_train_batch_end(self, *_: Any) -> None:
-            if where == "hooks" or self.global_step in (3, 5):
+            if where.endswith("hooks") or self.global_step in (3, 5):
                 run_line(self, code)
 
     class InGradientHooks(Pattern):
@@ -596,8 +598,10 @@ def _pattern(line: str, where: str) -> type[Pattern]:
 
     return {
         "hooks": InHooks,
+        "more_hooks": InHooks,
         "gradients": InGradientHooks,
         "states": InHooks,
+        "states_in_steps": InLateSteps,
         "steps": InSteps,
         "late": InLateSteps,
         "late_validation": InLateValidation,
