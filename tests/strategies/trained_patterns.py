@@ -6,7 +6,7 @@ import gc
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, ParallelismConfig, full_state_dict
 from tests.strategies.oracle import quiet_trainer
-from tests.strategies.user_patterns import INPUTS, OUTPUTS, PATTERNS, Block, ManualPattern, Pattern, Refused, in_table
+from tests.strategies.user_patterns import (
+    INPUTS,
+    OUTPUTS,
+    PATTERNS,
+    Block,
+    ManualPattern,
+    Pattern,
+    Refused,
+    Stopped,
+    in_table,
+)
 
 BATCHES = 4
 CLOSE, CLOSE_IN_PARTS = 2e-5, 1e-4
@@ -114,19 +124,23 @@ def _train(kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trai
 
 def _train_in(folder: Path, kind: type[Pattern], engine: str, data_of: str, **where: Any) -> Trained:
     module, saved = kind(), None
+
+    def with_trainer(**settings: Any) -> Any:
+        strategy = _strategy(engine, kind.leaves_unused, kind.ignored, kind.resumes or "full_state_dict")
+        return quiet_trainer(strategy, dist.get_world_size(), use_distributed_sampler=False, **settings, **where)
+
     try:
         for number in range(kind.fits):
-            trainer = quiet_trainer(
-                _strategy(engine, kind.leaves_unused, kind.ignored, kind.resumes or "full_state_dict"),
-                dist.get_world_size(),
+            if number and kind.is_evaluated:
+                with_trainer().validate(module, _loader(3, data_of))
+            trainer = with_trainer(
                 max_epochs=kind.epochs * (1 if saved is None else 2),
                 accumulate_grad_batches=(kind.accumulate, kind.accumulate_later or kind.accumulate)[number > 0],
                 callbacks=module.callbacks(),
-                use_distributed_sampler=False,
-                **where,
             )
             loaders = module.data(_loader(2, data_of), _loader(3, data_of) if kind.validates else None)
-            trainer.fit(module, **loaders, ckpt_path=saved)
+            with suppress(Stopped):
+                trainer.fit(module, **loaders, ckpt_path=saved)
             if kind.resumes and saved is None:
                 saved = f"{folder}/saved.ckpt"
                 trainer.save_checkpoint(saved)

@@ -61,6 +61,10 @@ class Net(nn.Module):
         return self.head(self.blocks(self.embed(x)))
 
 
+class Stopped(Exception):  # noqa: N818 (no error of the pattern: the next fit goes on)
+    """Ends the fit that it is raised in."""
+
+
 class Pattern(LightningModule):
     """Plain training; each pattern changes something of it."""
 
@@ -72,6 +76,8 @@ class Pattern(LightningModule):
     """Of fits after the first; None for the same."""
     resumes: ClassVar[str] = ""
     """The ``state_dict_type`` of the checkpoint that the second fit, of a new module, resumes from; "" for none."""
+    is_evaluated: ClassVar[bool] = False
+    """Whether a Trainer of its own validates the module between two fits."""
     validates: ClassVar[bool] = False
     leaves_unused: ClassVar[bool] = False
     """Whether ``ddp`` needs ``find_unused_parameters``."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.strategies.trained_patterns import problems
 from tests.strategies.user_lines import IN_GRADIENT_HOOKS, IN_HOOKS, IN_STATES, answers_to, run_line
-from tests.strategies.user_patterns import PATTERNS, Entry, Net, Pattern
+from tests.strategies.user_patterns import PATTERNS, Entry, Net, Pattern, Stopped
 
 _LOSSES = ("plain", "plain", "two forwards", "block twice", "penalty", "recomputed", "target")
 """What a step computes."""
@@ -44,6 +44,10 @@ _PLACES = (
 _WITH_GRADIENTS = ("on_before_optimizer_step", "before_clipping", "after_clipping")
 _WITH_LAST_GRADIENTS = ("on_after_backward", "after_backward", "step_pre_hook")
 """The same, outside of accumulation windows; the last runs before the closure, on what the step before has left."""
+_STOPS = (
+    *("training_step", "in_forward", "after_forward", "before_backward", "after_backward", "in_gradient_hook"),
+    *("on_before_optimizer_step", "after_clipping", "step_pre_hook", "after_optimizer_step", "on_train_batch_end"),
+)
 _LAYERS = ("blocks.0.up", "blocks.1.down", "head", "embed")
 _NOT_ALONE = ("zero_grad", "numpy", "dlpack")
 """Words of lines that mean something else, or are refused, in some place."""
@@ -99,6 +103,12 @@ class Program:
     accumulate_later: int | None = None
     toggles: bool = False
     """Whether each of several optimizers has a backward of its own, as the networks of a GAN."""
+    stops_in: str = ""
+    """The place in which the first of two fits fails; "" for none."""
+    stops_at: int = 0
+    """The batch in which it does."""
+    is_evaluated: bool = False
+    """Whether the module is validated between its fits."""
 
     @staticmethod
     def drawn(seed: int, *, with_states: bool = False) -> Program:
@@ -120,7 +130,13 @@ class Program:
         later = more.choice((None, 1, 2)) if accumulate > 1 else None  # lines were drawn for it
         toggles = model == "optimizers" and more.random() < 0.5
         fits = 2 if resumes else fits
-        return Program(lines, accumulate, is_manual, clips, loss, model, fits, resumes, later, toggles)
+        stops_in = more.choice(_STOPS) if not resumes and more.random() < 0.3 else ""
+        fits = 2 if stops_in else fits
+        stops_at, is_evaluated = more.choice((1, 2, 3)), fits == 2 and more.random() < 0.5
+        return Program(
+            *(lines, accumulate, is_manual, clips, loss, model, fits, resumes, later, toggles, stops_in, stops_at),
+            is_evaluated=is_evaluated,
+        )
 
 
 def _line(draw: random.Random, accumulate: int) -> _Line:
@@ -172,6 +188,7 @@ class _Drawn(Pattern):
         super().__init__()
         self.automatic_optimization = not self.program.is_manual
         self.batch_idx = 0
+        self.will_stop = bool(self.program.stops_in)
         blocks: Any = self.model.blocks
         if self.program.model == "frozen":
             blocks[0].up.weight.requires_grad_(False)
@@ -181,6 +198,7 @@ class _Drawn(Pattern):
             layer: Any = self.model.get_submodule(name)
             layer.register_forward_pre_hook(partial(self.in_forward, name))
             is_hooked = any(line.place == "in_gradient_hook" and line.layer == name for line in self.program.lines)
+            is_hooked |= self.program.stops_in == "in_gradient_hook" and name == "blocks.1.down"
             if is_hooked and layer.weight.requires_grad:
                 layer.weight.register_hook(partial(self.in_gradient_hook, name))
         if self.program.loss == "recomputed":
@@ -207,6 +225,10 @@ class _Drawn(Pattern):
         return net.head(net.blocks[0](net.embed(inputs))) if leaves_out else net(inputs)
 
     def run(self, place: str, layers: Sequence[str] = _LAYERS) -> None:
+        where = (self.program.stops_in, self.program.stops_at)
+        if self.will_stop and (place, self.batch_idx) == where and self.trainer.training:
+            self.will_stop = False
+            raise Stopped(place)
         for line, code in self.compiled:
             if line.place == place and line.layer in layers and self.batch_idx in line.batches:
                 run_line(self, code, line.layer)
@@ -276,7 +298,8 @@ class _Drawn(Pattern):
             optimizers = [SGD(part, lr=0.05, momentum=0.9) for part in self.parts()]
         else:
             optimizers = [super().configure_optimizers()]
-        for place in {line.place for line in self.program.lines if line.place.startswith("step_")}:
+        places = {*(line.place for line in self.program.lines), self.program.stops_in}
+        for place in {each for each in places if each.startswith("step_")}:
             getattr(optimizers[0], f"register_{place}")(lambda *_, place=place: self.run(place))
         return optimizers
 
@@ -297,7 +320,8 @@ class _Drawn(Pattern):
 
 
 def _pattern(program: Program) -> type[Pattern]:
-    hooks = {line.place for line in program.lines if line.place.startswith("on_")} - {"on_train_epoch_start"}
+    places = {*(line.place for line in program.lines), program.stops_in}
+    hooks = {each for each in places if each.startswith("on_")} - {"on_train_epoch_start"}
     attributes: dict[str, Any] = {place: lambda self, *_, _place=place, **__: self.run(_place) for place in hooks}
     attributes |= {
         "program": program,
@@ -306,8 +330,9 @@ def _pattern(program: Program) -> type[Pattern]:
         "accumulate": 1 if program.is_manual else program.accumulate,
         "accumulate_later": program.accumulate_later,
         "resumes": program.resumes,
+        "is_evaluated": program.is_evaluated,
         "leaves_unused": program.toggles or program.model in ("freezes", "unused"),
-        "validates": any("validation" in line.place for line in program.lines),
+        "validates": program.is_evaluated or any("validation" in line.place for line in program.lines),
     }
     return type("Drawn", (_Drawn,), attributes)
 
