@@ -180,7 +180,7 @@ class ElasticTraining(Callback):
         if self.division is None:
             raise RuntimeError("ElasticTraining distributes samples only after the Trainer has set it up.")
         order = EpochOrder(len(map_style(loader)), is_shuffled(loader), self.seed)
-        self._batches = GlobalBatches(order, self.division, self._rank, loader.drop_last)
+        self._batches = GlobalBatches(order, self.division, self._rank, loader.batch_sampler.drop_last)
         limit = trainer.limit_train_batches
         if isinstance(limit, float) and limit < 1:  # whole steps
             self._patches.put(trainer, "limit_train_batches", int(self._batches.num_steps * limit) * self._steps)
@@ -545,7 +545,7 @@ def is_shuffled(loader: Any) -> bool:
     Raises:
         ValueError: If they have an order of their own.
     """
-    sampler, dataset = loader.sampler, loader.dataset
+    sampler, dataset = loader.batch_sampler.sampler, loader.dataset  # DataLoader(batch_sampler=...) has another sampler
     if _is_plain(sampler, SequentialSampler):
         return False
     if _is_plain(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset):

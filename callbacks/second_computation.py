@@ -74,14 +74,20 @@ class SecondComputation:
         if [version_of(one) for one in _tensors((args, kwargs))] != versions:
             return
         now = random_state(self._device)
-        buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
+        buffers = [
+            (each._buffers, name, buffer, buffer.clone())
+            for each in layer.modules()
+            for name, buffer in each._buffers.items()
+            if buffer is not None
+        ]
         with library_code(), torch.no_grad():
             set_random_state(before, self._device)
             try:
                 again = layer.forward(*args, **kwargs)
             finally:
                 set_random_state(now, self._device)
-            for buffer, value in buffers:
+            for owner, buffer_name, buffer, value in buffers:
+                owner[buffer_name] = buffer  # a forward may have replaced it
                 buffer.data.copy_(value)  # backward, which may have saved it, is to see no change
             for first, second in zip(_tensors(output), _tensors(again), strict=True):
                 self._differing.append((name, (_words(first) != _words(second)).any()))

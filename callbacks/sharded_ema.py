@@ -105,7 +105,8 @@ class ShardedEMA(Callback):
         self._patches = Patches("callbacks")
         self._stored: Any = None
         self._stored_names: Container[str] = ()
-        self._last_step = self._num_trained = 0
+        self._last_step = 0
+        self._trained: list[bool] = []
 
     @property
     def _average(self) -> Average:
@@ -152,17 +153,17 @@ class ShardedEMA(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take_stored(trainer, pl_module)
-        self._last_step, self._num_trained = trainer.global_step, -1
+        self._last_step, self._trained = trainer.global_step, []
 
     # ------------------------------------------------------------------ training
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take note of parameters that begin to train, while they have the value that they had before."""
         if self._averages is not None:
-            num_trained = sum(parameter.requires_grad for parameter in pl_module.parameters())
-            if num_trained != self._num_trained:
+            trained = [parameter.requires_grad for parameter in pl_module.parameters()]
+            if trained != self._trained:
                 self._averages.add_new()
-                self._num_trained = num_trained
+                self._trained = trained
 
     @override
     def on_train_batch_end(
@@ -356,7 +357,8 @@ class Averages:
 
     def _like(self, shard: Tensor) -> Tensor:
         dtype = torch.promote_types(shard.dtype, torch.float32)
-        return shard.detach().to(device=self._device or shard.device, dtype=dtype, copy=True)
+        with torch.inference_mode(False):  # an evaluation may take them, and training update them
+            return shard.detach().to(device=self._device or shard.device, dtype=dtype, copy=True)
 
     @torch.no_grad()
     def update(self, average: Average, num_averaged: int) -> None:

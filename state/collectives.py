@@ -254,8 +254,22 @@ def _all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessG
     total = tensor.detach().to(sending_device(tensor.device, group), torch.int64 if whole else None, copy=True)
     total = total.contiguous()
     if total.numel():
-        dist.all_reduce(total, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+        if reduction == "max":
+            all_reduce_max(total, group)
+        else:
+            dist.all_reduce(total, group=group)
     return total.to(tensor.device, tensor.dtype if reduction == "max" else None)
+
+
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Replace a tensor by its maximum over processes, NaN where one of them has NaN: gloo's may lose it."""
+    import torch.distributed as dist
+
+    has_nan = tensor.isnan().to(torch.uint8) if tensor.is_floating_point() else None
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    if has_nan is not None:
+        dist.all_reduce(has_nan, dist.ReduceOp.MAX, group=group)
+        tensor.masked_fill_(has_nan.bool(), torch.nan)
 
 
 def _scaled(total: torch.Tensor, reduction: Reduction, count: int, scale: float) -> torch.Tensor:

@@ -323,7 +323,8 @@ class PartialState(ReadOnlyState):
         count as one process, and get the same share, from the start of the Trainer on that divides the model so.
 
         Args:
-            inputs: List, tuple, tensor, ``datasets.Dataset``, other sequence, or a (nested) dict of equally long ones.
+            inputs: List, tuple, tensor, ``datasets.Dataset``, map-style dataset (a ``Subset`` is returned), other
+                sequence, or a (nested) dict of equally long ones.
             apply_padding: Repeat the last element so that all processes get equally many.
 
         Raises:
@@ -472,6 +473,8 @@ def _take(inputs: Any, start: int, stop: int, num_pad: int) -> Any:
         return torch.cat([share, inputs[-1:].expand(num_pad, *inputs.shape[1:])]) if num_pad else share
     if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # datasets.Dataset: a slice would be a dict
         return inputs.select(indices)
+    if isinstance(inputs, torch.utils.data.Dataset):  # which may take a slice for an index of its own
+        return torch.utils.data.Subset(inputs, indices)
     if isinstance(inputs, tuple):  # a share of a named tuple has another number of fields: a plain one
         return tuple(inputs[index] for index in indices)
     if isinstance(inputs, Sequence):

@@ -79,7 +79,8 @@ class _Channel:
         self._num_processes = dist.get_world_size(group)
         self._unsent: dict[str, None] = {}
         """Names asked for here that others may not know."""
-        self._buffer = torch.zeros(1, dtype=torch.int32)
+        with torch.inference_mode(False):  # checks in an evaluation and in training reuse it
+            self._buffer = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._rounds = Rounds(
             group_store("accelight/triggers"),
             "check_trigger(blocking=False)",
@@ -241,7 +242,12 @@ def reset() -> None:
 
 def _exchange(channel: _Alone | _Channel, blocking: bool) -> None:
     pending, _flags.pending = _flags.pending, set()
-    _merge(_flags.agreed, channel.exchange(pending, blocking))
+    try:
+        agreed = channel.exchange(pending, blocking)
+    except BaseException:
+        _flags.pending |= pending
+        raise
+    _merge(_flags.agreed, agreed)
 
 
 def _take(name: str) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
+from ...state.collectives import all_reduce_max
 from ..sharded_tensors.shards import local_part
 from ..sharded_tensors.user_code import write_back_views
 from ..upstream.lightning import LightningModule, LRSchedulerConfig
@@ -151,7 +152,10 @@ def dtype_of_powers(device: torch.device) -> torch.dtype:
 def reduce_powers(powers: torch.Tensor, groups: Iterable[dist.ProcessGroup], norm_type: float) -> None:
     """Make norm**p of what lies on all ranks of the groups out of each rank's own, in place."""
     for group in groups:
-        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        if math.isinf(norm_type):
+            all_reduce_max(powers, group)
+        else:
+            dist.all_reduce(powers, group=group)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
 
 from accelight.callbacks import ElasticTraining, TriggerEarlyStopping
 from accelight.callbacks.elastic_training import Division, EpochOrder, GlobalBatches, count_anew
@@ -200,6 +200,18 @@ def _drop_last() -> Any:
     return train("ddp", data=loader(drop_last=True))
 
 
+def test_a_batch_sampler_of_torchs_means_what_it_says() -> None:
+    """The DataLoader itself has another sampler then, and another drop_last."""
+    expected = train_plain("ddp", drop_last=True)
+    for found in run_on_ranks(2, _with_batch_sampler):
+        assert_goes_on(found, expected)
+
+
+def _with_batch_sampler() -> Any:
+    sampler = BatchSampler(RandomSampler(Samples()), 5, drop_last=True)
+    return train("ddp", data=DataLoader(Samples(), batch_sampler=sampler))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_samples_that_are_counted_as_items_count_once(size: int) -> None:
     for found in run_on_ranks(size, _train_by_items):
@@ -280,6 +292,10 @@ class _Manual(Module):
         self.automatic_optimization = False
 
 
+def _batches_of(sampler: Any) -> Any:
+    return DataLoader(Samples(), batch_sampler=BatchSampler(sampler, 5, drop_last=False))
+
+
 class _Fetching(Module):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         raise NotImplementedError
@@ -296,6 +312,7 @@ class _Fetching(Module):
         ({"data": [torch.zeros(1)]}, "cannot distribute the samples of a Tensor"),
         ({"data": loader(shuffle=None, sampler=SubsetRandomSampler([1, 2]))}, "would not use SubsetRandomSampler"),
         ({"data": loader(shuffle=None, sampler=RandomSampler(Samples(), True))}, "would not use RandomSampler"),
+        ({"data": _batches_of(SubsetRandomSampler([1, 2]))}, "would not use SubsetRandomSampler"),
         ({"data": DataLoader(_Stateful())}, "_Stateful has a state_dict: checkpoints hold only that of process 0"),
         ({"data": [loader(), loader()]}, "one training loader, but there are 2"),
         (

@@ -144,6 +144,30 @@ def test_layers_that_differ_at_first_are_left_out() -> None:
     assert found == [[], [], ["1"]]
 
 
+class Replaces(nn.Module):
+    """Gives itself a new buffer in each forward."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.mean().detach()
+        return x * self.weight
+
+
+def test_buffers_that_a_forward_replaces_are_those_of_one_forward() -> None:
+    model, second = nn.Sequential(Replaces()), SecondComputation()
+    for _ in range(2):
+        second.begin(model, torch.device("cpu"))
+        model(torch.ones(2, 3))
+        second.end()
+    assert model.state_dict()["0.mean"] == 0.75
+
+
 def test_attention_and_what_is_not_called() -> None:
     attention, second = nn.MultiheadAttention(8, 2, dropout=0.5), SecondComputation()
     for _ in range(2):

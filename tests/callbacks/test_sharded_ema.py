@@ -232,6 +232,38 @@ def test_averages_are_torchs_of_one_process(kind: str, rule: str) -> None:
     assert any(not torch.equal(averages[name], weights[name]) for name in weights)
 
 
+class InStages(Module):
+    """Trains one block, and then the other one."""
+
+    def on_train_start(self) -> None:
+        self.model.blocks[1].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for at, block in enumerate(self.model.blocks):
+            block.requires_grad_(at == (self.trainer.global_step >= 3))
+
+
+def test_what_trains_later_is_averaged_also_where_as_much_stops() -> None:
+    callback, module = ShardedEMA(decay=0.5), InStages()
+    quiet_trainer("auto", 1, max_epochs=2, callbacks=[callback]).fit(module, loader(1))
+    assert not any(
+        torch.equal(module.weights[name], module.averages[name]) for name in module.averages if "blocks" in name
+    )
+
+
+def test_averages_of_a_tested_checkpoint_serve_outside_of_inference_mode(tmp_path: Path) -> None:
+    trainer = quiet_trainer("auto", 1, max_epochs=1, callbacks=[ShardedEMA(decay=0.5)])
+    trainer.fit(Module(), loader(1), loader(1))
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    module, callback = Module(), ShardedEMA(decay=0.5)
+    trainer = quiet_trainer("auto", 1, callbacks=[callback])
+    trainer.validate(module, loader(1), ckpt_path=tmp_path / "saved.ckpt")
+    own = {name: one.clone() for name, one in module.state_dict().items()}
+    with callback.averaged_weights(trainer):
+        assert any(not torch.equal(own[name], one) for name, one in module.state_dict().items())
+    assert all(torch.equal(own[name], one) for name, one in module.state_dict().items())
+
+
 # ------------------------------------------------------------------------------------------------
 # Checkpoints: with both, resumed elsewhere, evaluated, exported.
 

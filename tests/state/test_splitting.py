@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, strategies
+from torch.utils.data import Subset, TensorDataset
 
 from accelight.state import AcceleratorState, PartialState
 from accelight.state.partial_state import split
@@ -91,6 +92,14 @@ def test_datasets() -> None:
     assert isinstance(parts[0], datasets.Dataset)
     assert [part["x"] for part in shares(inputs, 2, apply_padding=True)] == [[1, 2], [3, 3]]
     assert [part["x"][:] for part in shares(inputs.select([0]), 3)] == [[1], [], []]
+
+
+def test_torchs_datasets() -> None:
+    """One of several tensors gives columns for a slice."""
+    inputs = TensorDataset(torch.arange(3), torch.arange(3) * 2)
+    for parts in (shares(inputs, 2), shares(Subset(inputs, range(3)), 2)):
+        assert [[int(first) for first, _ in part] for part in parts] == [[0, 1], [2]]
+    assert [len(part) for part in shares(inputs, 2, apply_padding=True)] == [2, 2]
 
 
 def test_the_callers_dict_is_not_changed_and_its_kind_stays() -> None:

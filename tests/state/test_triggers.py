@@ -166,6 +166,18 @@ def test_one_tensor_is_reused_and_several_names_travel_in_one_reduction() -> Non
         assert reductions == 1
 
 
+def check_in_inference_mode_first() -> list[bool]:
+    with torch.inference_mode():
+        found = [check_trigger("stop")]
+    if PartialState().process_index:
+        set_trigger("stop")
+    return [*found, check_trigger("stop")]
+
+
+def test_a_first_check_in_inference_mode() -> None:
+    assert run_on_ranks(2, check_in_inference_mode_first) == [[False, True]] * 2
+
+
 def set_nothing_check_nothing() -> int:
     PartialState().wait_for_everyone()
     return len(module._channels)
