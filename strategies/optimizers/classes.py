@@ -179,6 +179,11 @@ def _compare_pieces(optimizer: Optimizer, full: list[list[torch.Tensor]], first:
                     f"small tensors, different weights after {step + 1} step{'s' if step else ''})",
                     first.needs_closure,
                 )
+        if second.options != first.options:
+            return Verdict(
+                "what its steps keep in the groups depends on the parameters that it sees (D-adaptation does that)",
+                first.needs_closure,
+            )
     values = [(key, value, one) for state, one in first.states for key, value in state.items()]
     return Verdict(
         needs_closure=first.needs_closure,

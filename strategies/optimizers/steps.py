@@ -199,14 +199,18 @@ class WholeTensorStep(Step):
         Args:
             substitutes: By the shards; the optimizer does not see shards that have none.
             plain: Parameters that it sees as they are.
-            states: Of the substitutes; the context adds those of ``plain``.
+            states: Of the substitutes; the context adds those of ``plain``, and what is no parameter's.
         """
         optimizer, held, plain = self._optimizer, self._optimizer.state, set(plain)
+
+        def kept_in(own: Mapping[Any, Any]) -> dict[Any, Any]:
+            return {key: own[key] for key in own if key in plain or not isinstance(key, Tensor)}
+
         names = ("params", "param_names")
         lists: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (group, {name: group[name] for name in names if name in group}) for group in optimizer.param_groups
         ]
-        states.update({parameter: held[parameter] for parameter in plain if parameter in held})
+        states.update(kept_in(held))
         try:
             for group, before in lists:
                 kept = [at for at, one in enumerate(before["params"]) if one in substitutes or one in plain]
@@ -218,7 +222,7 @@ class WholeTensorStep(Step):
             optimizer.state = held
             for group, before in lists:
                 group.update(before)
-            held.update({parameter: states[parameter] for parameter in plain if parameter in states})
+            held.update(kept_in(states))
 
     # ------------------------------------------------------------------ which parameters, on which ranks
     def _stepped(self) -> list[_Sharded]:

@@ -222,6 +222,17 @@ def test_options_decide_whether_an_optimizer_is_refused() -> None:
     assert try_on_pieces(Ratio(groups, lr=0.1)).problem is not None
 
 
+def test_what_groups_keep_of_all_parameters_is_a_problem() -> None:
+    """D-adaptation steps by it once it has grown."""
+
+    class Adapting(WithStep):
+        def edit(self, held: list[Any]) -> None:
+            group = self.param_groups[0]
+            group["d"] = group.get("d", 0.0) + float(sum(one.grad.square().sum() for one in held))
+
+    assert "keep in the groups" in (try_on_pieces(Adapting(parameters(), lr=0.1)).problem or "")
+
+
 def test_what_cannot_be_tried_is_a_problem() -> None:
     assert "KeyError: 'kernel'" in (try_on_pieces(Raising(parameters(), lr=0.1)).problem or "")
     assert "holds a module in model" in (try_on_pieces(HoldingAModule(parameters(), lr=0.1)).problem or "")

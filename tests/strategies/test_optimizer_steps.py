@@ -160,6 +160,33 @@ def test_a_step_that_fails_on_one_rank_raises_on_all_and_changes_nothing() -> No
     assert first[3] == len(list(_model().parameters()))
 
 
+class Counting(Optimizer):
+    """Keeps a state of no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        states: Any = self.state
+        number = states["all"]["number"] = states["all"].get("number", 0) + 1
+        for one in (one for group in self.param_groups for one in group["params"]):
+            one.sub_(one.grad / one.grad.norm() / number)
+
+
+def _counts_steps() -> list[Any]:
+    plain, model = _model(), _sharded(2)
+    expected = _train(plain, Counting(plain.parameters()))
+    optimizer: Any = Counting(model.parameters())
+    _on_whole_tensors(optimizer, model)
+    found = _train(model, optimizer)
+    return [optimizer.state["all"], all(torch.allclose(found[name], one) for name, one in expected.items())]
+
+
+def test_states_of_no_parameter_stay() -> None:
+    assert run_on_ranks(2, _counts_steps) == [[{"number": 4}, True]] * 2
+
+
 def _without_gradients() -> list[Any]:
     model = _sharded(2)
     optimizer = Muon(_matrices(model), lr=0.1)
