@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
@@ -408,7 +409,9 @@ class Region:
         self._entered_by: nn.Module | None = None
         self._with_grad: list[bool] = []
         """Of each module around the one that runs, whether gradients were wanted when it was called."""
-        self._calls, self._is_whole, self._is_trial = 0, False, False
+        self._calls: Counter[bool] = Counter()
+        """In training, and in evaluation, which may not see the same positions (BatchNorm)."""
+        self._is_whole, self._is_trial = False, False
         self._random = ExitStack()
         self.part = self.padding = 0
         """Positions of each rank, and how many of all are none, in the call that runs."""
@@ -427,9 +430,9 @@ class Region:
     # ------------------------------------------------------------------ hooks
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = self.prepared(args, kwargs)
-        if self._calls in _TRIED_AT and not is_planned():  # a plan has no values
+        if self._calls[module.training] in _TRIED_AT and not is_planned():  # a plan has no values
             self._try(args, kwargs)
-        self._calls += 1
+        self._calls[module.training] += 1
         cut = self.cut(args, kwargs)
         if module.training:
             self._random.enter_context(_own_random_states(self.parallel.rank, _first(args, kwargs).device))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,7 +68,7 @@ class TensorParallel:
         self.size, self.rank = self.mesh.size(), self.mesh.get_local_rank()
         self.styles: dict[str, str] = {}
         """The style by which each module was cut."""
-        self._checked: WeakSet[Optimizer] = WeakSet()
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Whose gradients were found to be the same on all ranks of the group."""
         note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
 
@@ -194,14 +193,16 @@ class TensorParallel:
         return [f"{name:<{width}}  {style}  {number} x" for (name, style), number in kinds.items()]
 
     def check_gradients(self, optimizer: Optimizer, module: nn.Module) -> None:
-        """Check before an optimizer's first step that the group has one gradient of what no plan cuts; all call it.
+        """Check that the group has one gradient of what no plan cuts; all ranks call it before each step.
 
-        It differs where a layer sees a part of the activations on each rank, such as a norm over the heads.
+        It differs where a layer sees a part of the activations on each rank, such as a norm over the heads. Steps 1, 2,
+        4, 8 and so on are looked at: a layer that begins as zeros, or is frozen, hides what comes before it.
 
         Raises:
             RuntimeError: On every rank of a group that has several.
         """
-        if optimizer in self._checked:
+        number = self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+        if number & (number - 1):
             return
         norms = {
             clean_name(name): float(local_part(one.grad).norm())
@@ -218,8 +219,6 @@ class TensorParallel:
                     "layers: each computes it from its part of the activations. Leave the layers before it out of the "
                     "plan, or let them give whole activations ('colwise_rep')."
                 )
-        if all(isfinite(norm) for one in everyone for norm in one.values()):  # else a scaler's first steps
-            self._checked.add(optimizer)
 
 
 def parallelized(model: nn.Module) -> dict[str, DTensor]:

@@ -391,6 +391,24 @@ def test_what_sees_other_positions_is_an_error(name: str) -> None:
         assert REFUSED[name][2] in message
 
 
+def refused_after_evaluation() -> tuple[str, int]:
+    """BatchNorm sees all positions in training alone; the Trainer evaluates first."""
+    module = Module(Normalised)
+    strategy = AccelFSDPStrategy(
+        fsdp_version=2, parallelism_config=ParallelismConfig(sp_size=2), sequence_modules=["net"]
+    )
+    trainer = quiet_trainer(strategy, 2, max_epochs=1, num_sanity_val_steps=2)
+    with pytest.raises(RuntimeError) as error:
+        trainer.fit(module, loader(module, 1), loader(module, 1))
+    return f"{error.value}", trainer.global_step
+
+
+def test_training_is_tried_although_an_evaluation_came_first() -> None:
+    for message, step in run_on_ranks(2, refused_after_evaluation):
+        assert _OTHER in message
+        assert step == 0
+
+
 def generated() -> list[str]:
     strategy, module = AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(sp_size=2)), Llama()
     trainer, messages = quiet_trainer(strategy, 2, max_epochs=1), []

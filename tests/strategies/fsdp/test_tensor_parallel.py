@@ -600,16 +600,20 @@ class _WithHeads(Module):
         blocks[0].up = nn.Sequential(blocks[0].up, _NormOfHeads())
 
 
-def partial_gradients() -> str:
+def partial_gradients(hidden: bool) -> str:
     plan = {"net.blocks.0.up.0": "colwise", "net.blocks.0.down": "rowwise"}
     strategy = AccelFSDPStrategy(fsdp_version=2, parallelism_config=ParallelismConfig(tp_size=2), tp_plan=plan)
+    module = _WithHeads()
+    if hidden:  # in the first step, in which no gradient comes through zeros
+        nn.init.zeros_(module.net.get_parameter("blocks.0.down.weight"))
     with pytest.raises(RuntimeError) as error:
-        quiet_trainer(strategy, 2, max_epochs=1).fit(_WithHeads(), loader(1))
+        quiet_trainer(strategy, 2, max_epochs=1).fit(module, loader(1))
     return f"{error.value}"
 
 
-def test_gradients_of_a_part_of_the_activations_are_an_error() -> None:
-    for message in run_on_ranks(2, partial_gradients):
+@pytest.mark.parametrize("hidden", [False, True])
+def test_gradients_of_a_part_of_the_activations_are_an_error(hidden: bool) -> None:
+    for message in run_on_ranks(2, partial_gradients, hidden):
         assert "The gradient of net.blocks.0.up.1.norm." in message
         assert "which tp_plan does not cut, differs between the processes that share layers" in message
 
