@@ -384,8 +384,10 @@ class ObjectFolder:
     def remove_folder(self, name: str = "") -> None:
         """Remove a folder, and what is in it, where the store has folders."""
         if not self.has_buckets:
-            with suppress(FileNotFoundError), self._turn:
-                self._fs.rm(self._path(name), recursive=True)
+            with suppress(FileNotFoundError), self._turn:  # fsspec's rm() takes the name for a pattern
+                found = self._fs.find(self._path(name), withdirs=True, detail=True)
+                for path in sorted(found, reverse=True):
+                    (self._fs.rmdir if found[path]["type"] == "directory" else self._fs.rm_file)(path)
 
     def remove_uploads(self, is_left: Callable[[str], bool]) -> None:
         """Abort uploads in parts under this URL (S3), which killed processes have left; others, too, if there are any.

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from accelight.checkpoint import inspect_checkpoint, merge_fsdp_weights, verify_merged
 from accelight.checkpoint.storage import ObjectFolder
 from accelight.strategies import AccelDeepSpeedStrategy, AccelFSDPStrategy, load_from_checkpoint, newest_checkpoint
+from accelight.strategies.common.checkpoint_files import remove_saved
 from tests.log_messages import log_messages
 from tests.ranks import run_on_ranks
 from tests.sftp_server import PASSWORD, USER, log_in, running_sftp
@@ -81,6 +82,17 @@ def test_a_checkpoint_is_saved_twice_and_resumed(engine: str, server: str, tmp_p
     assert verify_merged(url, f"{server}/run/merged").is_equal
     assert sorted(os.listdir(served / "merged")) == ["model.safetensors"]
     assert isinstance(load_from_checkpoint(TinyModule, url, case=CASE, outcome=Outcome()), LightningModule)
+
+
+def test_a_removed_folder_is_no_pattern(server: str) -> None:
+    """As those of hydra's runs may be."""
+    for name in ("layers=6", "layers=[64,64]"):
+        folder = ObjectFolder(f"{server}/{name}/last.ckpt")
+        folder.put(f"{'0' * 32}/one.distcp", b"1")
+        folder.put(".metadata", b"2")
+    remove_saved(f"{server}/layers=[64,64]/last.ckpt", lambda: None)
+    assert ObjectFolder(f"{server}/layers=6/last.ckpt").size(".metadata") == 1
+    assert ObjectFolder(f"{server}/layers=[64,64]/last.ckpt").size(".metadata") is None
 
 
 def fails(engine: str, save_to: str | None, resume_from: str | None) -> str:
