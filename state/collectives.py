@@ -227,8 +227,8 @@ def _broadcast(tensor: torch.Tensor, from_process: int, group: dist.ProcessGroup
     if not tensor.numel():
         return
     device = sending_device(tensor.device, group)
-    sent = tensor.to(device).contiguous()
-    dist.broadcast(sent.view(-1).view(torch.uint8), src=from_process, group=group)
+    sent = tensor.to(device).resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(_bytes_of(sent), src=from_process, group=group)
     if not is_source and sent.data_ptr() != tensor.data_ptr():
         tensor.copy_(sent)
 
@@ -238,12 +238,18 @@ def _gather_padded(tensor: torch.Tensor, sizes: list[int], group: dist.ProcessGr
     import torch.distributed as dist
 
     device = sending_device(tensor.device, group)
-    sent = _pad(tensor.detach().to(device), 0, max(sizes), 0, False).contiguous()
+    own = tensor.detach().to(device).resolve_conj().resolve_neg()  # as bytes, they are what memory has
+    sent = _pad(own, 0, max(sizes), 0, False).contiguous()
     received = torch.empty(len(sizes), *sent.shape, dtype=sent.dtype, device=device)
     if sent.numel():
         blocks = received.view(len(sizes), -1).view(torch.uint8)
-        dist.all_gather(list(blocks.unbind()), sent.view(-1).view(torch.uint8), group)
+        dist.all_gather(list(blocks.unbind()), _bytes_of(sent), group)
     return [block[:size].to(tensor.device) for block, size in zip(received, sizes, strict=True)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, which may have any stride where it has one element."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _all_reduce(tensor: torch.Tensor, reduction: Reduction, group: dist.ProcessGroup) -> torch.Tensor:

@@ -184,7 +184,7 @@ def _broadcast(tensors: list[Tensor], device: torch.device, is_source: bool) -> 
 
 
 def _broadcast_one(tensor: Tensor, device: torch.device, is_source: bool) -> None:
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.device == device:
         dist.broadcast(flat.view(torch.uint8), src=0)
     else:
@@ -193,7 +193,7 @@ def _broadcast_one(tensor: Tensor, device: torch.device, is_source: bool) -> Non
             dist.broadcast(sent.view(torch.uint8), src=0)
             if not is_source:
                 piece.copy_(sent)
-    if not is_source and not tensor.is_contiguous():
+    if not is_source and flat.data_ptr() != tensor.data_ptr():
         _write(tensor, flat)
 
 

@@ -80,6 +80,8 @@ class Stager(StateDictStager):
             copied = memo[id(x)] = FlatShard(self.deepcopy_with_tensor_offload(x.held, memo), x.place)
         elif kind in (Tensor, DTensor) and _is_plain(x):
             copied = memo[id(x)] = self._copied_tensor(x, memo)
+        elif kind is Tensor and (x.is_conj() or x.is_neg()):  # torch would copy the memory, and lose that
+            copied = memo[id(x)] = self.deepcopy_with_tensor_offload(x.resolve_conj().resolve_neg(), memo)
         else:
             copied = super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
             return _as_of_user(x, copied, memo) if isinstance(x, Tensor) else copied

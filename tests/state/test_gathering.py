@@ -91,6 +91,8 @@ def gather_everything() -> dict[str, Any]:
         "none": reduce(torch.tensor(2.0), "none"),
         "max": reduce([torch.tensor([3 - rank, rank], dtype=dtype) for dtype in ORDERED], "max"),
         "nan": reduce(torch.full((3,), 1.0 if rank else torch.nan), "max"),
+        "conjugated": gather(torch.tensor([1j * (rank + 1)]).conj()),
+        "negated": broadcast(torch.tensor([1j * (rank + 1)]).conj().imag),
         "any": reduce(torch.tensor([rank == 0, False]), "max"),
         "broadcast": broadcast_object_list([rank, f"of {rank}"], from_process=PartialState().num_processes - 1),
         "broadcast nothing": broadcast_object_list([]),
@@ -138,6 +140,8 @@ def test_collectives(world_size: int) -> None:
         assert [tensor.tolist() for tensor in found["max"]] == [[3, n - 1]] * len(ORDERED)
         assert [tensor.dtype for tensor in found["max"]] == list(ORDERED)
         assert found["nan"].isnan().all()
+        assert found["conjugated"].tolist() == [-1j * (rank + 1) for rank in range(n)]
+        assert found["negated"].tolist() == [-1.0]
         assert found["any"].tolist() == [True, False]
         sent = found["broadcast tensors"]
         assert torch.equal(sent["transposed"], (torch.arange(6).view(2, 3) + n - 1).T)

@@ -75,6 +75,13 @@ def test_what_the_latest_state_has_no_use_for_is_freed() -> None:
     assert stager.num_bytes == 0
 
 
+def test_lazily_conjugated_and_negated_tensors_have_their_values() -> None:
+    numbers = torch.tensor([1 + 1j, 2 - 2j])
+    state = {"conjugated": numbers.conj(), "negated": numbers.conj().imag, "own": numbers}
+    copied = Stager().copy(state)
+    assert all(torch.equal(copied[name].resolve_conj().resolve_neg(), one) for name, one in state.items())
+
+
 def test_parameters_and_what_requires_gradients_stay_so() -> None:
     layer, master = nn.Linear(2, 3), torch.ones(4, requires_grad=True)
     layer.weight.requires_grad_(False)
