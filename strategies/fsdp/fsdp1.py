@@ -34,7 +34,7 @@ from ..common.modules import is_extra_state
 from ..sharded_tensors.global_tensors import NoAccess, ShardAccess
 from ..sharded_tensors.kept_tensors import has_storage, storage_of
 from ..sharded_tensors.optimizer_states import OptimizerStates
-from ..sharded_tensors.shards import FlatLayout, FlatShard, cut_states, gathered
+from ..sharded_tensors.shards import FlatLayout, FlatShard, cut_states, gathered, states_of
 from ..sharded_tensors.user_code import (
     follow_state_dicts,
     is_hook,
@@ -648,7 +648,7 @@ class FlatAccess(NoAccess):
             self._states = {
                 id(value): (TensorWeakRef(value), self._layouts[id(parameter)])
                 for optimizer in self._optimizers
-                for parameter, state in dict.items(optimizer.state)
+                for parameter, state in states_of(optimizer)
                 for value in (state.values() if id(parameter) in self._layouts else ())
                 if isinstance(value, Tensor) and value.dim() == 1
             }

@@ -319,11 +319,12 @@ class FSDP2Engine(Engine[FSDP2Settings]):
 
 
 def _move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Run ``module._apply()``, and keep what users' code has set on its parameters: torch makes new tensors of them."""
+    """Run ``module._apply()``, and keep what users' code has set on DTensors, of which torch makes new ones."""
     attributes = {name: vars(one) for name, one in module.named_parameters(recurse=False, remove_duplicate=False)}
     type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-    for name, own in attributes.items():
-        getattr(module, name).__dict__ = own
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if isinstance(parameter, DTensor):
+            parameter.__dict__ = attributes[name]
     return module
 
 

@@ -69,7 +69,7 @@ class TensorParallel:
         self.styles: dict[str, str] = {}
         """The style by which each module was cut."""
         self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Whose gradients were found to be the same on all ranks of the group."""
+        """Of each optimizer, whose gradients are compared in some of them."""
         note_copies(mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")], self.rank, self.size)
 
     def apply(self, model: nn.Module) -> None:
@@ -211,7 +211,7 @@ class TensorParallel:
         }
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, norms, group=self.group)
-        for name in norms:
+        for name in dict.fromkeys(name for one in everyone for name in one):
             of_all = [one.get(name, 0.0) for one in everyone]
             if max(of_all) - min(of_all) > _MOST_DIFFERENT * max(of_all):
                 raise RuntimeError(

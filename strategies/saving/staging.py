@@ -81,7 +81,9 @@ class Stager(StateDictStager):
         elif kind in (Tensor, DTensor) and _is_plain(x):
             copied = memo[id(x)] = self._copied_tensor(x, memo)
         elif kind is Tensor and (x.is_conj() or x.is_neg()):  # torch would copy the memory, and lose that
-            copied = memo[id(x)] = self.deepcopy_with_tensor_offload(x.resolve_conj().resolve_neg(), memo)
+            resolved = x.detach().resolve_conj().resolve_neg().requires_grad_(x.requires_grad)
+            resolved.__dict__ = vars(x)
+            copied = memo[id(x)] = self.deepcopy_with_tensor_offload(resolved, memo)
         else:
             copied = super().deepcopy_with_tensor_offload(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]
             return _as_of_user(x, copied, memo) if isinstance(x, Tensor) else copied

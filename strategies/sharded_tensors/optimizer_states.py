@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import Any
 
 from torch.optim import Optimizer
@@ -22,18 +22,21 @@ class OptimizerStates(defaultdict[Any, Any]):
         key_of: Returns the parameter that a key stands for, as a rule the key; may raise an error.
     """
 
-    def __init__(self, states: Mapping[Any, Any], key_of: Callable[[Any], Any]) -> None:
-        super().__init__(dict, states)
+    def __init__(self, states: defaultdict[Any, Any], key_of: Callable[[Any], Any]) -> None:
+        super().__init__(states.default_factory, states)
         self.key_of = key_of
 
     @staticmethod
     def follow(optimizers: Iterable[Optimizer], key_of: Callable[[Any], Any]) -> None:
-        """Make optimizers have such states, unless another optimizer has the same object, as wrappers do."""
+        """Make optimizers have such states.
+
+        Not where they have a container of their own, or one that another optimizer has, too, as wrappers do.
+        """
         for optimizer in optimizers:
             own = optimizer.state
-            if getattr(own, "key_of", None) != key_of and not any(
-                one is not optimizer and getattr(one, "state", None) is own for one in vars(optimizer).values()
-            ):
+            if type(own) not in (defaultdict, OptimizerStates) or getattr(own, "key_of", None) == key_of:
+                continue
+            if not any(getattr(one, "state", None) is own for one in vars(optimizer).values() if one is not optimizer):
                 optimizer.state = OptimizerStates(own, key_of)
 
     @staticmethod
@@ -45,7 +48,7 @@ class OptimizerStates(defaultdict[Any, Any]):
 
     @override
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        return defaultdict(dict, self)
+        return defaultdict(self.default_factory, self)
 
     @override
     def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
@@ -53,7 +56,7 @@ class OptimizerStates(defaultdict[Any, Any]):
 
     @override
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(super().items())
+        return defaultdict, (self.default_factory,), None, None, iter(super().items())
 
     @override
     def __getitem__(self, key: Any) -> Any:

@@ -7,7 +7,7 @@ row, whole rows, and a part of a row, and each of them is a box like any other r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -258,6 +258,12 @@ def _held(shard: FlatShard) -> Tensor:
     return shard.held
 
 
+def states_of(optimizer: Optimizer) -> Iterable[tuple[Any, Any]]:
+    """Return an optimizer's states by its parameters, without a look of `OptimizerStates` at what a step does."""
+    own = optimizer.state
+    return dict.items(own) if isinstance(own, dict) else own.items()
+
+
 def cut_states(optimizer: Optimizer, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> None:
     """Replace states that users' code has made by this rank's parts: DTensors, under FSDP1 plain ranges.
 
@@ -266,7 +272,7 @@ def cut_states(optimizer: Optimizer, layouts: Mapping[int, FlatLayout] = Mapping
         layouts: Of FSDP1's parameters, by the parameters' ids.
     """
     with torch._C.DisableTorchFunction():  # a mode of users' code shows the full shape
-        for parameter, state in dict.items(optimizer.state):
+        for parameter, state in states_of(optimizer):
             layout = layouts.get(id(parameter))
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, FlatShard):

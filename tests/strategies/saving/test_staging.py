@@ -80,6 +80,10 @@ def test_lazily_conjugated_and_negated_tensors_have_their_values() -> None:
     state = {"conjugated": numbers.conj(), "negated": numbers.conj().imag, "own": numbers}
     copied = Stager().copy(state)
     assert all(torch.equal(copied[name].resolve_conj().resolve_neg(), one) for name, one in state.items())
+    trained = numbers.conj().requires_grad_()
+    trained.name_of_user = "filter"  # type: ignore[attr-defined]
+    one = Stager().copy({"trained": trained})["trained"]
+    assert (one.requires_grad, one.name_of_user, one.tolist()) == (True, "filter", trained.tolist())
 
 
 def test_parameters_and_what_requires_gradients_stay_so() -> None:
